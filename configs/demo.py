@@ -1,0 +1,24 @@
+"""What the demo's runs share: everything but the size and its learning rate."""
+
+from model import GPTConfig
+from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, ParallelConfig
+
+
+def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: float) -> Config:
+    return Config(
+        run=run,
+        tokens_per_param=20,
+        model=GPTConfig(n_layer=n_layer, n_embd=n_embd, n_ffn=n_ffn, n_head=n_head, n_ctx=128, vocab_size=257),
+        data=DataConfig(
+            dir="data/demo",
+            mixture={"prose": 0.30, "science": 0.45, "python": 0.20, "c": 0.05},
+            tokenizer="byte",
+            tokens_per_step=4096,       # 32 sequences of 128 bytes
+            micro_batch=32,
+            max_epochs=2,               # how much text an installation holds differs from machine to machine
+        ),
+        optim=OptimConfig(lr=lr, warmup_share=0.05),
+        parallel=ParallelConfig(compile=False),     # compiling for a CPU takes longer than these runs gain, and a compiler
+        checkpoint=CheckpointConfig(every=200, keep=1),
+        eval=EvalConfig(every=None, tokens=32_768),
+    )

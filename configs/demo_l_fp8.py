@@ -1,0 +1,11 @@
+"""demo_l_bf16 with its block matmuls in FP8, tensorwise.
+
+    python train.py configs/demo_l_fp8.py
+"""
+
+from dataclasses import replace
+
+from configs.demo_l_bf16 import config as parent
+from runtime.config import FP8Config
+
+config = replace(parent, run="demo_l_fp8", fp8=FP8Config(recipe="tensorwise"))

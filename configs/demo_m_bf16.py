@@ -1,0 +1,12 @@
+"""107k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
+
+    python train.py configs/demo_m_bf16.py
+"""
+
+from configs.demo import build
+
+config = build(
+    run="demo_m_bf16",              # 20 x 106,816 parameters = 2.14M tokens = 522 steps
+    n_layer=2, n_embd=64, n_ffn=128, n_head=1,
+    lr=1e-2,
+)

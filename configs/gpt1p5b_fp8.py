@@ -1,0 +1,11 @@
+"""gpt1p5b_bf16 with its QKV, attention-output and MLP matmuls in FP8, tensorwise.
+
+    torchrun --nproc_per_node=8 train.py configs/gpt1p5b_fp8.py
+"""
+
+from dataclasses import replace
+
+from configs.gpt1p5b_bf16 import config as parent
+from runtime.config import FP8Config
+
+config = replace(parent, run="gpt1p5b_fp8", fp8=FP8Config(recipe="tensorwise"))

@@ -1,0 +1,65 @@
+"""Measure the loss on a fixed set of validation sequences, in order, on all ranks."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class ValLoss:
+    """Summed cross-entropy of each validation sequence, by source; everything else follows from it."""
+    sequences: dict[str, np.ndarray]    # source -> (n,) float64, nats
+    weights: dict[str, float]           # source -> share of the mixture
+    n_ctx: int                          # tokens per sequence
+
+    def source_loss(self, source: str) -> float:
+        """Mean over a source's tokens, nats per token."""
+        return float(self.sequences[source].mean() / self.n_ctx)
+
+    @property
+    def loss(self) -> float:
+        """Mixture-weighted mean, nats per token."""
+        return sum(w * self.source_loss(s) for s, w in self.weights.items())
+
+    @property
+    def standard_error(self) -> float | None:
+        """Of `loss` over the drawing of validation sequences, nats per token; None with one sequence in a source."""
+        if min(map(len, self.sequences.values())) < 2:
+            return None
+        return math.sqrt(sum((w / self.n_ctx) ** 2 * self.sequences[s].var(ddof=1) / len(self.sequences[s])
+                             for s, w in self.weights.items()))
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro_batch: int, device: torch.device,
+             rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None]) -> ValLoss:
+    """The loss of `model` on every sequence of `val` (source -> set with len() and batch(start, stop) -> x, y).
+
+    Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs equally many, the last
+    sequence repeated where they run out: one compiled shape, and no rank alone in a collective. `gather` stacks
+    equally shaped tensors of all ranks.
+    """
+    sequences, n_ctx = {}, 0
+    for source in weights:
+        n = len(val[source])
+        batches = -(-n // (micro_batch * size)) * size
+        losses = torch.zeros(batches // size, micro_batch, dtype=torch.float64, device=device)
+        for i, batch in enumerate(range(rank, batches, size)):
+            rows = np.minimum(np.arange(batch * micro_batch, (batch + 1) * micro_batch), n - 1)
+            x, y = val[source].batch(int(rows[0]), int(rows[-1]) + 1)
+            if len(x) < micro_batch:
+                repeat = torch.from_numpy(rows - rows[0])
+                x, y = x[repeat], y[repeat]
+            n_ctx = x.shape[1]
+            losses[i] = model(x.to(device), y.to(device))
+        everyone = gather(losses)       # (size, batches / size, micro_batch)
+        sequences[source] = everyone.transpose(0, 1).reshape(-1)[:n].cpu().numpy()
+    return ValLoss(sequences, dict(weights), n_ctx)
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """Nats per token as bits per byte of text: comparable between tokenizers."""
+    return loss / math.log(2) / bytes_per_token

@@ -1,0 +1,45 @@
+"""Read an entry point's `key=value` arguments into a frozen dataclass."""
+
+import re
+from dataclasses import MISSING, fields
+from typing import get_type_hints
+
+from runtime.annotations import nearest, parse
+from runtime.config import ConfigError
+
+
+def read_options(cls, arguments: list[str]):
+    """An instance of the dataclass `cls` from `key=value`, `--key=value`, `--key value` and bare words.
+
+    Bare words fill the fields named in cls.POSITIONAL, in order. Raises ConfigError: an unknown key, a value of the
+    wrong type, a key twice, a word too many, a field without default that is missing.
+    """
+    hints = get_type_hints(cls)
+    names, given, words = [f.name for f in fields(cls)], {}, list(cls.POSITIONAL)
+    rest = iter(arguments)
+    for argument in rest:
+        pair = re.fullmatch(r"(?:--)?([A-Za-z_][\w-]*)=(.*)", argument, re.DOTALL)
+        flag = re.fullmatch(r"--([A-Za-z_][\w-]*)", argument)
+        if pair:
+            key, value = pair[1].replace("-", "_"), pair[2]
+        elif flag:
+            key, value = flag[1].replace("-", "_"), next(rest, None)
+        else:
+            words = [name for name in words if name not in given]
+            if not words:
+                raise ConfigError(f"{argument!r} is one word too many: write key=value with one of {', '.join(names)}")
+            key, value = words.pop(0), argument
+        if key not in names:
+            raise ConfigError(f"there is no key {key!r}{nearest(key, names)}")
+        if key in given:
+            raise ConfigError(f"{key} is given twice: {given[key]!r} and {value!r}")
+        if value is None:
+            raise ConfigError(f"--{key} needs a value: write {key}=VALUE")
+        try:
+            given[key] = parse(key, value, hints[key])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
+    if missing:
+        raise ConfigError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
+    return cls(**given)

@@ -1,0 +1,180 @@
+"""Continue a prompt with a trained model.
+
+    python -m eval.sample out/RUN "prompt" n=3 tokens=200 temperature=0.8 top_k=200 seed=1
+
+    n             continuations of the same prompt, drawn side by side; a single one is printed as it grows
+    tokens        new tokens at most; a continuation ends earlier with its document or with the model's context
+    temperature   0 takes the likeliest token each time, 1 samples from the model's own distribution
+    top_k         sample from the k likeliest tokens only; none = from all
+    seed          of the sampling
+    device        auto (a GPU where there is one), cpu, cuda
+    dtype         bfloat16 (as trained) or float32
+
+Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+
+from eval.options import read_options
+from model import GPT, KVCache
+from runtime.checkpoint import load_model
+from runtime.config import ConfigError
+from runtime.tokenizer import Tokenizer, load_tokenizer
+
+REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: str
+    prompt: str = ""
+    n: int = 1
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int | None = 200
+    seed: int = 1337
+    device: str = "auto"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    POSITIONAL: ClassVar = ("run", "prompt")
+
+    def __post_init__(self):
+        for name in ("n", "tokens", "top_k"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ConfigError(f"{name}={value} must be at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature} must be a number from 0 (the likeliest token) upwards")
+
+
+# ----------------------------------------------------------------------------------------------------------- generation
+
+@torch.inference_mode()
+def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
+           generator: torch.Generator | None = None, eot: int | None = None) -> Iterator[torch.Tensor]:
+    """Yield the next token of each row, (B,) int64, n_new times, or until the context is full or all rows have ended.
+
+    ids (B, T) are prompts of equal length, T >= 1. A row that has emitted `eot` goes on with `eot`. Only the
+    tokenizer's vocab_size ids can come out, never the rows that pad the vocabulary. temperature 0 is argmax.
+    """
+    config = model.config
+    assert 1 <= ids.size(1) <= config.n_ctx, f"a prompt of {ids.size(1)} tokens in a context of {config.n_ctx}"
+    cache, x = KVCache(), ids
+    ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    # The last token needs no place of its own in the context: nothing is computed from it.
+    for _ in range(min(n_new, config.n_ctx - ids.size(1) + 1)):
+        logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :config.vocab_size]      # (B, V)
+        token = _choose(logits, temperature, top_k, generator)
+        if eot is not None:
+            token = token.masked_fill(ended, eot)
+            ended = ended | (token == eot)
+        yield token
+        if ended.all():
+            return
+        x = token[:, None]      # (B, 1)
+
+
+def generate(model: GPT, ids: torch.Tensor, n_new: int, temperature: float = 0.0, top_k: int | None = None,
+             generator: torch.Generator | None = None, eot: int | None = None) -> torch.Tensor:
+    """The new tokens alone, (B, at most n_new) int64; see stream() for when they are fewer."""
+    tokens = list(stream(model, ids, n_new, temperature, top_k, generator, eot))
+    return torch.stack(tokens, dim=1) if tokens else ids[:, :0]
+
+
+def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator) -> torch.Tensor:
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k is not None and top_k < logits.size(-1):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]       # (B, 1)
+        logits = logits.masked_fill(logits < least, -math.inf)
+    return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
+
+
+def load_for_inference(run_dir: str, device: str, dtype: str) -> tuple[GPT, Tokenizer, torch.device]:
+    """The newest checkpoint of a run with its weights stored in the compute dtype, its tokenizer, the device.
+
+    A Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory traffic.
+    Raises ConfigError where the run cannot be read or the device does not exist.
+    """
+    where = pick_device(device)
+    model, config = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype))
+    for p in model.parameters():
+        p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
+    try:
+        return model.eval(), load_tokenizer(config.data.tokenizer), where
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def pick_device(name: str) -> torch.device:
+    """The device that `name` means; "auto" is the GPU where there is one. Raises ConfigError where there is no such."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+        return torch.device(name)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
+
+
+# ---------------------------------------------------------------------------------------------------------- entry point
+
+def stable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """The text of `ids` without a character at the end that later tokens may still complete."""
+    text = tokenizer.decode(ids)
+    tail = len(text) - len(text.rstrip(REPLACEMENT))
+    return text[:len(text) - min(tail, 3)] if tail else text   # of UTF-8's four bytes at most, three may be pending
+
+
+def sample(options: Options, out=sys.stdout) -> None:
+    """Print `options.n` continuations of the prompt to `out`. Raises ConfigError on a mistake of the user's."""
+    model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
+    prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eot]
+    n_ctx = model.config.n_ctx
+    if len(prompt) > n_ctx:
+        raise ConfigError(f"the prompt has {len(prompt)} tokens, but the context of {options.run} holds {n_ctx}: "
+                          f"shorten the prompt")
+    generator = torch.Generator(device).manual_seed(options.seed)
+    ids = torch.tensor([prompt] * options.n, device=device)
+    steps = stream(model, ids, options.tokens, options.temperature, options.top_k, generator, tokenizer.eot)
+    if options.n == 1:
+        new, shown = [], ""
+        out.write(options.prompt)
+        for token in steps:
+            new += [int(token)] if int(token) != tokenizer.eot else []
+            text = stable_text(tokenizer, new)
+            out.write(text[len(shown):])
+            out.flush()
+            shown = text
+        out.write(tokenizer.decode(new)[len(shown):] + "\n")
+    else:
+        rows = torch.stack(list(steps), dim=1).tolist()     # n lists of new tokens
+        for i, row in enumerate(rows, 1):
+            row = row[:row.index(tokenizer.eot)] if tokenizer.eot in row else row
+            out.write(f"{'-' * 32} {i} of {options.n}\n{options.prompt}{tokenizer.decode(row)}\n")
+    if len(prompt) + options.tokens > n_ctx + 1:
+        print(f"the context of {n_ctx} tokens allows {n_ctx - len(prompt) + 1} new ones, not tokens={options.tokens}",
+              file=sys.stderr)
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments) or not arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        sample(read_options(Options, arguments))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,321 @@
+"""The GPT, in one file: configuration, blocks, initialisation, forward pass, parameter and FLOP counts.
+
+A Llama-family decoder, so that a checkpoint exports to LlamaForCausalLM (Qwen3ForCausalLM with QK-norm)
+tensor for tensor: RMSNorm before each sub-layer, half-split RoPE, grouped-query attention, SwiGLU, no biases.
+
+    B batch   T time   C channels (n_embd)   H query heads   K key/value heads   D head size   F ffn   V vocabulary
+
+Weights are stored in fp32. The activations carry the compute dtype (BF16 in training) from the embedding on, and
+each Linear casts its weight to the dtype of its input: no autocast, hence no list of operations that somebody else
+decides to run in another precision, and the BF16 and FP8 arms of a comparison cast at the same places.
+"""
+
+import math
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    n_layer: int                        # blocks
+    n_head: int                         # query heads
+    n_embd: int                         # width C, in channels; a multiple of n_head
+    n_ffn: int                          # hidden width of the SwiGLU, in channels
+    n_kv_head: int | None = None        # key/value heads (grouped-query attention); none = n_head
+    n_ctx: int = 1024                   # context length T, in tokens
+    vocab_size: int = 50257             # tokens the tokenizer can emit (gpt2 50257, byte 257)
+    tied: bool = True                   # one matrix for the embedding and the head
+    qk_norm: bool = False               # RMSNorm on each query and key head before RoPE (exports as Qwen3)
+    norm_eps: float = 1e-5              # added to the mean square in RMSNorm
+    rope_theta: float = 10_000.0        # base of the RoPE wavelengths
+    rope_factor: float | None = None    # llama3 scaling: wavelengths beyond the original context grow by this; none = off
+    rope_low_freq: float = 1.0          # llama3 scaling: fewer turns than this per original context are fully stretched
+    rope_high_freq: float = 4.0         # llama3 scaling: more turns than this per original context stay as they are
+    rope_original_ctx: int = 8192       # llama3 scaling: context length, in tokens, before the stretch
+    loss_chunk: int | None = None       # tokens per cross-entropy chunk, so that logits never exist whole; none = one chunk
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_kv_head or self.n_head
+
+    @property
+    def vocab_padded(self) -> int:
+        return -(-self.vocab_size // 128) * 128     # whole tensor-core tiles; the extra rows are never a target
+
+    @property
+    def params_total(self) -> int:
+        """Parameters by closed form; GPT.counts() asserts that the modules agree."""
+        C, D = self.n_embd, self.head_size
+        block = C * D * (self.n_head + 2 * self.kv_heads) + D * self.n_head * C + 3 * C * self.n_ffn + 2 * C
+        block += 2 * D if self.qk_norm else 0
+        return self.n_layer * block + C + self.vocab_padded * C * (1 if self.tied else 2)
+
+    def problems(self) -> list[str]:
+        """One sentence for each size that no model can have; an empty list is a sound configuration."""
+        out = []
+        for name in ("n_layer", "n_head", "n_embd", "n_ffn", "n_ctx", "vocab_size", "n_kv_head", "loss_chunk"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                out.append(f"model.{name}={value} must be at least 1")
+        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq", "rope_high_freq", "rope_original_ctx"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                out.append(f"model.{name}={value} must be a positive, finite number")
+        if out:
+            return out
+        if self.n_embd % self.n_head:
+            out.append(f"model.n_embd={self.n_embd} is not divisible by model.n_head={self.n_head}: "
+                       f"give a width that is a multiple of the number of heads")
+        elif self.head_size % 2:
+            out.append(f"model.n_embd={self.n_embd} over model.n_head={self.n_head} heads gives heads of {self.head_size} "
+                       f"channels, but RoPE rotates pairs: give an even head size")
+        if self.n_head % self.kv_heads:
+            out.append(f"model.n_head={self.n_head} is not divisible by model.n_kv_head={self.n_kv_head}: "
+                       f"each key/value head serves a whole number of query heads")
+        if self.rope_factor is not None and self.rope_high_freq <= self.rope_low_freq:
+            out.append(f"model.rope_high_freq={self.rope_high_freq} must be above model.rope_low_freq={self.rope_low_freq}")
+        return out
+
+
+class Linear(nn.Linear):
+    """A Linear without bias that keeps fp32 weights and computes in the dtype of its input."""
+
+    def __init__(self, n_in: int, n_out: int):
+        super().__init__(n_in, n_out, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation (1910.07467), in Hugging Face's order: fp32 inside, cast back, then the weight."""
+
+    def __init__(self, n: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n))
+        self.eps = eps
+
+    def forward(self, x):
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight.to(x.dtype) * x32.to(x.dtype)
+
+
+def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
+    """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where rope_factor is set.
+
+    Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1.
+    """
+    D = config.head_size
+    freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
+    if config.rope_factor is None:
+        return freq
+    turns = config.rope_original_ctx * freq / (2 * math.pi)     # full rotations over the original context
+    keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
+    keep = keep.clamp(0, 1)                                     # 1: short wavelength, untouched; 0: fully stretched
+    return freq * keep + freq / config.rope_factor * (1 - keep)
+
+
+def rotate(x, cos, sin):
+    """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, H, T, D), cos and sin (T, D/2)."""
+    x1, x2 = x.float().chunk(2, dim=-1)     # fp32: BF16 cosines would blur distant positions
+    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.H, self.K, self.D = config.n_head, config.kv_heads, config.head_size
+        self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)    # one matmul: FP8 pays on wide outputs
+        self.out = Linear(self.H * self.D, config.n_embd)
+        self.q_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x, cos, sin, cache=None):
+        B, T, _ = x.shape
+        H, K, D = self.H, self.K, self.D
+        q, k, v = self.qkv(x).split((H * D, K * D, K * D), dim=-1)
+        q = q.view(B, T, H, D).transpose(1, 2)      # (B, H, T, D)
+        k = k.view(B, T, K, D).transpose(1, 2)      # (B, K, T, D)
+        v = v.view(B, T, K, D).transpose(1, 2)      # (B, K, T, D)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = cache.append(self, k, v)         # (B, K, past + T, D)
+        # A single new token sees everything cached before it, so only longer inputs need the causal mask.
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=H != K)
+        return self.out(y.transpose(1, 2).reshape(B, T, H * D))     # (B, T, C)
+
+
+class MLP(nn.Module):
+    """SwiGLU (2002.05202) with gate and up projections fused into one matmul."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.gate_up = Linear(config.n_embd, 2 * config.n_ffn)
+        self.down = Linear(config.n_ffn, config.n_embd)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, dim=-1)     # (B, T, F) each
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.norm1 = RMSNorm(config.n_embd, config.norm_eps)
+        self.attn = Attention(config)
+        self.norm2 = RMSNorm(config.n_embd, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x, cos, sin, cache=None):
+        x = x + self.attn(self.norm1(x), cos, sin, cache)
+        return x + self.mlp(self.norm2(x))
+
+
+class KVCache:
+    """Keys and values of the tokens seen so far, by attention layer; grows by concatenation."""
+
+    def __init__(self):
+        self.length = 0         # tokens cached
+        self._kv = {}
+
+    def append(self, layer, k, v):
+        if layer in self._kv:
+            k, v = torch.cat((self._kv[layer][0], k), dim=2), torch.cat((self._kv[layer][1], v), dim=2)
+        self._kv[layer] = (k, v)
+        return k, v
+
+
+class GPT(nn.Module):
+    """Tokens (B, T) int64 -> logits (B, T, V), or with targets the cross-entropy of each sequence (B,) in nats.
+
+    Raises ValueError where config.problems() finds an impossible size.
+    """
+
+    def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16):
+        super().__init__()
+        if problems := config.problems():
+            raise ValueError("; ".join(problems))
+        self.config = config
+        self.compute_dtype = compute_dtype
+        self.wte = nn.Embedding(config.vocab_padded, config.n_embd)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.head = Linear(config.n_embd, config.vocab_padded)
+        self.register_buffer("cos", torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
+        self.register_buffer("sin", torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
+        self.tie()
+
+    def tie(self):
+        """Make embedding and head one Parameter again; moving a model off the meta device splits them."""
+        if self.config.tied:
+            self.head.weight = self.wte.weight
+
+    def blocks(self) -> list[nn.Module]:
+        """Where this model may be cut: the units of sharding, of per-block compilation and of recomputation."""
+        return list(self.layers)
+
+    # ------------------------------------------------------------------------------------------------ initialisation
+
+    @torch.no_grad()
+    def init_weights(self, seed: int, assign=torch.Tensor.copy_):
+        """Fill every parameter and the RoPE tables; the values depend on (seed, parameter name) alone.
+
+        wte, head, qkv, gate_up     normal, std 0.02
+        attn.out, mlp.down          normal, std 0.02 / sqrt(2 * n_layer): the residual sum keeps its size with depth
+        norms                       ones
+
+        Drawn on the CPU, one generator a parameter, so that the model is the same on any device and however it is
+        sharded. `assign(parameter, full_value)` stores a value; sharded parameters take only their part of it.
+        """
+        self.tie()
+        for name, p in self.named_parameters():
+            if "norm" in name:
+                value = torch.ones(p.shape)
+            else:
+                std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith(("out.weight", "down.weight")) else 0.02
+                key = int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little")
+                generator = torch.Generator().manual_seed(key & (2**63 - 1))
+                value = torch.empty(p.shape).normal_(0.0, std, generator=generator)
+            assign(p, value)
+        self.init_buffers()
+
+    @torch.no_grad()
+    def init_buffers(self):
+        """Fill the RoPE tables, which no checkpoint holds."""
+        positions = torch.arange(self.config.n_ctx, dtype=torch.float32, device=self.cos.device)
+        angle = torch.outer(positions, rope_frequencies(self.config, self.cos.device))      # (T, D/2)
+        self.cos.copy_(angle.cos())
+        self.sin.copy_(angle.sin())
+
+    # -------------------------------------------------------------------------------------------------- forward pass
+
+    def forward(self, x, y=None, cache: KVCache | None = None):
+        """x (B, T) tokens. y (B, T) targets or None. With y: summed cross-entropy per sequence, (B,) fp32, nats."""
+        h = self.hidden(x, cache)
+        if y is None:
+            return self.head(h)                                                 # (B, T, V)
+        h, targets = h.view(-1, h.size(-1)), y.reshape(-1)                      # (B * T, C), (B * T)
+        if self.config.loss_chunk is None:
+            losses = self._token_losses(h, targets)
+        else:   # recomputed in the backward pass, chunk by chunk: memory for loss_chunk rows of logits, not B * T
+            parts = zip(h.split(self.config.loss_chunk), targets.split(self.config.loss_chunk), strict=True)
+            losses = torch.cat([checkpoint(self._token_losses, *part, use_reentrant=False) for part in parts])
+        return losses.view(y.shape).sum(dim=1)
+
+    def hidden(self, x, cache: KVCache | None = None):
+        """Final hidden states (B, T, C), normalised: what the head reads."""
+        past = cache.length if cache is not None else 0
+        T = x.size(1)
+        assert past + T <= self.config.n_ctx, f"{past + T} tokens in a context of {self.config.n_ctx}"
+        assert past == 0 or T == 1, "a filled cache takes one token at a time"
+        cos, sin = self.cos[past:past + T], self.sin[past:past + T]
+        h = self.wte(x).to(self.compute_dtype)
+        for block in self.layers:
+            h = block(h, cos, sin, cache)
+        if cache is not None:
+            cache.length += T
+        return self.norm(h)
+
+    def _token_losses(self, h, targets):
+        return F.cross_entropy(self.head(h).float(), targets, reduction="none")     # fp32: sums of 50k exponentials
+
+    # -------------------------------------------------------------------------------------------------------- counts
+
+    def counts(self) -> dict[str, int]:
+        """Parameters and FLOPs per token under every convention in use, counted from the modules.
+
+        params_total      all parameters, a tied matrix once
+        params_nonembed   without embedding and head (Kaplan et al., 2001.08361)
+        params_matmul     weights that multiply an activation: every Linear, the head once
+        flops_per_token_* training FLOPs (forward and backward): 6 a parameter; attention 12 L H D T (PaLM, 2204.02311,
+                          appendix B), half of it where the causal mask is counted. `flops_per_token` is
+                          6 params_matmul + the whole of attention: the convention behind every MFU here.
+        """
+        c = self.config
+        total = sum(p.numel() for p in self.parameters())
+        matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        embed, head = self.wte.weight.numel(), self.head.weight.numel()
+        assert total == c.params_total, f"{total} parameters in the modules, {c.params_total} by the formula"
+        nonembed = total - (embed if c.tied else embed + head)
+        attention = 12 * c.n_layer * c.n_head * c.head_size * c.n_ctx
+        return {
+            "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul,
+            "params_embed_tok": embed, "params_head": head,
+            "flops_per_token_6n_total": 6 * total, "flops_per_token_6n_nonembed": 6 * nonembed,
+            "flops_per_token_6n_matmul": 6 * matmul, "flops_per_token_attn": attention,
+            "flops_per_token_attn_causal": attention // 2,
+            "flops_per_token": 6 * matmul + attention,
+            "flops_per_token_causal": 6 * matmul + attention // 2,
+        }

@@ -1,0 +1,96 @@
+"""Check and parse values by their type annotations, and say what was expected in words."""
+
+import difflib
+import math
+import re
+import types
+from dataclasses import fields, is_dataclass
+from typing import Literal, Union, get_args, get_origin, get_type_hints
+
+
+def parse(key: str, text: str, hint):
+    """The value that `text` spells under the annotation `hint`. Raises ValueError with a sentence naming the form."""
+    options = [t for t in (get_args(hint) if _is_union(hint) else (hint,)) if t is not type(None)]
+    if _is_union(hint) and text.lower() == "none":
+        return None
+    hint = options[0]
+    try:
+        if hint is bool:
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if hint is int:
+            value = float(text) if re.search("[eE.]", text) else int(text)
+            if value != int(value):
+                raise ValueError
+            return int(value)
+        if hint is float:
+            return float(text)
+        if get_origin(hint) is Literal or hint is str:
+            return text
+        if get_origin(hint) is tuple:
+            return tuple(part for part in text.strip("()[] ").split(",") if part)
+        if get_origin(hint) is dict:    # fineweb_edu:0.8,python:0.1
+            return {k.strip(): float(v) for k, v in (part.rsplit(":", 1) for part in text.strip("{} ").split(",") if part)}
+    except (ValueError, KeyError, OverflowError):
+        pass
+    form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
+    raise ValueError(f"{key}={text!r} is not {type_name(hint)}{form}")
+
+
+def fits(value, hint) -> bool:
+    """Whether `value` is of the annotated type; a whole number passes as a float, a bool never as a number."""
+    if _is_union(hint):
+        return any(fits(value, option) for option in get_args(hint))
+    origin = get_origin(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(hint)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(v, get_args(hint)[0]) for v in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(fits(k, str) and fits(v, float) for k, v in value.items())
+    if hint is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def type_problems(prefix: str, value) -> list[str]:
+    """One sentence for each field of the dataclass `value` whose content does not fit its annotation."""
+    out, hints = [], get_type_hints(type(value))
+    for f in fields(value):
+        hint, got = hints[f.name], getattr(value, f.name)
+        if is_dataclass(hint) or fits(got, hint):
+            continue
+        choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
+        wrong = next((v for v in got if v not in choices), "") if isinstance(got, tuple) else got
+        key = f"{prefix}.{f.name}" if prefix else f.name
+        out.append(f"{key}={show(got)} is not {type_name(hint)}" + (nearest(str(wrong), choices) if choices else ""))
+    return out
+
+
+def type_name(hint) -> str:
+    """The annotation in words: "a whole number or none"."""
+    if _is_union(hint):
+        return " or ".join("none" if t is type(None) else type_name(t) for t in get_args(hint))
+    origin = get_origin(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if origin is tuple:
+        return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
+        hint, "a table of source:weight" if origin is dict else getattr(hint, "__name__", str(hint)))
+
+
+def nearest(word: str, choices: list[str]) -> str:
+    """How an error sentence goes on: the likely meaning of `word`, or else all the choices."""
+    near = [c for c in choices if c.rpartition(".")[2] == word.rpartition(".")[2]]      # right name, wrong section
+    near = near or difflib.get_close_matches(word, choices, 1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(choices)}"
+
+
+def show(value) -> str:
+    return "none" if value is None else repr(value) if isinstance(value, (str, dict, tuple)) else str(value)
+
+
+def _is_union(hint) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)

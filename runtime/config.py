@@ -1,0 +1,309 @@
+"""Every knob of a run, typed: a config file plus `section.key=value` overrides become one frozen Config.
+
+A config file is Python that binds `config = Config(...)`. A derived run imports its parent and replaces what differs:
+
+    from configs.gpt350m_bf16 import config as parent
+    config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
+
+Every mistake becomes a ConfigError: key, value, expectation, remedy; all of a file's problems together.
+"""
+
+import difflib
+import inspect
+import json
+import math
+import re
+import runpy
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Literal, get_type_hints
+
+from model import GPTConfig
+from runtime.annotations import nearest, parse, show, type_name, type_problems
+from runtime.tokenizer import VOCAB_SIZE
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's, told in a sentence; the entry points print it and exit with code 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    dir: str                                # folder that holds one sub-folder of token shards per source
+    mixture: dict[str, float]               # source -> its share of the training tokens; any positive scale
+    tokens_per_step: int                    # training tokens per optimizer step, over all ranks
+    micro_batch: int                        # sequences per forward pass and rank
+    tokenizer: Literal["gpt2", "byte"] = "gpt2"     # tokenizer that the shards must have been made with
+    max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
+
+    def problems(self):
+        if not self.mixture:
+            yield "data.mixture={} names no source: give at least one, such as data.mixture=fineweb_edu:1"
+        for source, weight in self.mixture.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                yield f"data.mixture gives {source!r} the weight {weight}: leave a source out or give it a positive weight"
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source):
+                yield f"data.mixture names {source!r}: a source is one folder name, of letters, digits, '_', '-' and '.'"
+        yield from _positive(self, "data", "tokens_per_step", "micro_batch", "max_epochs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    lr: float                               # peak learning rate of AdamW
+    min_lr_ratio: float = 0.1               # last learning rate as a share of the peak
+    warmup_share: float = 0.02              # share of all steps over which the rate climbs linearly
+    schedule: Literal["cosine", "wsd"] = "cosine"   # after warm-up: cosine, or stable and then linear decay
+    decay_share: float = 0.2                # wsd only: share of all steps spent decaying
+    weight_decay: float = 0.1               # on matrices only, never on norms
+    beta1: float = 0.9                      # decay of the first moment
+    beta2: float = 0.95                     # decay of the second moment
+    eps: float = 1e-8                       # added to the root of the second moment
+    clip: float = 1.0                       # largest global gradient norm
+
+    def problems(self):
+        yield from _positive(self, "optim", "lr", "eps", "clip")
+        for name in ("min_lr_ratio", "warmup_share", "decay_share", "weight_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                yield f"optim.{name}={getattr(self, name)} must lie between 0 and 1"
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                yield f"optim.{name}={getattr(self, name)} must be at least 0 and below 1"
+        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
+            yield f"optim.warmup_share={self.warmup_share} plus optim.decay_share={self.decay_share} is more than the whole run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FP8Config:
+    recipe: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "off"  # how the Linears' matmuls are scaled
+    skip: tuple[str, ...] = ()              # names or patterns of Linears to leave in BF16, such as layers.0.*
+    head: bool = False                      # convert the head too; the loss is sensitive to it
+
+    def problems(self):
+        if self.recipe == "off" and (self.skip or self.head):
+            yield "fp8.recipe=off converts nothing, yet fp8.skip or fp8.head is set: name a recipe or drop them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    replicate: int = 1                      # copies of the sharded model, gradients averaged between them (HSDP)
+    shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
+    compile: bool = True                    # torch.compile: whole model on one rank, per block on several
+
+    def problems(self):
+        yield from _positive(self, "parallel", "replicate", "shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: int | None = 1000                # steps between checkpoints; none = only the last
+    keep: int = 3                           # newest checkpoints that stay on disk
+
+    def problems(self):
+        yield from _positive(self, "checkpoint", "every", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    every: int | None = 250                 # steps between validations; none = only the last
+    tokens: int = 1_048_576                 # validation tokens per source, always the same ones; all there are if fewer
+
+    def problems(self):
+        yield from _positive(self, "eval", "every", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
+    every: int = 10                         # steps between console lines where the output is no terminal
+
+    def problems(self):
+        yield from _positive(self, "log", "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    run: str                                # name of the run; its files lie in out/<run>/
+    model: GPTConfig
+    data: DataConfig
+    optim: OptimConfig
+    fp8: FP8Config = field(default_factory=FP8Config)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    steps: int | None = None                # optimizer steps; give this or tokens_per_param
+    tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
+    seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
+    out: str = "out"                        # folder of all runs
+
+    def __post_init__(self):
+        sections = {name: getattr(self, name) for name in SECTIONS}
+        problems = [f"{name}={value!r} must be a {SECTIONS[name].__name__}(...)" for name, value in sections.items()
+                    if not isinstance(value, SECTIONS[name])]
+        # Each stage judges only what the stage before found sound.
+        problems = problems or [p for name, value in {"": self, **sections}.items() for p in type_problems(name, value)]
+        problems = problems or [p for value in sections.values() for p in value.problems()]
+        problems = problems or self._cross_problems()
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+    def _cross_problems(self) -> list[str]:
+        """What no section can see alone: budget, divisibility, tokenizer, FP8 dimensions."""
+        m, d, out = self.model, self.data, []
+        if (self.steps is None) == (self.tokens_per_param is None):
+            out.append(f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two")
+        out += _positive(self, "", "steps", "tokens_per_param")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
+            out.append(f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'")
+        if d.tokens_per_step % (m.n_ctx * d.micro_batch):
+            out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
+                       f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
+        if m.vocab_size != VOCAB_SIZE[d.tokenizer]:
+            out.append(f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
+                       f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
+        if self.fp8.recipe != "off":
+            for name, value in (("n_embd", m.n_embd), ("n_ffn", m.n_ffn),
+                                ("n_kv_head x head size", m.kv_heads * m.head_size)):
+                if value % 16:
+                    out.append(f"model.{name}={value} is not a multiple of 16, which fp8.recipe={self.fp8.recipe} needs: "
+                               f"take {value // 16 * 16 or 16} or {-(-value // 16) * 16}, or fp8.recipe=off")
+        return out
+
+    # ------------------------------------------------------------------------------------------------ derived values
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps: as given, or enough for tokens_per_param x all parameters, rounded up."""
+        if self.steps is not None:
+            return self.steps
+        return math.ceil(self.tokens_per_param * self.model.params_total / self.data.tokens_per_step)
+
+    @property
+    def total_tokens(self) -> int:
+        return self.total_steps * self.data.tokens_per_step
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.out) / self.run
+
+    def accumulation(self, world_size: int) -> int:
+        """Micro-batches per rank and step. Raises ConfigError where the ranks do not divide a step evenly."""
+        per_micro = self.data.micro_batch * self.model.n_ctx * world_size
+        if self.data.tokens_per_step % per_micro:
+            raise ConfigError(f"data.tokens_per_step={self.data.tokens_per_step} cannot be shared by {world_size} ranks in "
+                              f"micro-batches of {self.data.micro_batch} x {self.model.n_ctx} tokens: it must be a multiple "
+                              f"of {per_micro}; change data.micro_batch or the number of ranks")
+        return self.data.tokens_per_step // per_micro
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
+            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig}
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+    """The Config that the file at `path` binds, with `section.key=value` overrides applied and everything validated.
+
+    Raises ConfigError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
+    """
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
+        raise ConfigError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+    try:
+        config = runpy.run_path(str(path)).get("config")
+    except ConfigError:
+        raise
+    except TypeError as error:      # the dataclasses' own complaint about a keyword, in our words
+        raise ConfigError(_keyword_sentence(path, error)) from error
+    except Exception as error:
+        raise ConfigError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+    if not isinstance(config, Config):
+        raise ConfigError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")
+    return apply_overrides(config, overrides)
+
+
+def apply_overrides(config: Config, overrides: list[str]) -> Config:
+    """A new Config with each `section.key=value` (a leading -- is accepted) parsed by its field's annotation."""
+    changes: dict[str, dict] = {}
+    for text in overrides:
+        key, equals, value = text.removeprefix("--").partition("=")
+        if not equals:
+            raise ConfigError(f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4")
+        section, _, name = key.rpartition(".")
+        cls = SECTIONS.get(section) if section else Config
+        if cls is None or name not in get_type_hints(cls) or (not section and name in SECTIONS):
+            raise ConfigError(f"there is no key {key!r}{nearest(key, known_keys())}")
+        try:
+            changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(cls)[name])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    sections = {s: replace(getattr(config, s), **c) for s, c in changes.items() if s}
+    top = changes.get("", {})
+    if "steps" in top and "tokens_per_param" not in top:        # the command line's budget replaces the file's
+        top["tokens_per_param"] = None
+    elif "tokens_per_param" in top and "steps" not in top:
+        top["steps"] = None
+    return replace(config, **sections, **top)
+
+
+def config_from_dict(data: dict) -> Config:
+    """The Config that config.json holds. Raises ConfigError where its keys are not ours (another version's file)."""
+    try:
+        parts = {k: SECTIONS[k](**{n: tuple(v) if isinstance(v, list) else v for n, v in value.items()})
+                 if k in SECTIONS else value for k, value in data.items()}
+        return Config(**parts)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"the stored configuration does not fit this version: {error}") from error
+
+
+def read_config(run_dir: str | Path) -> Config:
+    """The Config of a run on disk. Raises ConfigError where the folder holds none."""
+    path = Path(run_dir) / "config.json"
+    try:
+        return config_from_dict(json.loads(path.read_text()))
+    except FileNotFoundError as error:
+        raise ConfigError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not JSON ({error}): the file is damaged, restore it or start the run anew") from error
+
+
+def known_keys() -> list[str]:
+    top = [f.name for f in fields(Config) if f.name not in SECTIONS]
+    return top + [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)]
+
+
+def help_text() -> str:
+    """Every key with its type, default and meaning, as `--help` prints it; the meanings stand beside the fields."""
+    lines = []
+    for section, cls in {"": Config, **SECTIONS}.items():
+        meanings = dict(re.findall(r"^ {4}(\w+): [^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
+        for f in fields(cls):
+            if not section and f.name in SECTIONS:
+                continue
+            default = f.default if f.default is not MISSING else "required"
+            key = f"{section}.{f.name}" if section else f.name
+            lines.append(f"  {key:24} {type_name(get_type_hints(cls)[f.name]):28} {show(default):12} {meanings[f.name]}")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ sentences
+
+def _positive(section, prefix: str, *names: str) -> list[str]:
+    keys = {n: f"{prefix}.{n}" if prefix else n for n in names}
+    return [f"{keys[n]}={getattr(section, n)} must be a positive, finite number" for n in names
+            if getattr(section, n) is not None and not 0 < getattr(section, n) < math.inf]
+
+
+def _keyword_sentence(path, error: TypeError) -> str:
+    unknown = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if unknown and (cls := {c.__name__: c for c in (Config, *SECTIONS.values())}.get(unknown[1])):
+        return f"{path}: {unknown[1]} has no field {unknown[2]!r}{nearest(unknown[2], [f.name for f in fields(cls)])}"
+    missing = re.match(r"(\w+)\.__init__\(\) missing \d+ required keyword-only arguments?: (.+)", str(error))
+    if missing:
+        return f"{path}: {missing[1]} needs {missing[2]}: give a value"
+    return f"{path} could not be run: TypeError: {error}"

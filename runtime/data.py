@@ -1,0 +1,311 @@
+"""Serve the micro-batch of (step, micro, rank) from token shards.
+
+Nothing here has state: the order of the whole run is a pure function of the seed, the mixture and the shards. Sequence i
+of the run belongs to a source (the mixture's weights hold to within one sequence at every i), it is that source's k-th
+sequence, and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number
+alone, any number of ranks sees the same sequences in a step, and two runs of one seed see the same tokens in one order.
+
+A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
+"""
+
+import json
+import math
+import re
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from runtime.config import Config, ConfigError
+from runtime.order import permute, schedule, shares
+
+FORMAT_VERSION = 1
+
+
+def open_data(config: Config, tokenizer_sha256: str) -> "Data":
+    """The data of a run: all shards of every source in the mixture, checked against their index.json.
+
+    Raises ConfigError: a missing or damaged file, shards of another tokenizer, a source that is too short for one window,
+    a run that would see a source more than data.max_epochs times.
+    """
+    indexes = {}
+    for name in config.data.mixture:
+        folder = Path(config.data.dir) / name
+        index = indexes[name] = read_index(folder)
+        if index.tokenizer != config.data.tokenizer:
+            raise ConfigError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={config.data.tokenizer}: "
+                              f"set data.tokenizer={index.tokenizer} (and its model.vocab_size), or prepare the text again "
+                              f"with `python prepare_data.py` and tokenizer={config.data.tokenizer} into another folder")
+        if index.tokenizer_sha256 != tokenizer_sha256:
+            raise ConfigError(f"{folder} was made with other rules of tokenizer={index.tokenizer} "
+                              f"({index.tokenizer_sha256[:12]}..., here {tokenizer_sha256[:12]}...): "
+                              f"delete the folder and prepare it again with `python prepare_data.py`")
+        if index.vocab_size != config.model.vocab_size:
+            raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: "
+                              f"set model.vocab_size={index.vocab_size}")
+    return Data(config, indexes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- index
+
+@dataclass(frozen=True)
+class Shard:
+    path: Path
+    tokens: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Split:
+    documents: int
+    text_bytes: int         # UTF-8 bytes of the documents
+    tokens: int             # one end-of-text token per document included
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says of one source."""
+    source: str
+    tokenizer: str
+    tokenizer_sha256: str
+    vocab_size: int
+    dataset: str
+    revision: str
+    license: str
+    split_rule: str
+    duplicates: int
+    splits: dict[str, Split]        # "train" and "val"
+
+
+def read_index(folder: Path) -> Index:
+    """The index of one source, its shards present in full length.
+
+    Raises ConfigError naming the file, what was expected and the command to run.
+    """
+    path = folder / "index.json"
+    again = f"delete {folder} and run `python prepare_data.py` again"
+    try:
+        raw = json.loads(path.read_bytes().decode())
+    except FileNotFoundError as error:
+        known = sorted(p.parent.name for p in folder.parent.glob("*/index.json"))
+        raise ConfigError(f"there is no {path}" + (f" ({folder.parent} holds {', '.join(known)})" if known else "") +
+                          f": make it with `python prepare_data.py local FILES name={folder.name} out={folder.parent}`, "
+                          f"or the demo's sources with `python prepare_data.py demo out={folder.parent}`") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read ({error}): {again}") from error
+    try:
+        if raw["format_version"] != FORMAT_VERSION or raw["dtype"] != "uint16":
+            raise ConfigError(f"{path} describes format_version={raw['format_version']!r} and dtype={raw['dtype']!r}, but this "
+                              f"version reads format_version={FORMAT_VERSION} and dtype='uint16': {again}")
+        words = {key: _typed(raw, key, str) for key in
+                 ("source", "tokenizer", "tokenizer_sha256", "dataset", "revision", "license", "split_rule")}
+        splits = {name: _read_split(folder, name, _typed(_typed(raw, "splits", dict), name, dict)) for name in ("train", "val")}
+        index = Index(vocab_size=_typed(raw, "vocab_size", int), duplicates=_typed(raw, "duplicates", int), splits=splits, **words)
+    except (KeyError, TypeError) as error:
+        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
+        raise ConfigError(f"{path} is damaged ({reason}): {again}") from error
+    for shard in (shard for split in splits.values() for shard in split.shards):
+        size = shard.path.stat().st_size if shard.path.is_file() else None
+        if size != 2 * shard.tokens:
+            found = "is missing" if size is None else f"has {size} bytes"
+            raise ConfigError(f"{shard.path} {found}, but {path} promises {2 * shard.tokens} bytes: list all damage with "
+                              f"`python prepare_data.py --verify {folder}`, then restore the file, or {again}")
+    return index
+
+
+def _read_split(folder: Path, name: str, raw: dict) -> Split:
+    shards = []
+    for entry in _typed(raw, "shards", list):
+        if not isinstance(entry, dict) or not re.fullmatch(rf"{name}_\d{{5}}\.bin", _typed(entry, "file", str)):
+            raise TypeError(f"splits.{name}.shards must name files like {name}_00000.bin")
+        shards.append(Shard(folder / entry["file"], _typed(entry, "tokens", int), _typed(entry, "sha256", str)))
+    split = Split(*(_typed(raw, key, int) for key in ("documents", "text_bytes", "tokens")), tuple(shards))
+    if split.tokens != sum(shard.tokens for shard in shards) or len({shard.path for shard in shards}) != len(shards):
+        raise TypeError(f"splits.{name}.tokens is not the sum of its shards")
+    return split
+
+
+def _typed(raw: dict, key: str, kind: type):
+    value = raw[key]
+    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+        raise TypeError(f"key {key!r} is {str(value)[:40]!r}, not {'a count' if kind is int else kind.__name__}")
+    return value
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+class Windows:
+    """The windows of one split of one source, numbered through its shards: len(), then read() by number."""
+
+    def __init__(self, split: Split, n_ctx: int, vocab_size: int):
+        self.n_ctx, self.vocab_size, self.shards = n_ctx, vocab_size, split.shards
+        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in split.shards]   # - 1: the last token is only a target
+        self.ends = np.cumsum([0, *per_shard])
+        # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
+        self.tokens = [np.asarray(np.memmap(shard.path, "<u2", "r")) if shard.tokens else None for shard in split.shards]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, window: int, row: np.ndarray) -> None:
+        """Copies the n_ctx + 1 tokens of one window into `row`. Raises ConfigError for an id outside the vocabulary."""
+        shard = int(np.searchsorted(self.ends, window, "right")) - 1
+        start = (window - int(self.ends[shard])) * self.n_ctx
+        row[:] = self.tokens[shard][start:start + self.n_ctx + 1]
+        if row.max() >= self.vocab_size:
+            path = self.shards[shard].path
+            raise ConfigError(f"{path} holds the id {row.max()} near token {start}, but model.vocab_size={self.vocab_size}: "
+                              f"the file is damaged; `python prepare_data.py --verify {path.parent}` lists all damage")
+
+
+class Validation:
+    """The fixed validation windows of one source: the same ones, in the same order, in every run of equal n_ctx.
+
+    Attributes: n_ctx; tokens, the number of targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per token of
+    the whole split. End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
+    charges the text with the price of its ends; it is exact where all windows are used and an estimate for a selection.
+    """
+
+    def __init__(self, split: Split, windows: Windows, tokens_at_most: int):
+        self.n_ctx, self._windows = windows.n_ctx, windows
+        count = min(len(windows), -(-tokens_at_most // windows.n_ctx))
+        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
+        self.tokens = count * windows.n_ctx
+        self.text_bytes = round(self.tokens * split.text_bytes / max(1, split.tokens))
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; short at the end."""
+        return _batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
+
+
+def _batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = np.empty((len(rows), n_ctx + 1), np.uint16)
+    for row, (windows, window) in zip(tokens, rows, strict=True):
+        windows.read(window, row)
+    return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(tokens[:, 1:].astype(np.int64))
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
+
+class Data:
+    """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing."""
+
+    def __init__(self, config: Config, indexes: dict[str, Index]):
+        self.config, self.indexes, self.sources = config, indexes, sorted(indexes)
+        self.n_ctx, self.sequences_per_step = config.model.n_ctx, config.data.tokens_per_step // config.model.n_ctx
+        self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
+        try:
+            counts = shares({name: config.data.mixture[name] for name in self.sources})
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        self.period, self._counts = sum(counts.values()), np.array(list(counts.values()))
+        self._table = schedule(list(counts.values()), min(self.period, self.n_sequences))
+        self._ordinal = np.empty(len(self._table), np.int64)        # which of its source's sequences each is
+        for s in range(len(self.sources)):
+            self._ordinal[self._table == s] = np.arange((self._table == s).sum())
+        train, val = ([Windows(indexes[name].splits[split], self.n_ctx, config.model.vocab_size) for name in self.sources]
+                      for split in ("train", "val"))
+        self._train = train
+        self._val = {name: Validation(indexes[name].splits["val"], windows, config.eval.tokens)
+                     for name, windows in zip(self.sources, val, strict=True)}
+        whole, rest = divmod(self.n_sequences, self.period)
+        self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
+        if problems := [p for s in range(len(self.sources)) for p in self._problems(s)]:
+            raise ConfigError("\n".join(problems))
+
+    @property
+    def train_sha256(self) -> str:
+        """Identity of the training tokens on disk, whatever the mixture makes of them."""
+        return _identity((name, self.indexes[name].splits["train"]) for name in self.sources)
+
+    @property
+    def val_sha256(self) -> str:
+        """Identity of the validation set: tokens and the windows chosen from them."""
+        selections = [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()]
+        return _identity(((name, self.indexes[name].splits["val"]) for name in self.sources), selections)
+
+    def val(self, source: str) -> Validation:
+        return self._val[source]
+
+    def describe(self) -> list[str]:
+        """A line per source: share of the mixture as resolved, training tokens there are, planned ones, epochs."""
+        return [f"data: {name:12} share {self._counts[s] / self.period:.4f} ({self._counts[s]}/{self.period})  "
+                f"{len(self._train[s]) * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
+                f"= {self.planned[s] / len(self._train[s]):.2f} epochs; {self._val[name].tokens:,} to validate on"
+                for s, name in enumerate(self.sources)]
+
+    def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Source number and training window, int64 each, of the run's sequences of these numbers (from 0)."""
+        assert sequences.max() < self.n_sequences, "the run is over"
+        period, position = np.divmod(sequences, self.period)
+        source = self._table[position].astype(np.int64)
+        epoch, place = np.divmod(period * self._counts[source] + self._ordinal[position],
+                                 np.array([len(windows) for windows in self._train])[source])
+        window = np.empty(len(sequences), np.int64)
+        for s, e in sorted(set(zip(source.tolist(), epoch.tolist(), strict=True))):
+            chosen = (source == s) & (epoch == e)
+            key = f"{self.config.seed}/{self.sources[s]}/{e}".encode()
+            window[chosen] = permute(place[chosen], len(self._train[s]), key)
+        return source, window
+
+    def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on. `step` counts from 0.
+
+        A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together read
+        the same sequences in a step however many they are. Raises ConfigError for an id outside the vocabulary.
+        """
+        size = self.config.data.micro_batch
+        place = (micro * world_size + rank) * size
+        assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
+        source, window = self.locate(step * self.sequences_per_step + place + np.arange(size))
+        return _batch([(self._train[s], w) for s, w in zip(source.tolist(), window.tolist(), strict=True)], self.n_ctx)
+
+    def stream(self, start_step: int, stop_step: int, rank: int, world_size: int,
+               device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
+
+        The next two are prepared by a background thread; its errors are raised here, in their turn. close() the generator,
+        or let it go, and the thread ends.
+        """
+        is_cuda = torch.device(device).type == "cuda"
+
+        def prepare(step: int, micro: int):
+            return [t.pin_memory() if is_cuda else t for t in self.batch(step, micro, rank, world_size)]
+
+        accumulation = self.config.accumulation(world_size)
+        order = ((step, micro) for step in range(start_step, stop_step) for micro in range(accumulation))
+        with ThreadPoolExecutor(1, "data") as thread:
+            ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
+            while ahead:
+                x, y = ahead.popleft().result()
+                ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
+                yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
+
+    def _problems(self, s: int) -> Iterator[str]:
+        name, there, limit = self.sources[s], len(self._train[s]), self.config.data.max_epochs
+        folder = Path(self.config.data.dir) / name
+        for split, count in ("train", there), ("val", len(self._val[name])):
+            if not count:
+                yield (f"{folder} has {self.indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
+                       f"model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
+        if there and self.planned[s] > limit * there:
+            steps = int(limit * there) * self.period // int(self._counts[s]) // self.sequences_per_step
+            yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "
+                   f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
+                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or give "
+                   f"{name} less of data.mixture, or prepare more text")
+
+
+def _identity(splits, *more) -> str:
+    shards = [[name, [[s.path.name, s.tokens, s.sha256] for s in split.shards]] for name, split in splits]
+    return sha256(json.dumps([shards, *more]).encode()).hexdigest()

@@ -1,0 +1,143 @@
+"""Find the text that a Python installation already contains.
+
+Four sources for a demo that needs no download: the standard library (python), the C and C++ headers of the interpreter,
+NumPy and torch (c), the long docstrings of scientific packages (science), documentation (prose). Packages are read as
+files, never imported. The order is a pure function of the installed files; other versions hold other text, hence revision().
+"""
+
+import ast
+import importlib.metadata
+import inspect
+import platform
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from importlib.util import find_spec
+from pathlib import Path
+
+SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
+SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
+TORCH_CHARS = 3_000_000         # of 37 MB of headers
+DOCSTRING_CHARS = 400           # shorter docstrings are mostly one-liners without a full sentence
+_NOT_READ = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data"}     # pydoc_data is prose
+
+LICENSES = {
+    "python": "PSF-2.0",
+    "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, PyTorch)",
+    "science": "BSD-3-Clause",
+    "prose": "PSF-2.0 (CPython); each package's own for its description",
+}
+
+Note = Callable[[str], None]    # takes a sentence about something that was left out
+
+
+def documents(source: str, note: Note) -> Iterator[str]:
+    """The documents of "python", "c", "science" or "prose", always in the same order; `note` hears of unreadable files."""
+    yield from {"python": _python, "c": _c, "science": _science, "prose": _prose}[source](note)
+
+
+def revision(source: str) -> str:
+    """The versions that decide what documents(source) yields."""
+    packages = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source)
+    if packages is None:
+        found = {d.metadata["Name"]: d.version for d in _distributions()}
+    else:
+        found = {name: _version(name) for name in packages}
+    return ", ".join([f"CPython {platform.python_version()}"] + [f"{n} {v}" for n, v in found.items() if v])
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
+
+def _python(note: Note) -> Iterator[str]:
+    yield from read_files(_stdlib(), ["*.py"], note)
+
+
+def _c(note: Note) -> Iterator[str]:
+    yield from read_files(Path(sysconfig.get_path("include")), ["*.h"], note)
+    yield from read_files(_package("numpy"), ["*.h"], note)
+    yield from _at_most(TORCH_CHARS, read_files(_package("torch") and _package("torch") / "include", ["*.h"], note, mixed=True))
+
+
+def _science(note: Note) -> Iterator[str]:
+    share = SCIENCE_CHARS // len(SCIENCE)
+    for name in SCIENCE:
+        texts = (d for source in read_files(_package(name), ["*.py"], note, mixed=True) for d in docstrings(source))
+        yield from _at_most(share, (d for d in texts if len(d) >= DOCSTRING_CHARS))
+
+
+def _prose(note: Note) -> Iterator[str]:
+    for source in read_files(_stdlib(), ["*.py"], note):
+        yield from (d for d in docstrings(source) if len(d) >= DOCSTRING_CHARS)
+    try:
+        from pydoc_data.topics import topics    # the language reference, as help() shows it
+        yield from (topics[name] for name in sorted(topics))
+    except ImportError:
+        note("pydoc_data is not installed: the language reference is left out")
+    yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
+
+
+# -------------------------------------------------------------------------------------------------------------- finding
+
+def _stdlib() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _package(name: str) -> Path | None:
+    """Folder of an installed package, without importing it; None where it is not installed."""
+    spec = find_spec(name)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _distributions() -> list[importlib.metadata.Distribution]:
+    """Installed packages by name; the first on the path wins, as it does for import."""
+    found = {}
+    for d in importlib.metadata.distributions():
+        if d.metadata["Name"]:      # a half-removed package has no name
+            found.setdefault(d.metadata["Name"].lower(), d)
+    return [found[name] for name in sorted(found)]
+
+
+def read_files(root: Path | None, patterns: list[str], note: Note, mixed: bool = False) -> Iterator[str]:
+    """The text of the files below `root`, none for a folder that does not exist.
+
+    Sorted by path or, where the reader will stop early, by the hash of the path: a fair sample of all folders.
+    """
+    if root is None:
+        return
+    paths = {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.rglob(pattern)}
+    order = sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p)
+    for name in order:
+        if _NOT_READ.isdisjoint(name.split("/")):
+            try:
+                yield paths[name].read_bytes().decode("utf-8", errors="replace")
+            except OSError as error:
+                note(f"{paths[name]} is left out: {error.strerror}")
+
+
+def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:
+    """Whole texts until `chars` characters have gone by."""
+    for text in texts:
+        if chars <= 0:
+            return
+        chars -= len(text)
+        yield text
+
+
+def docstrings(source: str) -> list[str]:
+    """The docstrings in Python source, in order, without their indentation; none where the source does not parse."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")     # old escapes in other people's strings
+            tree = ast.parse(source)
+        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
+        return [inspect.cleandoc(text) for n in nodes if (text := ast.get_docstring(n, clean=False))]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []

@@ -1,0 +1,64 @@
+"""AdamW as pretraining uses it: which parameters decay, what the learning rate is at each step."""
+
+import math
+
+import torch
+import torch.nn as nn
+
+from runtime.config import OptimConfig
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW (1711.05101) with weight decay on matrices only; a norm's weights have no reason to shrink."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def warmup_steps(config: OptimConfig, steps: int) -> int:
+    return round(config.warmup_share * steps)
+
+
+def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
+    """The rate of update `step` (0-based) of `steps`.
+
+    cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
+    wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
+    """
+    warmup = warmup_steps(config, steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule == "cosine":
+        down = 0.5 - 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+    else:
+        decay = max(1, round(config.decay_share * steps))
+        down = max(0.0, (step + 1 - (steps - decay)) / decay)
+    return config.lr * (1 - (1 - config.min_lr_ratio) * down)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def fill_state(optimizer: torch.optim.AdamW) -> None:
+    """Create the state that AdamW would otherwise create at its first step, so that a checkpoint has where to load."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimizer.state[p] = {
+                "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+
+def state_tensors(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Both moments by parameter name; the update count is one number for all and travels as JSON."""
+    return {f"{name}.{key}": optimizer.state[p][key]
+            for name, p in model.named_parameters() for key in ("exp_avg", "exp_avg_sq")}
+
+
+def set_updates(optimizer: torch.optim.AdamW, updates: int) -> None:
+    """Tell AdamW how many updates its moments have seen: its bias correction depends on it."""
+    for state in optimizer.state.values():
+        state["step"].fill_(updates)

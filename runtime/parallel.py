@@ -1,0 +1,147 @@
+"""Everything that is about more than one process or one device: process group, mesh, sharding, compilation."""
+
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from runtime.config import Config, ConfigError
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is among all; with size 1 there is no process group and every collective is a no-op."""
+    rank: int
+    local_rank: int
+    size: int
+    device: torch.device
+    mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
+    checkpoint_group: dist.ProcessGroup | None = None   # gloo, so that a save in the background meets no other collective
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def start(config: Config) -> World:
+    """Join the processes that torchrun started, or be the only one. Raises ConfigError where the ranks do not fit."""
+    size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    p = config.parallel
+    shard = p.shard or size // p.replicate
+    if p.replicate * shard != size:
+        raise ConfigError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
+                          f"processes: their product must be the number that torchrun starts")
+    config.accumulation(size)
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise ConfigError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if size == 1:
+        return World(0, 0, 1, device)
+    # Each restart by torchrun gets keys of its own: the agent's store outlives the workers, and gloo would otherwise
+    # read the addresses of dead ones (pytorch#135712).
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    return World(rank, local_rank, size, device, mesh, dist.new_group(backend="gloo"))
+
+
+def finish(world: World, code: int) -> None:
+    """Leave with `code`. With several processes the interpreter's own exit is skipped: about one finished gloo job in
+    fifty aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
+    if world.size == 1:
+        sys.exit(code)
+    if code == 0:
+        dist.barrier()
+        dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def set_torch_flags(config: Config, world: World) -> list[str]:
+    """Every process-wide switch of torch that a run touches, set here and nowhere else; returns them as lines."""
+    flags = []
+    if world.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+        flags.append("float32 matmuls in TF32 (none is in the training step)")
+        if config.fp8.recipe.startswith("rowwise") and config.parallel.compile:
+            import torch._inductor.config as inductor
+            inductor.emulate_precision_casts = True
+            flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")
+    return [f"torch: {flag}" for flag in flags]
+
+
+def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
+    """FSDP2 over the mesh, block by block; one process needs no wrapper.
+
+    Parameters are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small
+    ones. Inputs are left alone, since the RoPE tables must stay fp32.
+    """
+    if world.size == 1:
+        return
+    mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.blocks():
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def compile_model(model: nn.Module, world: World) -> None:
+    """In place, so that the names in the state dict stay: the whole model on one process, per block under FSDP2."""
+    for module in [model] if world.size == 1 else model.blocks():
+        module.compile(dynamic=False, fullgraph=True)
+
+
+def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Move a model from the meta device to memory; returns how to give a parameter, sharded or not, its full value."""
+    model.to_empty(device=world.device)
+    model.tie()
+
+    def assign(p: torch.Tensor, full: torch.Tensor) -> None:
+        if isinstance(p, DTensor):  # each rank holds the same full value and keeps its part: nothing is sent
+            full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
+        p.copy_(full)
+
+    return assign
+
+
+def sync_gradients(model: nn.Module, now: bool) -> None:
+    """Reduce gradients in the next backward pass or only add them up: all but the last micro-batch of a step skip it."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on the device, ()."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """`tensor` summed over all ranks, in place."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Equally shaped tensors of all ranks, stacked: (...) -> (size, ...)."""
+    if world.size == 1:
+        return tensor[None]
+    parts = [torch.empty_like(tensor) for _ in range(world.size)]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)

@@ -1,0 +1,96 @@
+"""Say what a run would cost before it is run: parameters, tokens, FLOPs, memory, hours, disk.
+
+Counts are exact, from the modules. Memory of weights, gradients and optimizer follows from them; activations and
+hours are estimates and are printed as such.
+"""
+
+from runtime.config import Config
+
+# Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
+# (0.41 to 0.51 below 2B parameters), not measured by this project: bench/ replaces it once it is.
+ASSUMED_MFU = 0.45
+GIB = 2**30
+
+
+def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: list[str], gpu: str,
+               peak: tuple[float, float | None] | None) -> list[str]:
+    """The plan as lines for people. `layers` as fp8.select() gives them, `peak` (BF16, FP8) FLOP/s of one `gpu`."""
+    c, tokens = counts, config.total_tokens
+    gpus = config.parallel.replicate * (config.parallel.shard or 1)
+    budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
+    return [
+        f"plan of {config.run}: nothing is trained", "",
+        "parameters",
+        _row("total", c["params_total"], "with embedding and head" + (", one tied matrix" if config.model.tied else "")),
+        _row("non-embedding", c["params_nonembed"], "without embedding and head (Kaplan)"),
+        _row("matmul", c["params_matmul"], "every Linear, the head once"),
+        _row("in FP8", sum(layer.params for layer in layers if layer.reason is None), f"fp8.recipe={config.fp8.recipe}"), "",
+        f"budget: {budget}",
+        _row("tokens", tokens, f"{tokens / c['params_total']:.2f} per parameter (total), "
+             f"{tokens / c['params_nonembed']:.2f} per non-embedding parameter"),
+        _row("steps", config.total_steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"), "",
+        "FLOPs of training",
+        *(f"  {name:22} {c[key] * tokens:.4e}   {c[key]:,} per token" for name, key in (
+            ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
+            ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
+            ("+ causal attention", "flops_per_token_causal"))), "",
+        *_memory(config, counts, gpus), "",
+        *fp8_table, "",
+        *_hours(config, counts, layers, gpus, gpu, peak), "",
+        "disk",
+        _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {config.checkpoint.keep} kept = "
+             f"{12 * c['params_total'] * config.checkpoint.keep / GIB:.1f} GiB, one more while saving"),
+        _gib("training tokens", 2 * tokens, "uint16, if each is seen once"),
+    ]
+
+
+def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
+    """Per GPU. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
+    m, d = config.model, config.data
+    n, shard = counts["params_total"], config.parallel.shard or 1
+    tokens = d.micro_batch * m.n_ctx
+    accumulating = shard > 1 and config.accumulation(gpus) > 1
+    gradients = 4 * n * (1 if accumulating else 1 / shard)
+    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
+    kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    activations = tokens * m.n_layer * kept
+    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * 4       # BF16, and their gradient
+    total = 4 * n / shard + gradients + 8 * n / shard + activations + logits
+    return [
+        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {d.micro_batch}",
+        _gib("weights", 4 * n / shard, "fp32"),
+        _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
+        _gib("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
+        _gib("activations", activations, "estimated: what the backward pass needs, BF16, nothing recomputed"),
+        _gib("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else "")),
+        _gib("sum", total, "estimated; the allocator and the compiler's buffers come on top"),
+    ]
+
+
+def _hours(config: Config, counts: dict[str, int], layers: list, gpus: int, gpu: str,
+           peak: tuple[float, float | None] | None) -> list[str]:
+    if peak is None:
+        return ["hours: name a GPU, as in --plan h100"]
+    bf16_peak, fp8_peak = peak
+    flops = counts["flops_per_token"] * config.total_tokens
+    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
+    lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
+             f"  {'BF16':22} {hours:10.1f} h"]
+    if config.fp8.recipe == "off":
+        return lines
+    if fp8_peak is None:
+        return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
+    # Of the three matmuls of a step, rowwise_with_gw_hp leaves the weight gradient in BF16.
+    share = 4 if config.fp8.recipe == "rowwise_with_gw_hp" else 6
+    fp8_flops = share * sum(layer.params for layer in layers if layer.reason is None) * config.total_tokens
+    best = hours * (1 - fp8_flops / flops * (1 - bf16_peak / fp8_peak))
+    return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
+                    f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
+
+
+def _row(name: str, value: int, remark: str) -> str:
+    return f"  {name:22} {value:>22,}   {remark}"
+
+
+def _gib(name: str, size: float, remark: str) -> str:
+    return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"

@@ -1,0 +1,191 @@
+"""Draw loss against compute, tokens, parameters: every precision in one figure, the paired gap below.
+
+Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no window
+system is asked for, no global state is left behind.
+"""
+
+import textwrap
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+# Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints. The first style lies
+# underneath, wide and pale-edged, so that a second curve on top of it leaves both visible.
+STYLES = (
+    dict(color="#0072B2", marker="o", markersize=8.5, linestyle="-", linewidth=2.6, markerfacecolor="white"),
+    dict(color="#D55E00", marker="s", markersize=3.8, linestyle=(0, (3.2, 1.6)), linewidth=1.2),
+    dict(color="#009E73", marker="D", markersize=3.6, linestyle=(0, (5, 1.2, 1, 1.2)), linewidth=1.2),
+    dict(color="#CC79A7", marker="^", markersize=4.4, linestyle=(0, (1, 1.2)), linewidth=1.4),
+)
+AXES = (("C", "compute C [FLOPs]"), ("D", "training tokens D"), ("N", "parameters N"))
+BEYOND = 10                             # the laws are drawn to this many times the largest compute
+RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
+      "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
+      "font.family": "DejaVu Sans"}
+
+
+def human(count: float) -> str:
+    """A count with three digits and a letter: 39.2k, 125M, 1.54B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figure:
+    """The figure of all groups (fit.Group) with the pairs' gaps (precision.Pair) under it.
+
+    ray: smallest and largest tokens per parameter if the runs share one ratio, else None."""
+    with matplotlib.rc_context(RC):
+        figure = Figure(figsize=(7.4, 4.3 if pairs else 3.5))
+        heights = (3.2, 1) if pairs else (1,)
+        panels = figure.subplots(len(heights), 3, squeeze=False, sharex="col", sharey="row",
+                                 gridspec_kw={"height_ratios": heights})
+        figure.subplots_adjust(left=0.075, right=0.99, top=0.86, bottom=0.235 if pairs else 0.28, wspace=0.07, hspace=0.1)
+        for column, (axis, label) in enumerate(AXES):
+            _draw_losses(panels[0, column], groups, axis)
+            if pairs:
+                _draw_gaps(panels[1, column], groups, pairs, axis, loss_key)
+            panels[-1, column].set_xlabel(label)
+            _log_ticks(panels[-1, column].xaxis, axis)
+        _set_loss_axis(panels[0, 0], groups)
+        panels[0, 0].set_ylabel("validation loss [nats/token]")
+        if pairs:
+            panels[1, 0].set_ylabel("FP8 − BF16\n[%]")
+        _label(figure, panels[0, 0], groups, pairs, loss_key, ray)
+        figure.canvas.draw()            # fixes the layout under these settings, whatever savefig's are
+    return figure
+
+
+def _draw_losses(panel, groups, axis):
+    low = min(group.x[axis].min() for group in groups)
+    high = max(group.x[axis].max() for group in groups) * _beyond(axis)
+    grid = np.geomspace(low / 1.25, high, 200)
+    for group, style in zip(groups, _styles(groups), strict=True):
+        if axis == "C":
+            for record, (tokens, loss) in zip(group.records, group.curves, strict=True):
+                panel.plot(*_smooth(tokens * record.flops_per_token, loss), color=style["color"], alpha=0.35, lw=0.7,
+                           linestyle=style["linestyle"], zorder=1)
+        if forms := group.bands.get(axis):
+            values = np.array([form.predict(grid) for form in forms])
+            panel.fill_between(grid, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, lw=0)
+        line = {key: style[key] for key in ("color", "linestyle", "linewidth")}
+        law = shown_law(group, axis)
+        if law is not None:
+            panel.plot(grid, law.predict(grid), **line, alpha=0.9, zorder=2)
+        points = {key: value for key, value in style.items() if key not in ("linestyle", "linewidth")}
+        panel.plot(group.x[axis], group.loss, linestyle="none", markeredgewidth=1.4, zorder=3, **points)
+    panel.set_xscale("log")
+    panel.set_xlim(low / 1.6, high)
+    panel.grid(True, color="#DDDDDD", linewidth=0.5)
+    panel.set_axisbelow(True)
+
+
+def shown_law(group, axis):
+    """The law whose line is drawn: on compute the ray law where the runs identify it, else the power law; or None."""
+    ray, power = group.laws["ray"], group.laws[f"power_{axis.lower()}"]
+    if axis == "C" and ray.identified:
+        return ray
+    return power if power.objective is not None else None
+
+
+def _draw_gaps(panel, groups, pairs, axis, loss_key):
+    panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
+    for group, style in zip(groups, _styles(groups), strict=True):
+        chosen = [pair for pair in pairs if pair.fp8.recipe == group.recipe]
+        gaps = [pair.in_bf16 if loss_key == "loss_bf16" else pair.as_trained for pair in chosen]
+        if chosen:
+            order = {record.run_id: i for i, record in enumerate(group.records)}
+            x = [group.x[axis][order[pair.fp8.run_id]] for pair in chosen]
+            se = [0.0 if gap.se is None else gap.se * gap.percent / gap.nats if gap.nats else 0.0 for gap in gaps]
+            panel.errorbar(x, [gap.percent for gap in gaps], yerr=np.abs(se), linestyle="none", color=style["color"],
+                           marker=style["marker"], markersize=style["markersize"], capsize=2.5, elinewidth=1)
+    panel.grid(True, color="#DDDDDD", linewidth=0.5)
+    panel.set_axisbelow(True)
+    low, high = panel.get_ylim()
+    panel.set_ylim(min(low, -0.15 * high), max(high, -0.15 * low))
+
+
+def _styles(groups):
+    return [STYLES[min(i, len(STYLES) - 1)] for i in range(len(groups))]
+
+
+def _beyond(axis) -> float:
+    return BEYOND if axis == "C" else BEYOND**0.5
+
+
+def _smooth(x, loss, bins: int = 80):
+    """Means over bins of equal width in log x: even on a log axis, unlike a window of so many steps."""
+    if len(x) == 0:
+        return x, loss
+    edges = np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
+    index = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
+    count = np.bincount(index, minlength=bins)
+    filled = count > 0
+    return tuple(np.bincount(index, weights=values, minlength=bins)[filled] / count[filled] for values in (x, loss))
+
+
+def _set_loss_axis(panel, groups):
+    """Log y around the points; training curves may leave it at the top, where they began near ln(vocabulary)."""
+    losses = np.concatenate([group.loss for group in groups])
+    ends = [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
+    low, high = min([losses.min(), *ends]), losses.max()
+    room = max(np.log(high / low), 0.02)
+    panel.set_yscale("log")
+    panel.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.35 * room))
+    _nice_ticks(panel.yaxis, *panel.get_ylim())
+
+
+def _nice_ticks(axis, low, high):
+    """Round values, evenly spaced in the value: a decade's ticks would leave a loss axis with one label or none."""
+    step = next(m * 10.0**e for e in range(-6, 6) for m in (1, 2, 5) if (high - low) / (m * 10.0**e) <= 7)
+    ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FixedFormatter([f"{tick:.10g}" for tick in ticks]))
+
+
+def _log_ticks(axis, name):
+    """At least two labelled ticks within the axis: decades, else 1-3-10, else 1-2-5-10."""
+    low, high = axis.axes.get_xlim()
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
+        ticks = [(m, e) for e in decades for m in steps if low <= m * 10.0**e <= high]
+        if len(ticks) >= 3:
+            break
+    axis.set_major_locator(FixedLocator([m * 10.0**e for m, e in ticks]))
+    axis.set_minor_locator(FixedLocator([m * 10.0**e for e in decades for m in range(2, 10)]))
+    compute = [f"$10^{{{e}}}$" if m == 1 else f"${m}{{\\cdot}}10^{{{e}}}$" for m, e in ticks]
+    axis.set_major_formatter(FixedFormatter(compute if name == "C" else [human(m * 10.0**e) for m, e in ticks]))
+    axis.axes.tick_params(axis="x", which="minor", length=2, labelbottom=False)
+
+
+def _label(figure, panel, groups, pairs, loss_key, ray):
+    """Title with n, legend with the laws, caption with the conventions."""
+    names = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}
+    counts = sorted({len(group.records) for group in groups})
+    n = f"n = {counts[0]} runs per precision" if len(counts) == 1 else "n = " + ", ".join(
+        f"{len(group.records)} {group.recipe}" for group in groups)
+    figure.suptitle(f"Loss after training in {' or '.join(group.recipe for group in groups)}, {names[loss_key]}; {n}",
+                    x=0.075, y=0.985, ha="left", fontsize=9)
+    handles, texts = [], []
+    for group, style in zip(groups, _styles(groups), strict=True):
+        handles += panel.plot([], [], **style, markeredgewidth=1.4)
+        law = shown_law(group, "C")
+        texts.append(group.recipe + (":  " + law.formula("C").replace("L", "$L$", 1) if law else ""))
+    figure.legend(handles, texts, loc="upper left", bbox_to_anchor=(0.065, 0.955), ncols=min(len(groups), 3),
+                  frameon=False, handlelength=3.2, columnspacing=2.0, borderaxespad=0)
+    parts = []
+    if ray:
+        parts.append(f"One ray = one curve: every run has {human(ray[0])} to {human(ray[1])} tokens per parameter, so the "
+                     "three panels show one curve under three labels.")
+    parts.append("N = all parameters (params_total); C = flops_per_token × D (6 N_matmul + attention).")
+    if any(group.bands for group in groups):
+        parts.append("Shaded: spread of the model forms (power law; rays with fixed gamma 0.10 to 0.22).")
+    if any(len(tokens) for group in groups for tokens, _ in group.curves):
+        parts.append("Faint: training loss, averaged.")
+    if pairs:
+        parts.append("Bars in the lower row: one standard error of the evaluation, not of the run.")
+    figure.text(0.075, 0.012, textwrap.fill(" ".join(parts), 128), fontsize=7, color="#444444", va="bottom")

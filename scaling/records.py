@@ -1,0 +1,213 @@
+"""Read finished runs into checked, comparable records.
+
+A record is the part of a run's summary.json that scaling/ uses. Whatever makes two losses incomparable (another
+tokenizer, validation set or vocabulary, other source weights) is refused here, before anything is fitted.
+"""
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SCHEMA_VERSION = 1
+
+
+class RecordError(ValueError):
+    """A mistake in the runs or the command line, told in a sentence; fit.py prints it and exits with code 2."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One finished run: what its summary.json says, counts under every convention, losses in nats per token."""
+
+    folder: Path
+    summary_sha256: str                 # of the file's bytes; law.json names its inputs by it
+    run_id: str
+    pair_id: str                        # equal in runs that differ in precision alone
+    recipe: str                         # precision.recipe: "bf16", "tensorwise", ...
+    status: str
+    is_annealed: bool                   # the learning rate had come down to its last value
+    seed: int
+    device: str
+    val_sha256: str
+    tokenizer_sha256: str
+    vocab_size: int
+    vocab_padded: int
+    params_total: int
+    params_nonembed: int
+    params_matmul: int
+    flops_per_token: float              # 6 params_matmul + 12 n_layer n_head head_size n_ctx
+    flops_per_token_causal: float       # the same with half the attention
+    flops_per_token_6n_total: float
+    flops_per_token_6n_nonembed: float
+    flops_per_token_6n_matmul: float
+    tokens: int                         # trained on
+    loss_as_trained: float
+    loss_bf16: float                    # the same weights through plain BF16 matmuls
+    tok_per_s_median: float
+    weights: dict[str, float]           # source -> its share of the loss; they add to 1
+
+
+def read_runs(paths) -> tuple[list[Record], list[str]]:
+    """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped.
+
+    Raises RecordError for a path that does not exist, a damaged summary.json, or no finished run at all."""
+    records, notes, seen = [], [], set()
+    for path in paths:
+        for folder in _run_folders(Path(path)):
+            if folder.resolve() in seen:
+                continue
+            seen.add(folder.resolve())
+            if (folder / "summary.json").exists():
+                records.append(read_record(folder))
+            elif _is_begun(folder):
+                notes.append(f"skipped {folder}: the run is unfinished (it has no summary.json)")
+            else:
+                notes.append(f"skipped {folder}: it is no run (neither summary.json nor config.json in it)")
+    if not records:
+        raise RecordError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
+                                     "summary.json, which train.py writes at the end of a run", *notes]))
+    return records, notes
+
+
+def _run_folders(path: Path) -> list[Path]:
+    if not path.is_dir():
+        state = "is a file" if path.exists() else "does not exist"
+        raise RecordError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
+    if (path / "summary.json").exists() or _is_begun(path):
+        return [path]
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+
+
+def _is_begun(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints"))
+
+
+def read_record(folder) -> Record:
+    """Read and check one run's summary.json. Raises RecordError naming the file, the key and what was expected."""
+    path = Path(folder) / "summary.json"
+    try:
+        content = path.read_bytes()
+        summary = json.loads(content)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
+    except ValueError as error:         # not JSON, or not UTF-8
+        raise RecordError(f"{path} is not valid JSON ({error}): the file is cut off or edited; "
+                          "finish the run again or leave it out") from None
+    if not isinstance(summary, dict):
+        raise RecordError(f"{path} holds a {type(summary).__name__}; expected an object with a run's fields")
+    if summary.get("schema_version") != SCHEMA_VERSION:
+        raise RecordError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
+                          "so the run comes from another version of train.py")
+    values = {key: _checked(path, summary, key, kind) for key, kind in _KINDS.items()}
+    recipe = _checked(path, _checked(path, summary, "precision", "object"), "recipe", "text", "precision.")
+    weights = {}
+    sources = _checked(path, summary, "sources", "object")
+    for name in sorted(sources):        # sorted, because val_losses.npz numbers the sources so
+        source = _checked(path, sources, name, "object", "sources.")
+        weights[name] = _checked(path, source, "weight", "number", f"sources.{name}.")
+    total = sum(weights.values())
+    weights = {name: weight / total for name, weight in weights.items()}
+    return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
+                  weights=weights, **values)
+
+
+_EXPECTED = {
+    "text": "a text that is not empty",
+    "count": "a whole number above zero",
+    "seed": "a whole number",
+    "number": "a finite number above zero",
+    "flag": "true or false",
+    "object": "an object that is not empty",
+}
+_KINDS = {
+    **dict.fromkeys(("run_id", "pair_id", "status", "device", "val_sha256", "tokenizer_sha256"), "text"),
+    **dict.fromkeys(("params_total", "params_nonembed", "params_matmul", "tokens", "vocab_size", "vocab_padded"),
+                    "count"),
+    **dict.fromkeys(("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total"), "number"),
+    **dict.fromkeys(("flops_per_token_6n_nonembed", "flops_per_token_6n_matmul"), "number"),
+    **dict.fromkeys(("loss_as_trained", "loss_bf16", "tok_per_s_median"), "number"),
+    "is_annealed": "flag",
+    "seed": "seed",
+}
+
+
+def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
+    """holder[key] if it is of the wanted kind, else a RecordError; `inside` is the dotted name of the holder."""
+    if key not in holder:
+        raise RecordError(f"{path}: key {inside + key!r} is missing; expected {_EXPECTED[kind]}")
+    value = holder[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    good = {
+        "text": isinstance(value, str) and value != "",
+        "count": is_number and isinstance(value, int) and value > 0,
+        "seed": is_number and isinstance(value, int),
+        "number": is_number and math.isfinite(value) and value > 0,
+        "flag": isinstance(value, bool),
+        "object": isinstance(value, dict) and len(value) > 0,
+    }[kind]
+    if not good:
+        shown = json.dumps(value)
+        raise RecordError(f"{path}: {inside}{key} is {shown if len(shown) < 60 else shown[:57] + '...'}; "
+                          f"expected {_EXPECTED[kind]}")
+    return value
+
+
+def usable(records) -> tuple[list[Record], list[str]]:
+    """The records that may enter a fit, plus a line for each one left out: failed or stopped before annealing.
+
+    A loss in the middle of a learning-rate schedule is no point of the law: the schedule's horizon must match the
+    tokens (Hoffmann et al. 2022, section 3.1)."""
+    kept, notes = [], []
+    for record in records:
+        if record.status != "ok":
+            notes.append(f"left out {record.run_id}: its status is {record.status!r}, not 'ok'")
+        elif not record.is_annealed:
+            notes.append(f"left out {record.run_id}: its learning rate had not annealed (is_annealed is false), "
+                         "so its loss is no point of the law")
+        else:
+            kept.append(record)
+    return kept, notes
+
+
+def check_comparable(records) -> None:
+    """Raise RecordError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
+    for field, what in (("tokenizer_sha256", "different tokenizers"), ("val_sha256", "different validation sets"),
+                        ("vocab_size", "different vocabularies"), ("vocab_padded", "different model vocabularies")):
+        for other in records[1:]:
+            mine, its = getattr(records[0], field), getattr(other, field)
+            if mine != its:
+                raise RecordError(f"{records[0].run_id} and {other.run_id} differ in {field} ({mine} against {its}): "
+                                  f"losses over {what} cannot enter one fit; fit them apart")
+    for other in records[1:]:
+        first, second = records[0].weights, other.weights
+        if first.keys() != second.keys() or any(abs(first[name] - second[name]) > 1e-9 for name in first):
+            raise RecordError(f"{records[0].run_id} and {other.run_id} weigh the sources differently ({first} against "
+                              f"{second}): their losses cannot enter one fit; fit them apart")
+    for fields in (("run_id",), ("recipe", "params_total", "tokens", "seed")):
+        first_of = {}
+        for record in records:
+            twin = first_of.setdefault(tuple(getattr(record, field) for field in fields), record)
+            if twin is not record:
+                raise RecordError(f"{twin.folder} and {record.folder} are one point given twice "
+                                  f"(same {', '.join(fields)}): leave one out")
+
+
+def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and training loss (nats per token) of each step in metrics.jsonl; empty arrays if the file is absent.
+
+    A step that was done twice (after a resume) counts as done last; lines that cannot be read are left out."""
+    path = record.folder / "metrics.jsonl"
+    last = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+            if row["kind"] == "train" and row["tokens"] > 0 and 0 < row["loss"] < math.inf:
+                last[row["step"]] = (row["tokens"], row["loss"])
+        except (ValueError, KeyError, TypeError):
+            continue                    # the curve is decoration: a torn line must not cost the fit
+    points = np.array(sorted(last.values()), dtype=float).reshape(-1, 2)
+    return points[:, 0], points[:, 1]

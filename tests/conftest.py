@@ -1,0 +1,94 @@
+"""Tiny real runs for the tests: shards of random tokens and configurations that train in seconds on a CPU."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from model import GPTConfig
+from runtime.config import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    FP8Config,
+    LogConfig,
+    OptimConfig,
+    ParallelConfig,
+)
+from runtime.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def write_source(folder: Path, seed: int, train_tokens: int = 40_000, val_tokens: int = 4_000) -> None:
+    """One source of `folder` in the on-disk format, its bytes drawn from a skewed distribution, so that there is
+    something to learn; written by hand rather than by prepare_data.py, to hold the readers to the format."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(seed)
+    splits = {}
+    for split, tokens in (("train", train_tokens), ("val", val_tokens)):
+        ids = np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
+        ids[::500] = 256    # end-of-text before each document
+        data = ids.tobytes()
+        (folder / f"{split}_00000.bin").write_bytes(data)
+        documents = len(ids[::500])
+        splits[split] = {
+            "documents": documents, "text_bytes": tokens - documents, "tokens": tokens,
+            "shards": [{"file": f"{split}_00000.bin", "tokens": tokens, "sha256": hashlib.sha256(data).hexdigest()}]}
+    (folder / "index.json").write_text(json.dumps({
+        "format_version": 1, "source": folder.name, "tokenizer": "byte", "tokenizer_sha256": load_tokenizer("byte").sha256,
+        "vocab_size": 257, "dtype": "uint16", "dataset": "random", "revision": "1", "license": "CC0-1.0",
+        "split_rule": "random", "duplicates": 0, "splits": splits}))
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    for seed, source in enumerate(("web", "code")):
+        write_source(folder / source, seed)
+    return folder
+
+
+@pytest.fixture
+def tiny(data_dir, tmp_path) -> Config:
+    """Six steps of a model with 2 blocks on two sources, eager, everything under the test's own folder."""
+    return Config(
+        run="tiny", steps=6, out=str(tmp_path / "out"),
+        model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
+        data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
+                        micro_batch=4),
+        optim=OptimConfig(lr=1e-2, warmup_share=0.2),
+        parallel=ParallelConfig(compile=False),
+        checkpoint=CheckpointConfig(every=3, keep=3),
+        eval=EvalConfig(every=None, tokens=320),
+        log=LogConfig(every=1),
+    )
+
+
+def with_recipe(config: Config, recipe: str, **changes) -> Config:
+    return replace(config, fp8=FP8Config(recipe=recipe), **changes)
+
+
+def write_config(config: Config, path: Path) -> Path:
+    """A config file that binds exactly `config`, for runs started as processes."""
+    path.write_text(
+        "import json\nfrom runtime.config import config_from_dict\n"
+        f"config = config_from_dict(json.loads({json.dumps(json.dumps(config.to_dict()))}))\n")
+    return path
+
+
+def run_train(config: Config, path: Path, *arguments: str, ranks: int = 1, timeout: float = 300, **popen):
+    """train.py as a user starts it; returns the finished process with its output as text."""
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command += [str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **popen.pop("env", {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT, **popen)

@@ -1,0 +1,75 @@
+"""Write run folders from a known law, as train.py would leave them, for the tests of scaling/."""
+
+import json
+import math
+
+import numpy as np
+
+SIZES = (38_912, 106_624, 184_320)      # the demo's order of magnitude
+
+
+def law(C):
+    """The known law: nats per token from training FLOPs."""
+    return 0.9 + 330.0 * C**-0.22
+
+
+def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, noise_seed=0,
+              curve=True, per_source=12, **changes):
+    """Write one finished run; `loss` (nats/token) is law(C) by default, `gap` is added to it in the FP8 arm.
+
+    changes: keys of summary.json to replace, or to remove where the value is `...`. Returns the summary as written."""
+    folder.mkdir(parents=True)
+    tokens = tokens or 20 * params
+    nonembed = params - 257 * int(math.sqrt(params / 12))
+    flops = 6 * params + 12 * 4 * 128 * 64
+    loss = law(flops * tokens) if loss is None else loss
+    loss_bf16, loss_as_trained = loss + gap, loss + 1.5 * gap
+    weights = {"docs": 0.1, "latex": 0.1, "python": 0.8}
+    per_sequence = 128
+    rng = np.random.default_rng(noise_seed)
+    shape = rng.normal(0, 0.2, 3 * per_source)      # one pattern for all runs: some sequences are harder than others
+    source = np.repeat(np.arange(3), per_source)
+    for i in range(3):
+        shape[source == i] -= shape[source == i].mean()
+    jitter = np.random.default_rng(params).normal(0, abs(gap), 3 * per_source)
+    for i in range(3):
+        jitter[source == i] -= jitter[source == i].mean()
+    arms = {name: (value + shape + jitter) * per_sequence for name, value in
+            (("as_trained", loss_as_trained), ("bf16", loss_bf16))}
+    np.savez(folder / "val_losses.npz", **arms, source=source,
+             n_tokens=np.full(3 * per_source, per_sequence))
+    summary = {
+        "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
+        "git_commit": "0" * 40, "git_dirty": False, "device": "cpu test", "seed": seed, "val_sha256": "v" * 64,
+        "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
+        "params_total": params, "params_nonembed": nonembed, "params_matmul": params,
+        "flops_per_token": flops, "flops_per_token_causal": flops - 6 * 4 * 128 * 64,
+        "flops_per_token_6n_total": 6 * params, "flops_per_token_6n_nonembed": 6 * nonembed,
+        "flops_per_token_6n_matmul": 6 * params, "tokens": tokens, "is_annealed": True,
+        "precision": {"recipe": recipe, "layers_converted": [], "layers_skipped": {}},
+        "loss_as_trained": loss_as_trained, "loss_bf16": loss_bf16, "tok_per_s_median": 9000.0 if gap else 12000.0,
+        "sources": {name: {"weight": weight, "loss_bf16": loss_bf16} for name, weight in weights.items()},
+    }
+    for key, value in changes.items():
+        summary[key] = value
+        if value is ...:
+            del summary[key]
+    (folder / "config.json").write_text("{}")
+    if curve:
+        steps = 200
+        rows = []
+        for step in range(1, steps + 1):
+            u = step / steps
+            height = loss + (math.log(257) - loss) * (1 - u) / (1 + 40 * u) + 0.05 * float(rng.normal())
+            rows.append({"kind": "train", "step": step, "tokens": tokens * step // steps, "loss": height})
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return summary
+
+
+def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
+    """Write a BF16/FP8 pair of each size; names are <letter>_bf16 and <letter>_fp8."""
+    for letter, params in zip("abcdefgh", sizes, strict=False):
+        write_run(folder / f"{letter}_bf16", params=params, **changes)
+        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params, gap=gap * (params / sizes[0])**-0.3, **changes)
+    return folder

@@ -1,0 +1,183 @@
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from runtime.config import (
+    SECTIONS,
+    Config,
+    ConfigError,
+    apply_overrides,
+    config_from_dict,
+    help_text,
+    known_keys,
+    load_config,
+    read_config,
+)
+from tests.conftest import ROOT
+
+ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py") if p.stem not in ("demo", "mixture"))
+
+
+@pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda p: p.stem)
+def test_every_shipped_config_loads_and_is_named_after_its_file(path):
+    config = load_config(path)
+    assert config.run == path.stem
+    assert (config.fp8.recipe != "off") == path.stem.endswith("_fp8")
+    assert config.tokens_per_param == 20
+    assert config.total_steps * config.data.tokens_per_step >= 20 * config.model.params_total
+    assert (config.total_steps - 1) * config.data.tokens_per_step < 20 * config.model.params_total
+
+
+@pytest.mark.parametrize("path", [p for p in ALL_CONFIGS if p.stem.endswith("_fp8")], ids=lambda p: p.stem)
+def test_an_fp8_config_differs_from_its_baseline_by_name_and_fp8_section_alone(path):
+    fp8 = load_config(path).to_dict()
+    bf16 = load_config(path.with_name(path.name.replace("_fp8", "_bf16"))).to_dict()
+    assert {k for k in fp8 if fp8[k] != bf16[k]} == {"run", "fp8"}
+
+
+@pytest.mark.parametrize("size, layers, width, ffn, heads, millions", [
+    ("gpt50m", 8, 512, 1536, 4, 53), ("gpt125m", 12, 768, 2048, 6, 124), ("gpt250m", 16, 1024, 2816, 8, 257),
+    ("gpt350m", 24, 1024, 2816, 8, 360), ("gpt760m", 24, 1536, 4096, 12, 757), ("gpt1p5b", 28, 2048, 5632, 16, 1542)])
+def test_sizes_are_the_documented_ones(size, layers, width, ffn, heads, millions):
+    m = load_config(ROOT / f"configs/{size}_bf16.py").model
+    assert (m.n_layer, m.n_embd, m.n_ffn, m.n_head) == (layers, width, ffn, heads)
+    assert round(m.params_total / 1e6) == millions
+
+
+@pytest.mark.parametrize("text, key, value", [
+    ("optim.lr=3e-4", "optim.lr", 3e-4), ("--optim.lr=3e-4", "optim.lr", 3e-4), ("steps=1e3", "steps", 1000),
+    ("model.tied=false", "model.tied", False), ("model.n_kv_head=none", "model.n_kv_head", None),
+    ("fp8.skip=head,layers.0.*", "fp8.skip", ("head", "layers.0.*")), ("fp8.recipe=rowwise", "fp8.recipe", "rowwise"),
+    ("data.mixture=web:0.5,code:2", "data.mixture", {"web": 0.5, "code": 2.0}), ("run=other", "run", "other"),
+])
+def test_overrides_are_parsed_by_annotation(tiny, text, key, value):
+    extra = ["fp8.recipe=tensorwise"] if key == "fp8.skip" else []
+    config = apply_overrides(tiny, [text, *extra])
+    section, _, name = key.rpartition(".")
+    assert getattr(getattr(config, section) if section else config, name) == value
+
+
+def test_a_budget_on_the_command_line_replaces_the_files(tiny):
+    config = apply_overrides(tiny, ["tokens_per_param=2"])
+    assert config.steps is None
+    assert config.total_steps == -(-2 * config.model.params_total // 512)
+
+
+@pytest.mark.parametrize("override, sentence", [
+    ("optim.lrr=1", "there is no key 'optim.lrr'; did you mean 'optim.lr'?"),
+    ("n_layer=3", "there is no key 'n_layer'; did you mean 'model.n_layer'?"),
+    ("optim.n_layer=3", "there is no key 'optim.n_layer'; did you mean 'model.n_layer'?"),
+    ("optim.lr", "'optim.lr' is no override: write section.key=value, such as optim.lr=3e-4"),
+    ("optim.lr=fast", "optim.lr='fast' is not a number"),
+    ("model.n_layer=2.5", "model.n_layer='2.5' is not a whole number"),
+    ("model.tied=maybe", "model.tied='maybe' is not true or false"),
+    ("optim.lr=nan", "optim.lr=nan is not a number"),
+    ("optim.lr=inf", "optim.lr=inf must be a positive, finite number"),
+    ("optim.lr=-1", "optim.lr=-1.0 must be a positive, finite number"),
+    ("steps=0", "steps=0 must be a positive, finite number"),
+    ("data.mixture=web", "data.mixture='web' is not a table of source:weight, written source:weight,source:weight"),
+    ("data.mixture=web:-1", "data.mixture gives 'web' the weight -1.0: leave a source out or give it a positive weight"),
+    ("data.mixture=../x:1", "data.mixture names '../x': a source is one folder name, of letters, digits, '_', '-' and '.'"),
+    ("fp8.recipe=rowise", "fp8.recipe='rowise' is not one of off, tensorwise, rowwise, rowwise_with_gw_hp; "
+                          "did you mean 'rowwise'?"),
+    ("fp8.head=true", "fp8.recipe=off converts nothing, yet fp8.skip or fp8.head is set: name a recipe or drop them"),
+    ("log.to=wandbb", "log.to=('wandbb',) is not a list of one of wandb, tensorboard; did you mean 'wandb'?"),
+    ("model.n_embd=33", "model.n_embd=33 is not divisible by model.n_head=2: give a width that is a multiple of the "
+                        "number of heads"),
+    ("model.n_kv_head=3", "model.n_head=2 is not divisible by model.n_kv_head=3: each key/value head serves a whole "
+                          "number of query heads"),
+    ("model.vocab_size=50257", "model.vocab_size=50257 does not fit data.tokenizer=byte, which has 257 tokens: set "
+                               "model.vocab_size=257"),
+    ("data.micro_batch=5", "data.tokens_per_step=512 is not a whole number of micro-batches of 5 x 32 = 160 tokens "
+                           "(data.micro_batch x model.n_ctx)"),
+    ("run=a/b", "run='a/b' must be one folder name, of letters, digits, '_', '-' and '.'"),
+    ("tokens_per_param=none", "steps=None and tokens_per_param=None: give exactly one of the two"),
+])
+def test_mistakes_get_a_sentence(tiny, override, sentence):
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(tiny, [override])
+    assert str(error.value) == sentence
+
+
+def test_fp8_needs_multiples_of_16(tiny):
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(tiny, ["fp8.recipe=tensorwise", "model.n_ffn=72", "model.n_embd=40"])
+    assert str(error.value).splitlines() == [
+        "model.n_embd=40 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 32 or 48, or fp8.recipe=off",
+        "model.n_ffn=72 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 64 or 80, or fp8.recipe=off",
+        "model.n_kv_head x head size=40 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 32 or 48, "
+        "or fp8.recipe=off"]
+
+
+def test_all_problems_of_a_stage_are_told_together(tiny):
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(tiny, ["optim.lr=-1", "checkpoint.keep=0", "data.max_epochs=0"])
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("body, sentence", [
+    ("config = 3", "{path} must bind config = Config(...), but config is int"),
+    ("import nonsense_that_is_not_there", "{path} could not be run: ModuleNotFoundError: No module named "
+                                          "'nonsense_that_is_not_there'"),
+    ("from runtime.config import OptimConfig\nOptimConfig(learning_rate=3)",
+     "{path}: OptimConfig has no field 'learning_rate'; there are: lr, min_lr_ratio, warmup_share, schedule, decay_share, "
+     "weight_decay, beta1, beta2, eps, clip"),
+    ("from model import GPTConfig\nGPTConfig(n_layers=3, n_head=1, n_embd=1, n_ffn=1)",
+     "{path}: GPTConfig has no field 'n_layers'; did you mean 'n_layer'?"),
+    ("from runtime.config import OptimConfig\nOptimConfig()", "{path}: OptimConfig needs 'lr': give a value"),
+])
+def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, sentence):
+    path = tmp_path / "mine.py"
+    path.write_text(body)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == sentence.format(path=path)
+
+
+def test_a_wrong_type_in_a_file_is_refused(tiny):
+    with pytest.raises(ConfigError, match=r"^model.n_layer='2' is not a whole number$"):
+        dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, n_layer="2"))
+    with pytest.raises(ConfigError, match=r"^optim.clip=True is not a number$"):
+        dataclasses.replace(tiny, optim=dataclasses.replace(tiny.optim, clip=True))
+    with pytest.raises(ConfigError, match=r"^fp8=None must be a FP8Config"):
+        dataclasses.replace(tiny, fp8=None)
+
+
+def test_a_missing_file_names_its_neighbour():
+    with pytest.raises(ConfigError, match=r"there is no config file .*gpt350_fp8.py; did you mean .*gpt350m_fp8.py\?"):
+        load_config(ROOT / "configs/gpt350_fp8.py")
+
+
+def test_json_round_trip(tiny, tmp_path):
+    assert config_from_dict(tiny.to_dict()) == tiny
+    (tmp_path / "config.json").write_text("{ half")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        read_config(tmp_path)
+    with pytest.raises(ConfigError, match="is no run: it has no config.json"):
+        read_config(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="the stored configuration does not fit this version"):
+        config_from_dict({**tiny.to_dict(), "optim": {"momentum": 1}})
+
+
+def test_every_public_attribute_of_a_section_is_a_field():
+    """An attribute without an annotation is silently no field and can never be configured (lingua's distributed.py)."""
+    for cls in (Config, *SECTIONS.values()):
+        plain = {k for k, v in vars(cls).items() if not k.startswith("_") and not callable(v) and not isinstance(v, property)}
+        assert plain <= {f.name for f in dataclasses.fields(cls)}, cls
+
+
+def test_help_tells_every_key_with_its_meaning():
+    lines = help_text().splitlines()
+    assert [line.split()[0] for line in lines] == known_keys()
+    assert all(len(line.split("  ")[-1]) > 3 for line in lines)
+
+
+@pytest.mark.parametrize("arguments, code", [(["--help"], 0), ([], 2), (["configs/none.py"], 2),
+                                             (["configs/demo_s_fp8.py", "optim.lrr=1"], 2)])
+def test_exit_codes(arguments, code):
+    done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert (done.stderr.count("\n") == 1) == (code == 2 and bool(arguments))

@@ -1,0 +1,137 @@
+"""Tests of runtime/tokenizer.py against OpenAI's published hashes and a second byte-pair encoder."""
+
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+import pytest
+
+from runtime import tokenizer
+from runtime.tokenizer import VOCAB_SIZE, clean, load_tokenizer, token_bytes, vocab_bpe
+
+VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
+ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
+
+HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f", "\r\n\t ",
+           "naïve café ﬁ Ω", "日本語のテキスト", "👩‍👩‍👧‍👦 \u200b\ufeff", "x" * 3000, " " * 3000, "0" * 3000, "é" * 999 + "!"]
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return load_tokenizer("gpt2")
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """GPT-2's byte -> letter table, as the paper's code defines it: printable bytes stay, the rest follow U+00FF."""
+    table, extra = {}, 0
+    for byte in range(256):
+        if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
+            table[byte] = chr(byte)
+        else:
+            table[byte], extra = chr(256 + extra), extra + 1
+    return table
+
+
+def test_the_official_vocab_bpe_is_rebuilt():
+    assert hashlib.sha256(vocab_bpe()).hexdigest() == VOCAB_BPE
+    assert load_tokenizer("gpt2").sha256 == VOCAB_BPE
+
+
+def test_ranks_are_the_official_ids(gpt2, letters):
+    """encoder.json is rebuilt from vocab.bpe's text alone; its hash certifies the ids that the ranks are held against."""
+    merges = vocab_bpe().decode().splitlines()[1:]
+    single = sorted(letters.values(), key=lambda letter: (ord(letter) > 255, ord(letter)))
+    ids = {token: i for i, token in enumerate(single + [merge.replace(" ", "") for merge in merges] + ["<|endoftext|>"])}
+    assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == ENCODER_JSON
+    assert [ids["".join(letters[b] for b in token)] for token in token_bytes()] == list(range(50256))
+    assert gpt2.eot == ids["<|endoftext|>"] == 50256 and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
+    for i, token in random.Random(0).sample(list(enumerate(token_bytes())), 300):
+        assert gpt2.decode([i]) == token.decode("utf-8", "replace")
+
+
+def test_pieces_are_merged_by_rank(gpt2, letters):
+    """A quadratic textbook encoder, over letters instead of bytes, gives the same ids for single words."""
+    rank = {tuple(line.split(" ")): i for i, line in enumerate(vocab_bpe().decode().splitlines()[1:])}
+    ids = {"".join(letters[b] for b in token): i for i, token in enumerate(token_bytes())}
+    for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", "            x".strip(), " antidisestablishment"]:
+        parts = [letters[b] for b in word.encode()]
+        while True:
+            pairs = [(rank.get((a, b), 1 << 30), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+            if not pairs or min(pairs)[0] == 1 << 30:
+                break
+            i = min(pairs)[1]
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        assert gpt2.encode(word).tolist() == [ids[part] for part in parts], word
+
+
+def test_published_examples(gpt2):
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+
+
+@pytest.mark.parametrize("name", VOCAB_SIZE)
+def test_text_returns_unchanged(name):
+    tok = load_tokenizer(name)
+    rng = random.Random(1)
+    texts = HOSTILE + ["".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000), rng.randrange(128)]))
+                               for _ in range(rng.randrange(40))) for _ in range(500)]
+    for text in texts:
+        ids = tok.encode(text)
+        assert ids.dtype == np.uint16 and ids.ndim == 1
+        assert tok.eot not in ids, f"{text!r} spelled the end of the text"
+        assert tok.decode(ids) == text
+        document = tok.encode_document(text)
+        assert document.dtype == np.uint16 and document[0] == tok.eot and (document[1:] == ids).all()
+
+
+@pytest.mark.parametrize("name", VOCAB_SIZE)
+def test_lone_surrogates_become_replacement_characters(name):
+    tok = load_tokenizer(name)
+    assert tok.decode(tok.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"
+    assert tok.decode(tok.encode("\ud83d\ude00")) == "😀"          # a whole pair is the character it spells
+    assert clean("plain é") == "plain é"
+
+
+@pytest.mark.parametrize("name", VOCAB_SIZE)
+def test_decode_of_odd_ids(name):
+    tok = load_tokenizer(name)
+    assert tok.decode([]) == ""
+    assert tok.decode([tok.eot]) == "<|endoftext|>"
+    assert tok.decode(tok.encode("é")[:-1]).count("\ufffd") == (0 if name == "gpt2" else 1)
+    assert tok.decode(np.array([0x41 if name == "byte" else 32], np.uint16)) == "A"
+    for bad in ([tok.vocab_size], [-1], [3, 60000]):
+        with pytest.raises(ValueError, match=f"{name} has ids 0 to {tok.vocab_size - 1}"):
+            tok.decode(bad)
+
+
+def test_byte_ids_are_the_bytes():
+    assert load_tokenizer("byte").encode("Aé").tolist() == [0x41, 0xC3, 0xA9]
+    assert load_tokenizer("byte").sha256 != VOCAB_BPE
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="there is no tokenizer 'gpt3'; there are: gpt2, byte"):
+        load_tokenizer("gpt3")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "empty", "noise", "one bit"])
+def test_a_damaged_merges_file_is_a_sentence(tmp_path, monkeypatch, damage):
+    whole, path = tokenizer.MERGES_FILE.read_bytes(), tmp_path / "gpt2_merges.bin"
+    raw = bytearray(zlib.decompress(whole))
+    raw[10] ^= 1
+    content = {"truncated": whole[:5000], "empty": b"", "noise": random.Random(0).randbytes(500), "one bit": zlib.compress(raw)}
+    if damage != "missing":
+        path.write_bytes(content[damage])
+    monkeypatch.setattr(tokenizer, "MERGES_FILE", path)
+    with pytest.raises(ValueError, match="gpt2_merges.bin .*restore it"):
+        load_tokenizer("gpt2")
+
+
+def test_importing_needs_neither_tiktoken_nor_torch():
+    code = "import sys, runtime.tokenizer; assert not {'torch', 'tiktoken'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,323 @@
+"""Train one GPT, from a config file to summary.json.
+
+    python train.py configs/demo_s_fp8.py                                   one process, GPU or CPU
+    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
+    python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
+    python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
+    python train.py --help                                                  every key, its default and meaning
+
+A run lives in out/<run>/. The same command again resumes it from its last checkpoint, or says that it is finished.
+Ctrl-C, or SIGTERM, finishes the step, saves and leaves; a second one leaves at once.
+"""
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eval.loss import ValLoss, bits_per_byte, evaluate
+from model import GPT
+from runtime import fp8, metrics, optim, parallel
+from runtime.checkpoint import Checkpointer, CheckpointError, latest, load, read_manifest
+from runtime.config import Config, ConfigError, help_text, load_config, read_config
+from runtime.data import Data, open_data
+from runtime.guard import Guard, GuardError, Verdict
+from runtime.parallel import World
+from runtime.plan import plan_lines
+from runtime.tokenizer import load_tokenizer
+
+COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
+ROOT = Path(__file__).resolve().parent
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's mistake."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{__doc__}\n{help_text()}")
+        return 0 if argv else 2
+    world = None
+    try:
+        config, plan_gpu = read_arguments(argv)
+        if plan_gpu is not None:
+            print("\n".join(plan(config, plan_gpu)))
+            return 0
+        metrics.check_mirrors(config)
+        world = parallel.start(config)
+        train(config, world)
+        code = 0
+    except ConfigError as error:
+        say_error(error, world)
+        code = 2
+    except (CheckpointError, GuardError) as error:
+        say_error(error, world)
+        code = 1
+    if world is not None and world.size > 1:
+        parallel.finish(world, code)
+    return code
+
+
+def say_error(error: Exception, world: World | None) -> None:
+    if world is None or world.is_main:
+        print(f"{'' if world is None else chr(10)}train.py: {error}", file=sys.stderr, flush=True)
+
+
+def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
+    """The Config, plus the GPU named after --plan ("" where none is named, None without --plan)."""
+    path, *rest = argv
+    gpu = None
+    if "--plan" in rest:
+        at = rest.index("--plan")
+        named = rest[at + 1:at + 2] if "=" not in "".join(rest[at + 1:at + 2]) else []
+        gpu = named[0] if named else ""
+        rest = rest[:at] + rest[at + 1 + len(named):]
+    return load_config(path, rest), gpu
+
+
+def plan(config: Config, gpu: str) -> list[str]:
+    with torch.device("meta"):
+        model = GPT(config.model, COMPUTE_DTYPE)
+    layers = fp8.select(model, config.fp8)
+    peak = metrics.peak_flops(gpu) if gpu else None
+    if gpu and peak is None:
+        raise ConfigError(f"--plan {gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
+    return plan_lines(config, model.counts(), layers, fp8.table(layers, config.fp8.recipe, "cuda"), gpu, peak)
+
+
+# ---------------------------------------------------------------------------------------------------------------- train
+
+def train(config: Config, world: World) -> None:
+    """Build, resume, loop, evaluate, summarise. Raises ConfigError, CheckpointError or GuardError with a sentence."""
+    started = time.perf_counter()
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    fp8.check_hardware(config.fp8, world.device)
+    if is_finished(config):
+        if world.is_main:
+            print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
+        return
+    data = open_data(config, tokenizer.sha256)
+
+    # Build: on the meta device first, so that no rank ever holds the whole model unsharded.
+    with torch.device("meta"):
+        model = GPT(config.model, COMPUTE_DTYPE)
+    layers = fp8.convert(model, config.fp8)
+    counts = model.counts()
+    flag_lines = parallel.set_torch_flags(config, world)
+    parallel.shard(model, world, COMPUTE_DTYPE)
+    if config.parallel.compile:
+        parallel.compile_model(model, world)
+    assign = parallel.materialise(model, world)
+    optimizer = optim.build_optimizer(model, config.optim)
+    optim.fill_state(optimizer)
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(optimizer, model).items()}
+
+    # Start or resume.
+    step, guard, train_s, checkpoint = 0, Guard(), 0.0, latest(config.run_dir)
+    if checkpoint is not None:
+        manifest = read_manifest(checkpoint)
+        load(checkpoint, manifest, tensors, world)
+        model.init_buffers()
+        step, state = manifest["step"], manifest["state"]
+        optim.set_updates(optimizer, state["updates"])
+        guard, train_s = Guard(**state["guard"]), state["train_s"]
+    else:
+        model.init_weights(config.seed, assign)
+    saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)     # all ranks meet here before anything is written
+    log = None
+    if world.is_main:
+        metrics.write_json(config.run_dir / "config.json", config.to_dict())
+        metrics.write_json(config.run_dir / "env.json", metrics.environment(world.device, ROOT))
+        log = metrics.Log(config, step, config.total_steps)
+        log.say("\n".join([
+            f"{config.run}: {counts['params_total']:,} parameters, {config.total_steps:,} steps of "
+            f"{config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens "
+            f"({config.total_tokens / counts['params_total']:.1f} per parameter)",
+            f"device: {world.size} x {metrics.device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
+            f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
+            *flag_lines, *data.describe(), *fp8.table(layers, config.fp8.recipe, world.device.type),
+            f"resuming {checkpoint}" if checkpoint else "starting at step 0",
+        ]))
+
+    def save(done: int) -> None:
+        state = {"updates": done - guard.skipped, "guard": guard.state(), "train_s": train_s + time.perf_counter() - started}
+        saver.save(done, tensors, state, config)
+
+    def validate(done: int) -> ValLoss:
+        val = evaluate(model, data.val, data.weights, config.data.micro_batch, world.device, world.rank, world.size,
+                       lambda t: parallel.all_concatenate(t, world))
+        if log:
+            log.validation({"step": done, "tokens": done * config.data.tokens_per_step, "loss": val.loss,
+                            "sources": {name: val.source_loss(name) for name in val.sequences}})
+        return val
+
+    stop = StopRequest()
+    accumulation = config.accumulation(world.size)
+    batches = data.stream(step, config.total_steps, world.rank, world.size, accumulation, world.device)
+    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
+
+    while step < config.total_steps:
+        t0 = time.perf_counter()
+
+        # ---- one training step ---------------------------------------------------------------------------------------
+        lr = optim.learning_rate(step, config.total_steps, config.optim)
+        optim.set_learning_rate(optimizer, lr)
+        loss_sum = torch.zeros((), device=world.device)
+        for micro in range(accumulation):
+            x, y = next(batches)
+            parallel.sync_gradients(model, now=micro == accumulation - 1)
+            micro_loss = model(x, y).sum()
+            (micro_loss * loss_scale).backward()
+            loss_sum += micro_loss.detach()
+        grad_norm = parallel.clip_gradients(model, config.optim.clip)
+
+        sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, stop.requested))), world)
+        loss, stops, grad_norm = torch.cat((sums, grad_norm[None])).tolist()        # the step's one host read
+        loss /= config.data.tokens_per_step
+
+        verdict = guard.judge(step, loss, grad_norm)
+        if verdict is Verdict.OK:
+            optimizer.step()
+        optimizer.zero_grad()
+        # --------------------------------------------------------------------------------------------------------------
+
+        step += 1
+        step_s = time.perf_counter() - t0
+        if log:
+            log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
+                      "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
+                      "verdict": verdict.value})
+        if stops or is_due(config.checkpoint.every, step) or step == config.total_steps:
+            save(step)      # before the evaluation: a fault there must not cost the steps
+        if stops and step < config.total_steps:
+            saver.finish()
+            if log:
+                log.say(f"stopped on request at step {step}; saved. To go on: run the same command again")
+                log.close()
+            return
+        if is_due(config.eval.every, step) and step < config.total_steps:
+            validate(step)
+
+    batches.close()
+    eval_started = time.perf_counter()
+    as_trained = validate(step)
+    with fp8.in_bf16(model):
+        in_bf16 = evaluate(model, data.val, data.weights, config.data.micro_batch, world.device, world.rank, world.size,
+                           lambda t: parallel.all_concatenate(t, world))
+    saver.finish()
+    if log:
+        eval_s = time.perf_counter() - eval_started
+        wall_s = train_s + time.perf_counter() - started
+        summary = summarise(config, world, data, counts, layers, as_trained, in_bf16, guard,
+                            wall_s=wall_s, eval_s=eval_s, tokenizer_sha256=tokenizer.sha256)
+        save_sequence_losses(config.run_dir / "val_losses.npz", as_trained, in_bf16)
+        metrics.write_json(config.run_dir / "summary.json", summary)
+        log.say(f"{config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, {summary['loss_bf16']:.4f} "
+                f"in BF16; {summary['tok_per_s_median']:,.0f} tok/s; {wall_s:.0f} s -> {config.run_dir}/summary.json")
+        log.close()
+
+
+def is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+class StopRequest:
+    """Set by SIGINT or SIGTERM; the loop reads it once a step. A second signal has its usual effect, at once."""
+
+    def __init__(self):
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number, frame):
+        self.requested = True
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+
+def is_finished(config: Config) -> bool:
+    """Whether this very run is already done. Raises ConfigError where its folder belongs to another run."""
+    run_dir = config.run_dir
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return False
+    if not (run_dir / "config.json").exists():
+        raise ConfigError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
+    finished = (run_dir / "summary.json").exists()
+    sections = ["model", "data", "fp8", "seed"] + (["optim", "steps", "tokens_per_param"] if finished else [])
+    before, now = read_config(run_dir).to_dict(), config.to_dict()
+    if changes := [line for name in sections for line in differences(name, before[name], now[name])]:
+        raise ConfigError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
+    return finished
+
+
+def differences(key: str, before, now) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict) and not key.endswith("mixture"):
+        return [line for k in now for line in differences(f"{key}.{k}", before.get(k), now[k])]
+    return [] if before == now else [f"{key} was {before}, now {now}"]
+
+
+# -------------------------------------------------------------------------------------------------------------- summary
+
+def summarise(config: Config, world: World, data: Data, counts: dict, layers: list[fp8.Layer], as_trained: ValLoss,
+              in_bf16: ValLoss, guard: Guard, *, wall_s: float, eval_s: float, tokenizer_sha256: str) -> dict:
+    """The run's record, which scaling/ reads: counts and FLOPs by convention, losses, precision, speed, identities."""
+    m, steps, tokens = config.model, config.total_steps, config.total_tokens
+    env = json.loads((config.run_dir / "env.json").read_text())
+    rows = metrics.read_rows(config.run_dir / "metrics.jsonl")
+    name = metrics.device_name(world.device)
+    peak = metrics.peak_flops(name) if world.device.type == "cuda" else None
+    converted = [layer for layer in layers if layer.reason is None]
+    memory = torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None
+    return {
+        "schema_version": 1, "run_id": config.run, "pair_id": metrics.pair_id(config), "status": "ok",
+        "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
+        "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
+        "torch": env["torch"], "torchao": env["torchao"], "seed": config.seed,
+        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
+        "tokenizer": config.data.tokenizer, "tokenizer_sha256": tokenizer_sha256,
+        "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
+        "n_kv_head": m.kv_heads, "n_embd": m.n_embd, "n_ffn": m.n_ffn, "n_ctx": m.n_ctx, "tied": m.tied,
+        **counts, "params_fp8": sum(layer.params for layer in converted),
+        "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
+        "tok_per_param_nonembed": tokens / counts["params_nonembed"],
+        "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
+        "grad_accum": config.accumulation(world.size), "lr_peak": config.optim.lr,
+        "lr_last": optim.learning_rate(steps - 1, steps, config.optim), "warmup_steps": optim.warmup_steps(config.optim, steps),
+        "schedule": config.optim.schedule, "is_annealed": True,     # a summary is only written at the schedule's end
+        "precision": {
+            "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,
+            "layers_converted": [layer.name for layer in converted],
+            "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
+            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
+            "compile": config.parallel.compile,
+        },
+        "loss_as_trained": as_trained.loss, "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
+        "sources": {source: {
+            "weight": data.weights[source], "loss_as_trained": as_trained.source_loss(source),
+            "loss_bf16": in_bf16.source_loss(source),
+            "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val[source].bytes_per_token),
+            "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val[source].bytes_per_token),
+            "sequences": len(in_bf16.sequences[source]), "tokens": len(in_bf16.sequences[source]) * m.n_ctx,
+            "bytes_per_token": data.val[source].bytes_per_token,
+        } for source in data.weights},
+        "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
+        "skipped_steps": guard.skipped,
+        **metrics.throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],
+                             peak[0] * world.size if peak else None),
+        "wall_s": wall_s, "eval_s": eval_s, "mem_peak_gib": memory,
+    }
+
+
+def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:
+    """Summed nats of every validation sequence, sources in sorted order: what a paired comparison needs."""
+    sources = sorted(as_trained.sequences)
+    sizes = [len(as_trained.sequences[s]) for s in sources]
+    np.savez(path, as_trained=np.concatenate([as_trained.sequences[s] for s in sources]),
+             bf16=np.concatenate([in_bf16.sequences[s] for s in sources]),
+             source=np.repeat(np.arange(len(sources)), sizes), n_tokens=np.full(sum(sizes), as_trained.n_ctx))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
