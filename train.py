@@ -99,6 +99,7 @@ def train(config: Config, world: World) -> None:
             print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
         return
     data = open_data(config, tokenizer.sha256)
+    val_sets = {source: data.val(source) for source in data.sources}
 
     # Build: on the meta device first, so that no rank ever holds the whole model unsharded.
     with torch.device("meta"):
@@ -146,9 +147,12 @@ def train(config: Config, world: World) -> None:
         state = {"updates": done - guard.skipped, "guard": guard.state(), "train_s": train_s + time.perf_counter() - started}
         saver.save(done, tensors, state, config)
 
+    def measure() -> ValLoss:
+        return evaluate(model, val_sets, data.weights, config.data.micro_batch, world.device, world.rank, world.size,
+                        lambda t: parallel.all_concatenate(t, world))
+
     def validate(done: int) -> ValLoss:
-        val = evaluate(model, data.val, data.weights, config.data.micro_batch, world.device, world.rank, world.size,
-                       lambda t: parallel.all_concatenate(t, world))
+        val = measure()
         if log:
             log.validation({"step": done, "tokens": done * config.data.tokens_per_step, "loss": val.loss,
                             "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -156,7 +160,7 @@ def train(config: Config, world: World) -> None:
 
     stop = StopRequest()
     accumulation = config.accumulation(world.size)
-    batches = data.stream(step, config.total_steps, world.rank, world.size, accumulation, world.device)
+    batches = data.stream(step, config.total_steps, world.rank, world.size, world.device)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
 
     while step < config.total_steps:
@@ -205,8 +209,7 @@ def train(config: Config, world: World) -> None:
     eval_started = time.perf_counter()
     as_trained = validate(step)
     with fp8.in_bf16(model):
-        in_bf16 = evaluate(model, data.val, data.weights, config.data.micro_batch, world.device, world.rank, world.size,
-                           lambda t: parallel.all_concatenate(t, world))
+        in_bf16 = measure()
     saver.finish()
     if log:
         eval_s = time.perf_counter() - eval_started
@@ -297,11 +300,11 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "sources": {source: {
             "weight": data.weights[source], "loss_as_trained": as_trained.source_loss(source),
             "loss_bf16": in_bf16.source_loss(source),
-            "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val[source].bytes_per_token),
-            "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val[source].bytes_per_token),
-            "sequences": len(in_bf16.sequences[source]), "tokens": len(in_bf16.sequences[source]) * m.n_ctx,
-            "bytes_per_token": data.val[source].bytes_per_token,
-        } for source in data.weights},
+            "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val(source)),
+            "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val(source)),
+            "sequences": len(data.val(source)), "tokens": data.val(source).tokens,
+            "text_bytes": data.val(source).text_bytes,
+        } for source in data.sources},
         "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
         "skipped_steps": guard.skipped,
         **metrics.throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],

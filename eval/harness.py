@@ -32,7 +32,7 @@ from typing import ClassVar, Literal
 
 from eval.options import read_options
 from eval.sample import load_for_inference
-from runtime.config import ConfigError
+from runtime.config import ConfigError, read_config
 
 TASKS = Path(__file__).parent / "tasks"
 DEMO = ("val_ppl", "val_cloze")
@@ -71,12 +71,13 @@ def score(options: Options) -> dict:
     Raises ConfigError: no such run or task, a damaged checkpoint, data that cannot be had.
     """
     start = time.perf_counter()
-    model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
+    read_config(options.run)        # before the seconds that lm-eval takes to start
     local = set(DEMO) | _local_tasks(options.include)
     _quiet(offline=local.issuperset(options.task_names))
     from eval.lm import CheckpointLM  # after _quiet(): lm-eval and datasets read their settings on import
 
     loaded = _load_tasks(options, local)
+    model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
     lm = CheckpointLM(model, tokenizer, options.micro_batch, device)
     scores = _evaluate(lm, loaded, options.limit)
     record = {"run": str(options.run), "tasks": scores, "limit": options.limit, "dtype": options.dtype,
@@ -104,7 +105,7 @@ def _load_tasks(options: Options, local: set[str]) -> dict:
             raise
         except Exception as error:      # a task is foreign code and foreign data: whatever it raises, name the task
             raise ConfigError(f"the task {name!r} could not be loaded ({type(error).__name__}: {_first_line(error)}): "
-                              f"its data must be on this machine or the machine online") from error
+                              f"if its data come from the Hugging Face Hub, they must be cached or the Hub in reach") from error
         for key in loaded:
             loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():

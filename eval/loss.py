@@ -36,15 +36,15 @@ class ValLoss:
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro_batch: int, device: torch.device,
              rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None]) -> ValLoss:
-    """The loss of `model` on every sequence of `val` (source -> set with len() and batch(start, stop) -> x, y).
+    """The loss of `model` on every sequence of `val` (source -> set with len(), n_ctx and batch(start, stop) -> x, y).
 
     Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs equally many, the last
     sequence repeated where they run out: one compiled shape, and no rank alone in a collective. `gather` stacks
     equally shaped tensors of all ranks.
     """
-    sequences, n_ctx = {}, 0
+    sequences = {}
     for source in weights:
-        n = len(val[source])
+        n, n_ctx = len(val[source]), val[source].n_ctx
         batches = -(-n // (micro_batch * size)) * size
         losses = torch.zeros(batches // size, micro_batch, dtype=torch.float64, device=device)
         for i, batch in enumerate(range(rank, batches, size)):
@@ -53,13 +53,12 @@ def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro
             if len(x) < micro_batch:
                 repeat = torch.from_numpy(rows - rows[0])
                 x, y = x[repeat], y[repeat]
-            n_ctx = x.shape[1]
             losses[i] = model(x.to(device), y.to(device))
         everyone = gather(losses)       # (size, batches / size, micro_batch)
         sequences[source] = everyone.transpose(0, 1).reshape(-1)[:n].cpu().numpy()
     return ValLoss(sequences, dict(weights), n_ctx)
 
 
-def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """Nats per token as bits per byte of text: comparable between tokenizers."""
-    return loss / math.log(2) / bytes_per_token
+def bits_per_byte(loss: float, val) -> float:
+    """Nats per token on a validation set, as bits per byte of its text: comparable between tokenizers."""
+    return loss / math.log(2) * val.tokens / val.text_bytes

@@ -4,7 +4,7 @@ import re
 from dataclasses import MISSING, fields
 from typing import get_type_hints
 
-from runtime.annotations import nearest, parse
+from runtime.annotations import nearest, parse, type_problems
 from runtime.config import ConfigError
 
 
@@ -42,4 +42,7 @@ def read_options(cls, arguments: list[str]):
     missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
     if missing:
         raise ConfigError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
-    return cls(**given)
+    options = cls(**given)
+    if problems := type_problems("", options):
+        raise ConfigError("\n".join(problems))
+    return options

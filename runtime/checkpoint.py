@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -41,6 +42,7 @@ class Checkpointer:
         self.dir, self.keep, self.world = run_dir / "checkpoints", keep, world
         self._pending: Future | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
         if world.is_main:
             self.dir.mkdir(parents=True, exist_ok=True)
             for leftover in self.dir.glob(".tmp_*"):    # of a run that was killed in mid-save

@@ -1,20 +1,18 @@
 """Serve the micro-batch of (step, micro, rank) from token shards.
 
-Nothing here has state: the order of the whole run is a pure function of the seed, the mixture and the shards. Sequence i
-of the run belongs to a source (the mixture's weights hold to within one sequence at every i), it is that source's k-th
-sequence, and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number
-alone, any number of ranks sees the same sequences in a step, and two runs of one seed see the same tokens in one order.
+Nothing here has state: the order of the whole run is a pure function of the seed, the mixture and the shards. Sequence
+i of the run belongs to a source (the mixture's weights hold to within one sequence at every i), is the source's k-th,
+and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number alone,
+any number of ranks sees the same sequences in a step, two runs of one seed see the same tokens in the same order.
 
 A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
 import json
 import math
-import re
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -24,119 +22,34 @@ import torch
 
 from runtime.config import Config, ConfigError
 from runtime.order import permute, schedule, shares
-
-FORMAT_VERSION = 1
+from runtime.shards import Index, Split, read_index
 
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     """The data of a run: all shards of every source in the mixture, checked against their index.json.
 
-    Raises ConfigError: a missing or damaged file, shards of another tokenizer, a source that is too short for one window,
-    a run that would see a source more than data.max_epochs times.
+    Raises ConfigError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
+    that would see a source more than data.max_epochs times.
     """
     indexes = {}
     for name in config.data.mixture:
-        folder = Path(config.data.dir) / name
-        index = indexes[name] = read_index(folder)
-        if index.tokenizer != config.data.tokenizer:
-            raise ConfigError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={config.data.tokenizer}: "
-                              f"set data.tokenizer={index.tokenizer} (and its model.vocab_size), or prepare the text again "
-                              f"with `python prepare_data.py` and tokenizer={config.data.tokenizer} into another folder")
+        folder, wanted = Path(config.data.dir) / name, config.data.tokenizer
+        try:
+            index = indexes[name] = read_index(folder)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        if index.tokenizer != wanted:
+            raise ConfigError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
+                              f"data.tokenizer={index.tokenizer} and model.vocab_size={index.vocab_size}, or prepare "
+                              f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256:
-            raise ConfigError(f"{folder} was made with other rules of tokenizer={index.tokenizer} "
-                              f"({index.tokenizer_sha256[:12]}..., here {tokenizer_sha256[:12]}...): "
-                              f"delete the folder and prepare it again with `python prepare_data.py`")
+            raise ConfigError(f"{folder} was made with other rules of tokenizer={wanted} "
+                              f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): delete the folder and "
+                              f"prepare it again with `python prepare_data.py`")
         if index.vocab_size != config.model.vocab_size:
-            raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: "
-                              f"set model.vocab_size={index.vocab_size}")
+            raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
+                              f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
     return Data(config, indexes)
-
-
-# ---------------------------------------------------------------------------------------------------------------- index
-
-@dataclass(frozen=True)
-class Shard:
-    path: Path
-    tokens: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Split:
-    documents: int
-    text_bytes: int         # UTF-8 bytes of the documents
-    tokens: int             # one end-of-text token per document included
-    shards: tuple[Shard, ...]
-
-
-@dataclass(frozen=True)
-class Index:
-    """What index.json says of one source."""
-    source: str
-    tokenizer: str
-    tokenizer_sha256: str
-    vocab_size: int
-    dataset: str
-    revision: str
-    license: str
-    split_rule: str
-    duplicates: int
-    splits: dict[str, Split]        # "train" and "val"
-
-
-def read_index(folder: Path) -> Index:
-    """The index of one source, its shards present in full length.
-
-    Raises ConfigError naming the file, what was expected and the command to run.
-    """
-    path = folder / "index.json"
-    again = f"delete {folder} and run `python prepare_data.py` again"
-    try:
-        raw = json.loads(path.read_bytes().decode())
-    except FileNotFoundError as error:
-        known = sorted(p.parent.name for p in folder.parent.glob("*/index.json"))
-        raise ConfigError(f"there is no {path}" + (f" ({folder.parent} holds {', '.join(known)})" if known else "") +
-                          f": make it with `python prepare_data.py local FILES name={folder.name} out={folder.parent}`, "
-                          f"or the demo's sources with `python prepare_data.py demo out={folder.parent}`") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): {again}") from error
-    try:
-        if raw["format_version"] != FORMAT_VERSION or raw["dtype"] != "uint16":
-            raise ConfigError(f"{path} describes format_version={raw['format_version']!r} and dtype={raw['dtype']!r}, but this "
-                              f"version reads format_version={FORMAT_VERSION} and dtype='uint16': {again}")
-        words = {key: _typed(raw, key, str) for key in
-                 ("source", "tokenizer", "tokenizer_sha256", "dataset", "revision", "license", "split_rule")}
-        splits = {name: _read_split(folder, name, _typed(_typed(raw, "splits", dict), name, dict)) for name in ("train", "val")}
-        index = Index(vocab_size=_typed(raw, "vocab_size", int), duplicates=_typed(raw, "duplicates", int), splits=splits, **words)
-    except (KeyError, TypeError) as error:
-        reason = f"key {error} is missing" if isinstance(error, KeyError) else error
-        raise ConfigError(f"{path} is damaged ({reason}): {again}") from error
-    for shard in (shard for split in splits.values() for shard in split.shards):
-        size = shard.path.stat().st_size if shard.path.is_file() else None
-        if size != 2 * shard.tokens:
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise ConfigError(f"{shard.path} {found}, but {path} promises {2 * shard.tokens} bytes: list all damage with "
-                              f"`python prepare_data.py --verify {folder}`, then restore the file, or {again}")
-    return index
-
-
-def _read_split(folder: Path, name: str, raw: dict) -> Split:
-    shards = []
-    for entry in _typed(raw, "shards", list):
-        if not isinstance(entry, dict) or not re.fullmatch(rf"{name}_\d{{5}}\.bin", _typed(entry, "file", str)):
-            raise TypeError(f"splits.{name}.shards must name files like {name}_00000.bin")
-        shards.append(Shard(folder / entry["file"], _typed(entry, "tokens", int), _typed(entry, "sha256", str)))
-    split = Split(*(_typed(raw, key, int) for key in ("documents", "text_bytes", "tokens")), tuple(shards))
-    if split.tokens != sum(shard.tokens for shard in shards) or len({shard.path for shard in shards}) != len(shards):
-        raise TypeError(f"splits.{name}.tokens is not the sum of its shards")
-    return split
-
-
-def _typed(raw: dict, key: str, kind: type):
-    value = raw[key]
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
-        raise TypeError(f"key {key!r} is {str(value)[:40]!r}, not {'a count' if kind is int else kind.__name__}")
-    return value
 
 
 # -------------------------------------------------------------------------------------------------------------- windows
@@ -145,11 +58,13 @@ class Windows:
     """The windows of one split of one source, numbered through its shards: len(), then read() by number."""
 
     def __init__(self, split: Split, n_ctx: int, vocab_size: int):
-        self.n_ctx, self.vocab_size, self.shards = n_ctx, vocab_size, split.shards
-        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in split.shards]   # - 1: the last token is only a target
+        self.n_ctx, self.vocab_size = n_ctx, vocab_size
+        self.shards = [shard for shard in self.shards]
+        # The last token of a shard is only a target, hence the - 1.
+        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in self.shards]
         self.ends = np.cumsum([0, *per_shard])
         # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
-        self.tokens = [np.asarray(np.memmap(shard.path, "<u2", "r")) if shard.tokens else None for shard in split.shards]
+        self.tokens = [np.asarray(np.memmap(shard.path, "<u2", "r")) for shard in self.shards]
 
     def __len__(self) -> int:
         return int(self.ends[-1])
@@ -161,16 +76,18 @@ class Windows:
         row[:] = self.tokens[shard][start:start + self.n_ctx + 1]
         if row.max() >= self.vocab_size:
             path = self.shards[shard].path
-            raise ConfigError(f"{path} holds the id {row.max()} near token {start}, but model.vocab_size={self.vocab_size}: "
-                              f"the file is damaged; `python prepare_data.py --verify {path.parent}` lists all damage")
+            raise ConfigError(f"{path} holds the id {row.max()} near token {start}, but model.vocab_size="
+                              f"{self.vocab_size}: the file is damaged; list all damage with "
+                              f"`python prepare_data.py --verify {path.parent}`")
 
 
 class Validation:
     """The fixed validation windows of one source: the same ones, in the same order, in every run of equal n_ctx.
 
-    Attributes: n_ctx; tokens, the number of targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per token of
-    the whole split. End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
-    charges the text with the price of its ends; it is exact where all windows are used and an estimate for a selection.
+    Attributes: n_ctx; tokens, the number of targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per token
+    of the whole split. End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 /
+    text_bytes charges the text with the price of its ends. Where not all windows are chosen text_bytes is an estimate,
+    yet the same one in every run.
     """
 
     def __init__(self, split: Split, windows: Windows, tokens_at_most: int):
@@ -213,9 +130,8 @@ class Data:
         self._ordinal = np.empty(len(self._table), np.int64)        # which of its source's sequences each is
         for s in range(len(self.sources)):
             self._ordinal[self._table == s] = np.arange((self._table == s).sum())
-        train, val = ([Windows(indexes[name].splits[split], self.n_ctx, config.model.vocab_size) for name in self.sources]
-                      for split in ("train", "val"))
-        self._train = train
+        self._train, val = ([Windows(indexes[name].splits[split], self.n_ctx, config.model.vocab_size)
+                             for name in self.sources] for split in ("train", "val"))
         self._val = {name: Validation(indexes[name].splits["val"], windows, config.eval.tokens)
                      for name, windows in zip(self.sources, val, strict=True)}
         whole, rest = divmod(self.n_sequences, self.period)
@@ -234,12 +150,22 @@ class Data:
         selections = [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()]
         return _identity(((name, self.indexes[name].splits["val"]) for name in self.sources), selections)
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """Share of the training tokens by source, as resolved; the shares sum to 1."""
+        return {name: int(count) / self.period for name, count in zip(self.sources, self._counts, strict=True)}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Each source's share of the mixture, as resolved; together 1."""
+        return {name: int(count) / self.period for name, count in zip(self.sources, self._counts, strict=True)}
+
     def val(self, source: str) -> Validation:
         return self._val[source]
 
     def describe(self) -> list[str]:
         """A line per source: share of the mixture as resolved, training tokens there are, planned ones, epochs."""
-        return [f"data: {name:12} share {self._counts[s] / self.period:.4f} ({self._counts[s]}/{self.period})  "
+        return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self.period})  "
                 f"{len(self._train[s]) * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
                 f"= {self.planned[s] / len(self._train[s]):.2f} epochs; {self._val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
@@ -261,8 +187,8 @@ class Data:
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on. `step` counts from 0.
 
-        A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together read
-        the same sequences in a step however many they are. Raises ConfigError for an id outside the vocabulary.
+        A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
+        read the same sequences in a step however many they are. Raises ConfigError for an id outside the vocabulary.
         """
         size = self.config.data.micro_batch
         place = (micro * world_size + rank) * size
@@ -274,8 +200,8 @@ class Data:
                device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
-        The next two are prepared by a background thread; its errors are raised here, in their turn. close() the generator,
-        or let it go, and the thread ends.
+        The next two are prepared by a background thread; its errors are raised here, in their turn. close() the
+        generator, or let it go, and the thread ends.
         """
         is_cuda = torch.device(device).type == "cuda"
 
@@ -296,14 +222,14 @@ class Data:
         folder = Path(self.config.data.dir) / name
         for split, count in ("train", there), ("val", len(self._val[name])):
             if not count:
-                yield (f"{folder} has {self.indexes[name].splits[split].tokens} {split} tokens, too few for one window of "
-                       f"model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
+                yield (f"{folder} has {self.indexes[name].splits[split].tokens} {split} tokens, too few for one window "
+                       f"of model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
         if there and self.planned[s] > limit * there:
             steps = int(limit * there) * self.period // int(self._counts[s]) // self.sequences_per_step
             yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "
                    f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
-                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or give "
-                   f"{name} less of data.mixture, or prepare more text")
+                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or "
+                   f"give {name} less of data.mixture, or prepare more text")
 
 
 def _identity(splits, *more) -> str:

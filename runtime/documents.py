@@ -35,7 +35,8 @@ class LocalFiles:
         self.paths, self.column = [Path(p) for p in paths], column
         for path in self.paths:
             if not path.is_file():
-                raise ConfigError(f"there is no file {path}" + (": it is a folder; name its files" if path.is_dir() else ""))
+                raise ConfigError(f"{path} is a folder: name the files in it" if path.is_dir() else
+                                  f"there is no file {path}")
             if _format(path) not in FORMATS:
                 raise ConfigError(f"{path}: its name must end in {', '.join(FORMATS)}, optionally followed by "
                                   f"{', '.join(PACKINGS)}")
@@ -54,7 +55,7 @@ class LocalFiles:
                         self.bytes_read = done + file.tell()
                         yield text
                 except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-                    raise ConfigError(f"{path} is damaged or was cut short ({error}): fetch or pack it again") from error
+                    raise ConfigError(f"{path} is damaged or was cut short ({error}): fetch it again") from error
             done += path.stat().st_size
             self.bytes_read = done
 
@@ -98,7 +99,7 @@ class LocalFiles:
                 raise ConfigError(f"{path} is no sound parquet file ({reason}): fetch it again") from error
 
     def _no_column(self, where: str, columns: list[str]) -> str:
-        return f"{where} has no column {self.column!r}; there are: {', '.join(map(str, columns)) or 'none'} (set column=...)"
+        return f"{where} has no column {self.column!r}: set column= to one of {', '.join(columns) or '(none)'}"
 
     def _text(self, where: str, value) -> str:
         """The text of one row; a null is an empty document."""

@@ -5,10 +5,10 @@ weight and hence every checkpoint stay as they are. Each converted Linear does t
 every operand from its current largest magnitude (dynamic scaling) to one of Hopper's two formats, E4M3 or E5M2
 (FP8 formats for deep learning, 2209.05433):
 
-    recipe               output y = x W'        input gradient = g W     weight gradient = g' x    scales
-    tensorwise           E4M3 x E4M3            E5M2 x E4M3              E5M2 x E4M3               one per tensor
-    rowwise              E4M3 x E4M3            E4M3 x E4M3              E4M3 x E4M3               one per row
-    rowwise_with_gw_hp   E4M3 x E4M3            E4M3 x E4M3              BF16 x BF16               one per row, powers of 2
+    recipe               output y = x W'   input gradient = g W   weight gradient = g' x   scales
+    tensorwise           E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor
+    rowwise              E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per row, powers of 2
+    rowwise_with_gw_hp   E4M3 x E4M3       E4M3 x E4M3            BF16 x BF16              one per row, powers of 2
 
 On a CPU the same recipes run through torch's own float8 matmul: the numerics are real, the speed is not.
 """
@@ -158,12 +158,14 @@ def _float8_linear() -> type:
 
 def _float8():
     """torchao.float8, imported when first needed: BF16 runs and readers of checkpoints never load it."""
-    log = logging.getLogger("torchao")
-    level = log.level
-    log.setLevel(logging.ERROR)     # it warns of compiled extensions for other hardware, which no recipe here uses
+    # It warns of compiled extensions for other hardware and of a deprecated call of its own: nothing a user can change.
+    logs = {log: log.level for log in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
+    for log in logs:
+        log.setLevel(logging.ERROR)
     try:
         import torchao.float8
         import torchao.float8.float8_linear
     finally:
-        log.setLevel(level)
+        for log, level in logs.items():
+            log.setLevel(level)
     return torchao.float8

@@ -2,7 +2,8 @@
 
 Four sources for a demo that needs no download: the standard library (python), the C and C++ headers of the interpreter,
 NumPy and torch (c), the long docstrings of scientific packages (science), documentation (prose). Packages are read as
-files, never imported. The order is a pure function of the installed files; other versions hold other text, hence revision().
+files, never imported. The order is a pure function of the installed files; other versions hold other text, hence
+revision().
 """
 
 import ast
@@ -33,17 +34,17 @@ Note = Callable[[str], None]    # takes a sentence about something that was left
 
 
 def documents(source: str, note: Note) -> Iterator[str]:
-    """The documents of "python", "c", "science" or "prose", always in the same order; `note` hears of unreadable files."""
+    """The documents of "python", "c", "science" or "prose", in a fixed order; `note` hears of unreadable files."""
     yield from {"python": _python, "c": _c, "science": _science, "prose": _prose}[source](note)
 
 
 def revision(source: str) -> str:
     """The versions that decide what documents(source) yields."""
-    packages = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source)
-    if packages is None:
+    packages = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}
+    if source not in packages:
         found = {d.metadata["Name"]: d.version for d in _distributions()}
     else:
-        found = {name: _version(name) for name in packages}
+        found = {name: _version(name) for name in packages[source]}
     return ", ".join([f"CPython {platform.python_version()}"] + [f"{n} {v}" for n, v in found.items() if v])
 
 
@@ -56,7 +57,8 @@ def _python(note: Note) -> Iterator[str]:
 def _c(note: Note) -> Iterator[str]:
     yield from read_files(Path(sysconfig.get_path("include")), ["*.h"], note)
     yield from read_files(_package("numpy"), ["*.h"], note)
-    yield from _at_most(TORCH_CHARS, read_files(_package("torch") and _package("torch") / "include", ["*.h"], note, mixed=True))
+    if torch := _package("torch"):
+        yield from _at_most(TORCH_CHARS, read_files(torch / "include", ["*.h"], note, mixed=True))
 
 
 def _science(note: Note) -> Iterator[str]:
@@ -70,7 +72,7 @@ def _prose(note: Note) -> Iterator[str]:
     for source in read_files(_stdlib(), ["*.py"], note):
         yield from (d for d in docstrings(source) if len(d) >= DOCSTRING_CHARS)
     try:
-        from pydoc_data.topics import topics    # the language reference, as help() shows it
+        from pydoc_data.topics import topics  # the language reference, as help() shows it
         yield from (topics[name] for name in sorted(topics))
     except ImportError:
         note("pydoc_data is not installed: the language reference is left out")
@@ -137,7 +139,8 @@ def docstrings(source: str) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")     # old escapes in other people's strings
             tree = ast.parse(source)
-        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))]
-        return [inspect.cleandoc(text) for n in nodes if (text := ast.get_docstring(n, clean=False))]
+        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
+        return [inspect.cleandoc(text) for node in nodes if (text := ast.get_docstring(node, clean=False))]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []

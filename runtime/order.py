@@ -33,8 +33,8 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
         counts[name] += 1
     for name, count in counts.items():
         if not count:
-            raise ValueError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the total: "
-                             f"leave the source out or give it more")
+            raise ValueError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the "
+                             f"total: leave the source out or give it more")
     return _reduced(counts)
 
 
@@ -46,16 +46,16 @@ def _reduced(counts: dict[str, int]) -> dict[str, int]:
 def schedule(counts: list[int], length: int) -> np.ndarray:
     """(length,) uint16: the source of each sequence, such that every prefix holds its share of each to within one.
 
-    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the x-th
-    sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that may, the
-    one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that.
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
+    x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
+    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that.
     """
     n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
     if n == 1:
         return np.zeros(length, np.uint16)
     table = np.empty(length, np.uint16)
     common = math.lcm(*counts)
-    # In whole numbers, so that every machine decides alike: both sides times c P, or for the deadlines times c common / P.
+    # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
     release = [-(-period // (c * a)) for a in counts]
     deadline = [(c - 1) * (common // a) for a in counts]
     drawn = [0] * n

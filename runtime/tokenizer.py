@@ -64,7 +64,8 @@ class Tokenizer:
 def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer called `name`: "gpt2" or "byte". Raises ValueError: unknown name, a damaged merges file."""
     if name == "byte":
-        return Tokenizer(name, sha256(b"one id per byte, then 256 for end of text").hexdigest(), _encode_bytes, _decode_bytes)
+        rules = b"one id per byte, then 256 for end of text"
+        return Tokenizer(name, sha256(rules).hexdigest(), _encode_bytes, _decode_bytes)
     if name != "gpt2":
         raise ValueError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}")
     import tiktoken
@@ -91,7 +92,7 @@ def clean(text: str) -> str:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-# -------------------------------------------------------------------------------------------------------- GPT-2's merges
+# ------------------------------------------------------------------------------------------------------- GPT-2's merges
 
 def vocab_bpe() -> bytes:
     """OpenAI's vocab.bpe, byte for byte: one merge a line, bytes written as printable characters."""

@@ -1,7 +1,7 @@
 """Draw loss against compute, tokens, parameters: every precision in one figure, the paired gap below.
 
-Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no window
-system is asked for, no global state is left behind.
+Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no
+window system is asked for, no global state is left behind.
 """
 
 import textwrap
@@ -11,8 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
-# Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints. The first style lies
-# underneath, wide and pale-edged, so that a second curve on top of it leaves both visible.
+# Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints. The first style
+# lies underneath, wide and hollow, so that a second curve on top of it leaves both visible.
 STYLES = (
     dict(color="#0072B2", marker="o", markersize=8.5, linestyle="-", linewidth=2.6, markerfacecolor="white"),
     dict(color="#D55E00", marker="s", markersize=3.8, linestyle=(0, (3.2, 1.6)), linewidth=1.2),
@@ -39,11 +39,12 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
 
     ray: smallest and largest tokens per parameter if the runs share one ratio, else None."""
     with matplotlib.rc_context(RC):
-        figure = Figure(figsize=(7.4, 4.3 if pairs else 3.5))
+        figure = Figure(figsize=(7.4, 4.2 if pairs else 3.4))
         heights = (3.2, 1) if pairs else (1,)
         panels = figure.subplots(len(heights), 3, squeeze=False, sharex="col", sharey="row",
                                  gridspec_kw={"height_ratios": heights})
-        figure.subplots_adjust(left=0.075, right=0.99, top=0.86, bottom=0.235 if pairs else 0.28, wspace=0.07, hspace=0.1)
+        figure.subplots_adjust(left=0.075, right=0.985, top=0.88 if pairs else 0.85, bottom=0.235 if pairs else 0.28,
+                               wspace=0.07, hspace=0.1)
         for column, (axis, label) in enumerate(AXES):
             _draw_losses(panels[0, column], groups, axis)
             if pairs:
@@ -53,7 +54,8 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
         _set_loss_axis(panels[0, 0], groups)
         panels[0, 0].set_ylabel("validation loss [nats/token]")
         if pairs:
-            panels[1, 0].set_ylabel("FP8 − BF16\n[%]")
+            panels[1, 0].set_ylabel("gap [%]")
+        figure.align_ylabels()
         _label(figure, panels[0, 0], groups, pairs, loss_key, ray)
         figure.canvas.draw()            # fixes the layout under these settings, whatever savefig's are
     return figure
@@ -72,23 +74,14 @@ def _draw_losses(panel, groups, axis):
             values = np.array([form.predict(grid) for form in forms])
             panel.fill_between(grid, values.min(axis=0), values.max(axis=0), color=style["color"], alpha=0.15, lw=0)
         line = {key: style[key] for key in ("color", "linestyle", "linewidth")}
-        law = shown_law(group, axis)
-        if law is not None:
-            panel.plot(grid, law.predict(grid), **line, alpha=0.9, zorder=2)
+        if law := group.lines.get(axis):
+            panel.plot(grid, law.predict(grid), **line, alpha=0.55 if style is STYLES[0] else 1, zorder=2)
         points = {key: value for key, value in style.items() if key not in ("linestyle", "linewidth")}
         panel.plot(group.x[axis], group.loss, linestyle="none", markeredgewidth=1.4, zorder=3, **points)
     panel.set_xscale("log")
     panel.set_xlim(low / 1.6, high)
     panel.grid(True, color="#DDDDDD", linewidth=0.5)
     panel.set_axisbelow(True)
-
-
-def shown_law(group, axis):
-    """The law whose line is drawn: on compute the ray law where the runs identify it, else the power law; or None."""
-    ray, power = group.laws["ray"], group.laws[f"power_{axis.lower()}"]
-    if axis == "C" and ray.identified:
-        return ray
-    return power if power.objective is not None else None
 
 
 def _draw_gaps(panel, groups, pairs, axis, loss_key):
@@ -99,8 +92,8 @@ def _draw_gaps(panel, groups, pairs, axis, loss_key):
         if chosen:
             order = {record.run_id: i for i, record in enumerate(group.records)}
             x = [group.x[axis][order[pair.fp8.run_id]] for pair in chosen]
-            se = [0.0 if gap.se is None else gap.se * gap.percent / gap.nats if gap.nats else 0.0 for gap in gaps]
-            panel.errorbar(x, [gap.percent for gap in gaps], yerr=np.abs(se), linestyle="none", color=style["color"],
+            se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
+            panel.errorbar(x, [gap.percent for gap in gaps], yerr=se, linestyle="none", color=style["color"],
                            marker=style["marker"], markersize=style["markersize"], capsize=2.5, elinewidth=1)
     panel.grid(True, color="#DDDDDD", linewidth=0.5)
     panel.set_axisbelow(True)
@@ -144,7 +137,8 @@ def _nice_ticks(axis, low, high):
     ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FixedFormatter([f"{tick:.10g}" for tick in ticks]))
+    decimals = max(0, -int(np.floor(np.log10(step) + 1e-9)))
+    axis.set_major_formatter(FixedFormatter([f"{tick:.{decimals}f}" for tick in ticks]))
 
 
 def _log_ticks(axis, name):
@@ -152,7 +146,8 @@ def _log_ticks(axis, name):
     low, high = axis.axes.get_xlim()
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
     for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
-        ticks = [(m, e) for e in decades for m in steps if low <= m * 10.0**e <= high]
+        # A label at the right end would reach into the next panel.
+        ticks = [(m, e) for e in decades for m in steps if low <= m * 10.0**e <= high * (low / high) ** 0.04]
         if len(ticks) >= 3:
             break
     axis.set_major_locator(FixedLocator([m * 10.0**e for m, e in ticks]))
@@ -164,28 +159,44 @@ def _log_ticks(axis, name):
 
 def _label(figure, panel, groups, pairs, loss_key, ray):
     """Title with n, legend with the laws, caption with the conventions."""
-    names = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}
-    counts = sorted({len(group.records) for group in groups})
-    n = f"n = {counts[0]} runs per precision" if len(counts) == 1 else "n = " + ", ".join(
-        f"{len(group.records)} {group.recipe}" for group in groups)
-    figure.suptitle(f"Loss after training in {' or '.join(group.recipe for group in groups)}, {names[loss_key]}; {n}",
-                    x=0.075, y=0.985, ha="left", fontsize=9)
+    evaluated = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}[loss_key]
+    counts = [len(group.records) for group in groups]
+    n = f"n = {counts[0]} each" if len(set(counts)) == 1 else f"n = {', '.join(map(str, counts))}"
+    figure.suptitle(f"Loss after training in {' or '.join(_name(group.recipe) for group in groups)}, {evaluated} ({n})",
+                    x=0.075, y=0.985, ha="left", va="top", fontsize=9)
     handles, texts = [], []
     for group, style in zip(groups, _styles(groups), strict=True):
         handles += panel.plot([], [], **style, markeredgewidth=1.4)
-        law = shown_law(group, "C")
-        texts.append(group.recipe + (":  " + law.formula("C").replace("L", "$L$", 1) if law else ""))
-    figure.legend(handles, texts, loc="upper left", bbox_to_anchor=(0.065, 0.955), ncols=min(len(groups), 3),
-                  frameon=False, handlelength=3.2, columnspacing=2.0, borderaxespad=0)
+        law = group.lines.get("C")
+        texts.append(_name(group.recipe) + (f":  {_formula(law)}" if law else ""))
+    figure.legend(handles, texts, loc="upper left", bbox_to_anchor=(0.069, 0.948), ncols=min(len(groups), 3),
+                  frameon=False, handlelength=3.2, columnspacing=2.0, borderpad=0, borderaxespad=0)
     parts = []
     if ray:
-        parts.append(f"One ray = one curve: every run has {human(ray[0])} to {human(ray[1])} tokens per parameter, so the "
-                     "three panels show one curve under three labels.")
-    parts.append("N = all parameters (params_total); C = flops_per_token × D (6 N_matmul + attention).")
+        low, high = (f"{ratio:.3g}" for ratio in ray)
+        ratio = low if low == high else f"{low} to {high}"
+        parts.append(f"One ray = one curve: at {ratio} tokens per parameter in every run, the three panels are one "
+                     "curve under three labels.")
+    parts.append("N = params_total, C = flops_per_token × D.".replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"))
     if any(group.bands for group in groups):
-        parts.append("Shaded: spread of the model forms (power law; rays with fixed gamma 0.10 to 0.22).")
+        parts.append("Shaded: spread of model forms (power law; rays with gamma fixed in 0.10 to 0.22).")
     if any(len(tokens) for group in groups for tokens, _ in group.curves):
-        parts.append("Faint: training loss, averaged.")
+        parts.append("Faint: training loss.")
     if pairs:
-        parts.append("Bars in the lower row: one standard error of the evaluation, not of the run.")
-    figure.text(0.075, 0.012, textwrap.fill(" ".join(parts), 128), fontsize=7, color="#444444", va="bottom")
+        parts.append("Lower row: FP8 minus BF16 of paired runs; bars: one standard error of the evaluation, not of the "
+                     "run.")
+    figure.text(0.075, 0.012, textwrap.fill(" ".join(parts), 132), fontsize=7, color="#444444", va="bottom")
+
+
+def _name(recipe: str) -> str:
+    return "BF16" if recipe == "bf16" else f"FP8 {recipe}"
+
+
+def _formula(law) -> str:
+    """The law on compute in mathtext."""
+    p = law.parameters
+    factor, exponent = ("A", "exponent") if law.form == "power" else ("K", "gamma")
+    floor = "" if law.form == "power" else f"{p['E']:.3g} + "
+    mantissa, _, power = f"{p[factor]:.3g}".partition("e")
+    scaled = mantissa + (f"{{\\cdot}}10^{{{int(power)}}}" if power else "")
+    return f"$L = {floor}{scaled}\\,C^{{{-p[exponent]:.3g}}}$"

@@ -50,6 +50,7 @@ class Group:
     x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" training tokens
     loss: np.ndarray                    # nats per token
     laws: dict[str, Fit]                # ray, power_n, power_d, power_c
+    lines: dict[str, Fit]               # axis -> the law to draw: a ray law where identified, else the power law
     bands: dict[str, list[Fit]]         # axis -> forms whose spread is the model-form band
     gammas_left_out: list[float]        # members of the band that would need E below zero
     slopes: dict[str, float | None]     # convention -> -d ln L / d ln x of the power law
@@ -108,7 +109,7 @@ def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
     records, notes = read_runs(paths)
     records, left_out = usable(records)
     notes += left_out
-    print("\n".join(notes))
+    print("".join(note + "\n" for note in notes), end="")
     if not records:
         raise RecordError("no run is left to fit")
     check_comparable(records)
@@ -117,7 +118,6 @@ def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
     recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
     groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, ray, seed_sd) for recipe in recipes]
     found, alone = pairs(records)
-    print("\n".join([*alone, "", law_table(groups, ray), "", slope_table(groups), "", pair_table(found)]))
     law = law_json(groups, found, notes + alone, loss_key, ray, seed_sd)
     figure = draw(groups, found, loss_key, ray if _on_one_ray(ray) else None)
     try:
@@ -127,6 +127,7 @@ def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
         _write(folder / "law.json", (json.dumps(law, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+    print("\n".join([*alone, "", law_table(groups, ray), "", slope_table(groups), "", pair_table(found)]))
     print(f"\nwrote {folder / 'figure.png'}, figure.svg, law.json")
 
 
@@ -144,13 +145,21 @@ def fit_group(records, loss_key: str, ray: tuple[float, float], seed_sd: float =
             f"the runs lie at {ray[0]:.3g} to {ray[1]:.3g} tokens per parameter; the ray law needs one ratio"))
     for axis in "NDC":
         laws[f"power_{axis.lower()}"] = _fit(fit_power, "power", x[axis], loss, seed_sd)
-    bands, left_out = {}, []
-    for axis, factor in (("N", 2), ("D", 2), ("C", 1)):     # C ~ N^2 ~ D^2 on a ray, so its exponents double there
-        if laws[f"power_{axis.lower()}"].objective is not None and (axis == "C" or _on_one_ray(ray)):
+    lines, bands, left_out = {}, {}, []
+    for axis in "NDC":
+        power = laws[f"power_{axis.lower()}"]
+        if power.objective is None:
+            continue
+        lines[axis] = power
+        if axis == "C" or _on_one_ray(ray):
+            if laws["ray"].identified:
+                lines[axis] = fit_ray(x[axis], loss)
+            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
+            factor = float(np.polyfit(np.log(x[axis]), np.log(x["C"]), 1)[0])
             bands[axis], left_out = fit_band(x[axis], loss, factor)
     slopes = {name: _fit(fit_power, "power", _axis(records, name), loss, 0.0).parameters["exponent"]
               for name in CONVENTIONS["N"] + CONVENTIONS["C"]}
-    return Group(records[0].recipe, tuple(records), x, loss, laws, bands, left_out, slopes,
+    return Group(records[0].recipe, tuple(records), x, loss, laws, lines, bands, left_out, slopes,
                  [read_curve(record) for record in records])
 
 
@@ -175,8 +184,8 @@ def _on_one_ray(ray) -> bool:
 
 def law_table(groups, ray) -> str:
     """Markdown table of every law of every recipe, with what the model-form band says beyond the runs."""
-    lines = ["| precision | law (N = params_total, D = tokens, C = flops_per_token * tokens) | runs | 95 % interval | rms "
-             "% | starts at best |", "|---|---|---|---|---|---|"]
+    lines = ["| precision | law (N = params_total, D = tokens, C = flops_per_token * tokens) | runs | 95 % interval "
+             "| rms % | starts at best |", "|---" * 6 + "|"]
     for group in groups:
         for name, fit in group.laws.items():
             if fit.objective is None:
@@ -185,8 +194,9 @@ def law_table(groups, ray) -> str:
             interval = "none: " + fit.reason if not fit.identified else "; ".join(
                 f"{key} {low:.4g} to {high:.4g}" for key, (low, high) in fit.ci95.items())
             rms = "" if fit.residual_rms is None else f"{100 * fit.residual_rms:.3f}"
-            lines.append(f"| {group.recipe} | {name}: {fit.formula('C' if name == 'ray' else name[-1].upper())} | {fit.n} "
-                         f"| {interval} | {rms} | {fit.starts_at_best} of {fit.starts} |")
+            formula = fit.formula("C" if name == "ray" else name[-1].upper())
+            lines.append(f"| {group.recipe} | {name}: {formula} | {fit.n} | {interval} | {rms} "
+                         f"| {fit.starts_at_best} of {fit.starts} |")
     lines.append("")
     for group in groups:
         if forms := group.bands.get("C"):
@@ -198,18 +208,16 @@ def law_table(groups, ray) -> str:
                 f"; gamma {', '.join(f'{g:.2f}' for g in group.gammas_left_out)} would need E below 0"
                 if group.gammas_left_out else "") +
                 f"): at ten times the largest compute {values[0]:.4g} to {values[-1]:.4g} nats per token.")
-    if _on_one_ray(ray):
-        lines.append(f"All runs lie at {ray[0]:.3g} to {ray[1]:.3g} tokens per parameter: L(N), L(D) and L(C) are one "
-                     "curve under three labels.")
-    else:
-        lines.append(f"The runs lie at {ray[0]:.3g} to {ray[1]:.3g} tokens per parameter: each of L(N), L(D), L(C) mixes "
-                     "the two directions.")
+    lines.append(f"Tokens per parameter: {ray[0]:.4g} to {ray[1]:.4g}. " + (
+        "With one ratio L(N), L(D) and L(C) are one curve under three labels." if _on_one_ray(ray) else
+        "With several ratios each of L(N), L(D) and L(C) mixes the effects of size and of data."))
     return "\n".join(lines)
 
 
 def slope_table(groups) -> str:
     """Markdown table of the power law's slope under each way of counting parameters and FLOPs."""
-    lines = ["| -dlnL/dln of | " + " | ".join(group.recipe for group in groups) + " |", "|---" * (len(groups) + 1) + "|"]
+    lines = ["| -dlnL/dlnx of the power law, x = | " + " | ".join(group.recipe for group in groups) + " |",
+             "|---" * (len(groups) + 1) + "|"]
     for name in CONVENTIONS["N"] + CONVENTIONS["C"]:
         cells = ["" if group.slopes[name] is None else f"{group.slopes[name]:.4f}" for group in groups]
         lines.append(f"| {name}{' * tokens' if name in CONVENTIONS['C'] else ''} | {' | '.join(cells)} |")
@@ -220,8 +228,8 @@ def pair_table(found) -> str:
     """Markdown table of BF16 against FP8, one line a pair, with what the standard error does and does not hold."""
     if not found:
         return "No BF16/FP8 pair among these runs."
-    lines = ["| FP8 run | N | tokens | loss bf16 arm | loss fp8 arm as trained | loss fp8 arm in BF16 | gap as trained, "
-             "nats | % | gap in BF16, nats | % | tok/s fp8/bf16 |", "|---" * 11 + "|"]
+    lines = ["| FP8 run | N | tokens | loss BF16 arm | loss FP8 arm as trained | loss FP8 arm in BF16 | gap as trained "
+             "[nats] | [%] | gap in BF16 [nats] | [%] | tok/s FP8/BF16 |", "|---" * 11 + "|"]
     for pair in found:
         gaps = [f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}") + f" | {gap.percent:+.3f}"
                 for gap in (pair.as_trained, pair.in_bf16)]
@@ -229,8 +237,8 @@ def pair_table(found) -> str:
         lines.append(f"| {pair.fp8.run_id} ({pair.fp8.recipe}) | {human(pair.fp8.params_total)} | "
                      f"{human(pair.fp8.tokens)} | {pair.bf16.loss_bf16:.5f} | {pair.fp8.loss_as_trained:.5f} | "
                      f"{pair.fp8.loss_bf16:.5f} | {gaps[0]} | {gaps[1]} | {ratio} |")
-    return "\n".join([*lines, "", "Gap: FP8 minus BF16. ± is one standard error over the validation sequences: evaluation "
-                      "noise only, not run-to-run noise, which needs several seeds."])
+    return "\n".join([*lines, "", "Gap: FP8 minus BF16. ± is one standard error over the validation sequences: "
+                      "evaluation noise only, not run-to-run noise, which needs several seeds."])
 
 
 def law_json(groups, found, notes, loss_key, ray, seed_sd) -> dict:
@@ -259,7 +267,8 @@ def law_json(groups, found, notes, loss_key, ray, seed_sd) -> dict:
 def _plain(fit: Fit) -> dict:
     fields = {name: value for name, value in vars(fit).items() if name != "parameters"} | fit.parameters
     if fit.ci95:                        # K's upper end may overflow: no number, then
-        fields["ci95"] = {name: [end if math.isfinite(end) else None for end in ends] for name, ends in fit.ci95.items()}
+        fields["ci95"] = {name: [end if math.isfinite(end) else None for end in ends]
+                          for name, ends in fit.ci95.items()}
     return fields
 
 

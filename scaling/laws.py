@@ -22,7 +22,7 @@ COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: 
 
 @dataclass(frozen=True)
 class Fit:
-    """L = E + K x^-gamma, or A x^-exponent, with the certificate of its optimum; everything is None where not fitted."""
+    """L = E + K x^-gamma, or A x^-exponent, with the certificate of its optimum; all None where not fitted."""
 
     form: str                               # "ray" or "power"
     parameters: dict[str, float | None]     # E, K, gamma; or A, exponent
@@ -83,7 +83,8 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0) -> Fit:
             starts.append(np.array([np.log(floor), np.mean(np.log(np.exp(y) - floor)), g])[free])
     solution, certificate = _minimise(residual, jacobian, starts)
     e, k, g = unpack(solution)
-    natural = {"E": (e, [1, 0, 0], np.exp), "K": (k + g * centre, [0, 1, centre], np.exp), "gamma": (g, [0, 0, 1], float)}
+    natural = {"E": (e, [1, 0, 0], np.exp), "K": (k + g * centre, [0, 1, centre], np.exp),
+               "gamma": (g, [0, 0, 1], float)}
     lacking = None
     if e < y.min() + np.log(COLLAPSED):
         lacking = "E runs to zero: the points fall at least as fast as a pure power law"

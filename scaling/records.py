@@ -6,13 +6,13 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 SCHEMA_VERSION = 1
+LARGEST = 1e300             # JSON knows whole numbers of any length; sums of what lies above do not fit a float
 
 
 class RecordError(ValueError):
@@ -143,9 +143,9 @@ def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     good = {
         "text": isinstance(value, str) and value != "",
-        "count": is_number and isinstance(value, int) and value > 0,
+        "count": is_number and isinstance(value, int) and 0 < value < 2**63,
         "seed": is_number and isinstance(value, int),
-        "number": is_number and math.isfinite(value) and value > 0,
+        "number": is_number and 0 < value < LARGEST,
         "flag": isinstance(value, bool),
         "object": isinstance(value, dict) and len(value) > 0,
     }[kind]
@@ -205,7 +205,7 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             row = json.loads(line)
-            if row["kind"] == "train" and row["tokens"] > 0 and 0 < row["loss"] < math.inf:
+            if row["kind"] == "train" and row["tokens"] > 0 and 0 < row["loss"] < LARGEST:
                 last[row["step"]] = (row["tokens"], row["loss"])
         except (ValueError, KeyError, TypeError):
             continue                    # the curve is decoration: a torn line must not cost the fit

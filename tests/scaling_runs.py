@@ -10,7 +10,7 @@ SIZES = (38_912, 106_624, 184_320)      # the demo's order of magnitude
 
 def law(C):
     """The known law: nats per token from training FLOPs."""
-    return 0.9 + 330.0 * C**-0.22
+    return 0.9 + 330.0 * C**-0.2
 
 
 def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, noise_seed=0,
@@ -21,7 +21,8 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
     folder.mkdir(parents=True)
     tokens = tokens or 20 * params
     nonembed = params - 257 * int(math.sqrt(params / 12))
-    flops = 6 * params + 12 * 4 * 128 * 64
+    attention = 12 * 3 * int(math.sqrt(params / 36)) * 128      # 12 L C T: three layers, windows of 128 tokens
+    flops = 6 * params + attention
     loss = law(flops * tokens) if loss is None else loss
     loss_bf16, loss_as_trained = loss + gap, loss + 1.5 * gap
     weights = {"docs": 0.1, "latex": 0.1, "python": 0.8}
@@ -43,7 +44,7 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
         "git_commit": "0" * 40, "git_dirty": False, "device": "cpu test", "seed": seed, "val_sha256": "v" * 64,
         "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
         "params_total": params, "params_nonembed": nonembed, "params_matmul": params,
-        "flops_per_token": flops, "flops_per_token_causal": flops - 6 * 4 * 128 * 64,
+        "flops_per_token": flops, "flops_per_token_causal": flops - attention // 2,
         "flops_per_token_6n_total": 6 * params, "flops_per_token_6n_nonembed": 6 * nonembed,
         "flops_per_token_6n_matmul": 6 * params, "tokens": tokens, "is_annealed": True,
         "precision": {"recipe": recipe, "layers_converted": [], "layers_skipped": {}},
@@ -71,5 +72,6 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
     """Write a BF16/FP8 pair of each size; names are <letter>_bf16 and <letter>_fp8."""
     for letter, params in zip("abcdefgh", sizes, strict=False):
         write_run(folder / f"{letter}_bf16", params=params, **changes)
-        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params, gap=gap * (params / sizes[0])**-0.3, **changes)
+        write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params,
+                  gap=gap * (params / sizes[0])**-0.3, **changes)
     return folder

@@ -195,6 +195,12 @@ def test_rope_frequencies_follow_the_published_rule(settings):
     np.testing.assert_allclose(rope_frequencies(config).numpy(), reference_frequencies(config), rtol=3e-6)
 
 
+def test_rope_tables_start_at_position_zero_and_end_with_the_context():
+    model = build(TINY)
+    assert (model.cos[0] == 1).all() and (model.sin[0] == 0).all() and model.cos.shape == model.sin.shape == (24, 6)
+    assert model.sin[23, 0].item() == pytest.approx(math.sin(23), abs=1e-6)
+
+
 def test_llama3_rope_has_untouched_blended_and_stretched_pairs():
     base = replace(TINY, n_embd=256, n_head=2, rope_theta=500_000.0)
     ratio = (rope_frequencies(base) / rope_frequencies(replace(base, rope_factor=8.0))).numpy()
@@ -406,6 +412,13 @@ def test_bf16_compute_keeps_fp32_weights_and_gradients(chunk):
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert model.cos.dtype == torch.float32
+
+
+def test_linears_multiply_by_the_rounded_weight():
+    model, x = build(TINY), torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = model.layers[0].mlp.gate_up
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight.bfloat16()))
+    assert not torch.equal(linear(x), torch.nn.functional.linear(x.float(), linear.weight).bfloat16())
 
 
 def test_bf16_loss_stays_near_fp32():

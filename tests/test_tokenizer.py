@@ -16,8 +16,9 @@ from runtime.tokenizer import VOCAB_SIZE, clean, load_tokenizer, token_bytes, vo
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
 
-HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f", "\r\n\t ",
-           "naïve café ﬁ Ω", "日本語のテキスト", "👩‍👩‍👧‍👦 \u200b\ufeff", "x" * 3000, " " * 3000, "0" * 3000, "é" * 999 + "!"]
+HOSTILE = ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b<|endoftext|>", "'s 'll I'LL don't", "\x00\x01\x7f",
+           "\r\n\t ", "naïve café ﬁ Ω", "日本語のテキスト", "👩\u200d👧 \u200b\ufeff", "x" * 3000, " " * 3000,
+           "0" * 3000, "é" * 999 + "!"]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +44,11 @@ def test_the_official_vocab_bpe_is_rebuilt():
 
 
 def test_ranks_are_the_official_ids(gpt2, letters):
-    """encoder.json is rebuilt from vocab.bpe's text alone; its hash certifies the ids that the ranks are held against."""
+    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against."""
     merges = vocab_bpe().decode().splitlines()[1:]
     single = sorted(letters.values(), key=lambda letter: (ord(letter) > 255, ord(letter)))
-    ids = {token: i for i, token in enumerate(single + [merge.replace(" ", "") for merge in merges] + ["<|endoftext|>"])}
+    tokens = single + [merge.replace(" ", "") for merge in merges] + ["<|endoftext|>"]
+    ids = {token: i for i, token in enumerate(tokens)}
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == ENCODER_JSON
     assert [ids["".join(letters[b] for b in token)] for token in token_bytes()] == list(range(50256))
     assert gpt2.eot == ids["<|endoftext|>"] == 50256 and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
@@ -58,7 +60,7 @@ def test_pieces_are_merged_by_rank(gpt2, letters):
     """A quadratic textbook encoder, over letters instead of bytes, gives the same ids for single words."""
     rank = {tuple(line.split(" ")): i for i, line in enumerate(vocab_bpe().decode().splitlines()[1:])}
     ids = {"".join(letters[b] for b in token): i for i, token in enumerate(token_bytes())}
-    for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", "            x".strip(), " antidisestablishment"]:
+    for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", " antidisestablishment"]:
         parts = [letters[b] for b in word.encode()]
         while True:
             pairs = [(rank.get((a, b), 1 << 30), i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
@@ -78,9 +80,9 @@ def test_published_examples(gpt2):
 def test_text_returns_unchanged(name):
     tok = load_tokenizer(name)
     rng = random.Random(1)
-    texts = HOSTILE + ["".join(chr(rng.choice([rng.randrange(0xD800), rng.randrange(0xE000, 0x110000), rng.randrange(128)]))
-                               for _ in range(rng.randrange(40))) for _ in range(500)]
-    for text in texts:
+    planes = [range(128), range(0xD800), range(0xE000, 0x110000)]
+    noise = ["".join(chr(rng.choice(rng.choice(planes))) for _ in range(rng.randrange(40))) for _ in range(500)]
+    for text in HOSTILE + noise:
         ids = tok.encode(text)
         assert ids.dtype == np.uint16 and ids.ndim == 1
         assert tok.eot not in ids, f"{text!r} spelled the end of the text"
@@ -124,7 +126,8 @@ def test_a_damaged_merges_file_is_a_sentence(tmp_path, monkeypatch, damage):
     whole, path = tokenizer.MERGES_FILE.read_bytes(), tmp_path / "gpt2_merges.bin"
     raw = bytearray(zlib.decompress(whole))
     raw[10] ^= 1
-    content = {"truncated": whole[:5000], "empty": b"", "noise": random.Random(0).randbytes(500), "one bit": zlib.compress(raw)}
+    content = {"truncated": whole[:5000], "empty": b"", "noise": random.Random(0).randbytes(500),
+               "one bit": zlib.compress(raw)}
     if damage != "missing":
         path.write_bytes(content[damage])
     monkeypatch.setattr(tokenizer, "MERGES_FILE", path)

@@ -1,0 +1,223 @@
+"""Summaries of runs are read strictly: what cannot be compared is refused by name, nothing is skipped in silence."""
+
+import json
+
+import numpy as np
+import pytest
+from scaling_runs import write_ladder, write_run
+
+from scaling.precision import pairs
+from scaling.records import RecordError, check_comparable, read_curve, read_record, read_runs, usable
+
+
+def test_reads_run_folders_and_folders_of_runs(tmp_path):
+    write_ladder(tmp_path / "out")
+    one, _ = read_runs([tmp_path / "out" / "a_bf16"])
+    all_of_them, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
+    assert [record.run_id for record in one] == ["a_bf16"]
+    assert [record.run_id for record in all_of_them] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"]
+    assert notes == []
+    assert one[0].recipe == "bf16" and one[0].params_total == 38_912 and one[0].tokens == 778_240
+    assert one[0].weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
+
+
+def test_skips_are_said(tmp_path):
+    write_run(tmp_path / "good")
+    (tmp_path / "begun" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "begun" / "config.json").write_text("{}")
+    (tmp_path / "report").mkdir()
+    records, notes = read_runs([tmp_path])
+    assert [record.run_id for record in records] == ["good"]
+    assert notes == [f"skipped {tmp_path / 'begun'}: the run is unfinished (it has no summary.json)",
+                     f"skipped {tmp_path / 'report'}: it is no run (neither summary.json nor config.json in it)"]
+    _, notes = read_runs([tmp_path / "good", tmp_path / "begun"])
+    assert notes == [f"skipped {tmp_path / 'begun'}: the run is unfinished (it has no summary.json)"]
+
+
+def test_no_runs_at_all(tmp_path):
+    with pytest.raises(RecordError, match="does not exist: give a run's folder such as out/<run>"):
+        read_runs([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RecordError, match="no finished run in .*empty: expected folders with a summary.json"):
+        read_runs([tmp_path / "empty"])
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="file is a file: give a run's folder"):
+        read_runs([tmp_path / "file"])
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), [
+    ("params_total", ..., "key 'params_total' is missing; expected a whole number above zero"),
+    ("params_total", 38912.0, "params_total is 38912.0; expected a whole number above zero"),
+    ("tokens", True, "tokens is true; expected a whole number above zero"),
+    ("params_matmul", 0, "params_matmul is 0; expected a whole number above zero"),
+    ("loss_bf16", float("nan"), "loss_bf16 is NaN; expected a finite number above zero"),
+    ("loss_bf16", float("inf"), "loss_bf16 is Infinity; expected a finite number above zero"),
+    ("loss_bf16", 10**400, f"loss_bf16 is {'1' + 56 * '0'}...; expected a finite number above zero"),
+    ("loss_as_trained", -1.0, "loss_as_trained is -1.0; expected a finite number above zero"),
+    ("loss_as_trained", "2.1", 'loss_as_trained is "2.1"; expected a finite number above zero'),
+    ("loss_as_trained", None, "loss_as_trained is null; expected a finite number above zero"),
+    ("is_annealed", 1, "is_annealed is 1; expected true or false"),
+    ("pair_id", "", 'pair_id is ""; expected a text that is not empty'),
+    ("precision", {}, "precision is {}; expected an object that is not empty"),
+    ("precision", {"compile": True}, "key 'precision.recipe' is missing; expected a text that is not empty"),
+    ("sources", {"a.b": {"loss": 1}}, "key 'sources.a.b.weight' is missing; expected a finite number above zero"),
+    ("sources", {"a": 3}, "sources.a is 3; expected an object that is not empty"),
+    ("schema_version", 2, "schema_version is 2; expected 1, so the run comes from another version of train.py"),
+])
+def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
+    write_run(tmp_path / "run", **{key: value})
+    with pytest.raises(RecordError) as error:
+        read_record(tmp_path / "run")
+    assert str(error.value) == f"{tmp_path / 'run' / 'summary.json'}: {sentence}"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff\xfe{}", b'{"schema_version": 1, "run_id": "r'])
+def test_damaged_summary(tmp_path, content):
+    write_run(tmp_path / "run")
+    (tmp_path / "run" / "summary.json").write_bytes(content)
+    with pytest.raises(RecordError, match="summary.json (is not valid JSON .*cut off or edited|holds a list)"):
+        read_record(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("key", "value", "what"), [
+    ("tokenizer_sha256", "u" * 64, "different tokenizers"),
+    ("val_sha256", "w" * 64, "different validation sets"),
+    ("vocab_size", 50257, "different vocabularies"),
+    ("vocab_padded", 512, "different model vocabularies"),
+])
+def test_mixing_is_refused_naming_two_runs(tmp_path, key, value, what):
+    first = write_run(tmp_path / "a")
+    write_run(tmp_path / "b", params=106_624, **{key: value})
+    records, _ = read_runs([tmp_path])
+    with pytest.raises(RecordError) as error:
+        check_comparable(records)
+    assert str(error.value) == (f"a and b differ in {key} ({first[key]} against {value}): losses over {what} cannot enter "
+                                "one fit; fit them apart")
+
+
+def test_other_source_weights_are_refused(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", params=106_624, sources={n: {"weight": 1} for n in ("docs", "latex", "python")})
+    with pytest.raises(RecordError, match="a and b weigh the sources differently"):
+        check_comparable(read_runs([tmp_path])[0])
+
+
+def test_one_point_twice_is_refused_but_another_seed_is_not(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", seed=2)
+    check_comparable(read_runs([tmp_path])[0])
+    write_run(tmp_path / "c")
+    with pytest.raises(RecordError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed\)"):
+        check_comparable(read_runs([tmp_path])[0])
+    write_run(tmp_path / "more" / "a", params=106_624)
+    with pytest.raises(RecordError, match=r"a and .*more/a are one point given twice \(same run_id\): leave one out"):
+        check_comparable(read_runs([tmp_path / "a", tmp_path / "more" / "a"])[0])
+
+
+def test_only_annealed_runs_enter_a_fit(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", is_annealed=False)
+    write_run(tmp_path / "c", status="diverged")
+    kept, notes = usable(read_runs([tmp_path])[0])
+    assert [record.run_id for record in kept] == ["a"]
+    assert notes == ["left out b: its learning rate had not annealed (is_annealed is false), so its loss is no point of "
+                     "the law", "left out c: its status is 'diverged', not 'ok'"]
+
+
+def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
+    write_run(tmp_path / "a", curve=False)
+    record = read_record(tmp_path / "a")
+    assert [len(values) for values in read_curve(record)] == [0, 0]
+    rows = [{"kind": "train", "step": 1, "tokens": 10, "loss": 5.0}, {"kind": "val", "step": 1, "tokens": 10, "loss": 9},
+            {"kind": "train", "step": 2, "tokens": 20, "loss": float("nan")},
+            {"kind": "train", "step": 3, "tokens": 30, "loss": 4.0},
+            {"kind": "train", "step": 3, "tokens": 30, "loss": 3.5}]
+    (tmp_path / "a" / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n[1]\n{"kind": "tr')
+    tokens, loss = read_curve(record)
+    assert tokens.tolist() == [10, 30] and loss.tolist() == [5.0, 3.5]
+
+
+# ------------------------------------------------------------------------------------------------------------- pairs
+
+
+def write_pair_by_hand(folder):
+    """Two sources of weight 1/4 and 3/4; two sequences of 10 tokens, then sequences of 20 and 30 tokens."""
+    arrays = dict(source=np.array([0, 0, 1, 1]), n_tokens=np.array([10, 10, 20, 30]))
+    sources = {"p": {"weight": 0.25}, "q": {"weight": 0.75}}
+    base = dict(bf16=np.array([20.0, 22, 50, 70]), as_trained=np.array([20.0, 22, 50, 70]))
+    change = dict(bf16=np.array([1.0, 3, 2, 8]), as_trained=np.array([2.0, 4, 4, 6]))
+    for name, recipe, sign in (("x", "bf16", 0), ("y", "tensorwise", 1)):
+        nats = {arm: base[arm] + sign * change[arm] for arm in base}
+        loss = {arm: 0.25 * nats[arm][:2].sum() / 20 + 0.75 * nats[arm][2:].sum() / 50 for arm in base}
+        write_run(folder / name, recipe=recipe, sources=sources, loss_bf16=loss["bf16"],
+                  loss_as_trained=loss["as_trained"], tok_per_s_median=100.0 + 30 * sign)
+        np.savez(folder / name / "val_losses.npz", **nats, **arrays)
+
+
+def test_paired_gap_by_hand(tmp_path):
+    write_pair_by_hand(tmp_path)
+    (pair,), notes = pairs(read_runs([tmp_path])[0])
+    assert notes == [] and pair.bf16.run_id == "x" and pair.fp8.run_id == "y"
+    # In BF16: source p gains (1+3)/20 = 0.2, q (2+8)/50 = 0.2 nats per token.
+    assert pair.in_bf16.nats == pytest.approx(0.25 * 0.2 + 0.75 * 0.2, rel=1e-12)
+    assert pair.in_bf16.percent == pytest.approx(100 * 0.2 / (0.25 * 42 / 20 + 0.75 * 120 / 50), rel=1e-12)
+    # Residuals d - g t: p -1, +1; q 2-4=-2, 8-6=+2. Variance per source: n/(n-1) * sum of squares / tokens^2.
+    variance = 0.25**2 * 2 * (1 + 1) / 20**2 + 0.75**2 * 2 * (4 + 4) / 50**2
+    assert pair.in_bf16.se == pytest.approx(variance**0.5, rel=1e-12)
+    # As trained: p 6/20 = 0.3, q 10/50 = 0.2; residuals p -1, +1; q 4-4=0, 6-6=0.
+    assert pair.as_trained.nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
+    assert pair.as_trained.se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
+    assert pair.tok_per_s_ratio == pytest.approx(1.3)
+
+
+def test_standard_error_agrees_with_a_bootstrap(tmp_path):
+    write_run(tmp_path / "x", per_source=200)
+    write_run(tmp_path / "y", recipe="tensorwise", gap=0.02, per_source=200)
+    (pair,), _ = pairs(read_runs([tmp_path])[0])
+    x, y = (np.load(tmp_path / name / "val_losses.npz") for name in "xy")
+    difference = (y["bf16"] - x["bf16"]).reshape(3, 200) / 128
+    rng = np.random.default_rng(0)
+    draws = [sum(w * d[rng.integers(0, 200, 200)].mean() for w, d in zip((0.1, 0.1, 0.8), difference, strict=True))
+             for _ in range(3000)]
+    assert pair.in_bf16.se == pytest.approx(np.std(draws), rel=0.06)
+
+
+def test_pairs_that_cannot_be(tmp_path):
+    write_pair_by_hand(tmp_path)
+    good = dict(np.load(tmp_path / "y" / "val_losses.npz"))
+    path = tmp_path / "y" / "val_losses.npz"
+
+    def refuse(sentence, **changes):
+        np.savez(path, **{**good, **changes})
+        with pytest.raises(RecordError, match=sentence):
+            pairs(read_runs([tmp_path])[0])
+
+    order = [1, 0, 3, 2]
+    refuse("differ in 'n_tokens': a paired gap needs the same validation sequences in the same order",
+           **{name: value[order] for name, value in good.items()})
+    refuse("expected as_trained, bf16, source, n_tokens as number arrays of one length", bf16=good["bf16"][:3])
+    refuse("cannot be read .*; expected the arrays", bf16=np.array([1, None, 2, 3], dtype=object))
+    refuse("holds a value that is not finite", bf16=np.full(4, np.nan))
+    refuse("'source' must name each of the 2 sources 0 to 1", source=np.array([0, 0, 1, 2]))
+    refuse("the two files are not from one evaluation", bf16=good["bf16"] * 1.01)
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(RecordError, match="val_losses.npz cannot be read"):
+        pairs(read_runs([tmp_path])[0])
+    path.unlink()
+    with pytest.raises(RecordError, match="val_losses.npz is missing: the paired gap needs it beside summary.json"):
+        pairs(read_runs([tmp_path])[0])
+
+
+def test_runs_without_partner_are_said(tmp_path):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", recipe="rowwise", params=106_624)
+    found, notes = pairs(read_runs([tmp_path])[0])
+    assert found == []
+    assert notes == ["unpaired b: no BF16 run with its pair_id pair106624_2132480_1337",
+                     "unpaired a: no FP8 run with its pair_id pair38912_778240_1337"]
+    write_run(tmp_path / "c", recipe="rowwise", gap=0.01, device="another")
+    (pair,), _ = pairs(read_runs([tmp_path])[0])
+    assert pair.tok_per_s_ratio is None
+    write_run(tmp_path / "d", pair_id="pair38912_778240_1337", seed=3)
+    with pytest.raises(RecordError, match="a and d are both the BF16 run of pair pair38912_778240_1337: leave one out"):
+        pairs(read_runs([tmp_path])[0])
