@@ -29,8 +29,8 @@ from runtime import harvest
 from runtime.annotations import nearest
 from runtime.config import ConfigError
 from runtime.documents import LocalFiles
-from runtime.shards import Index, ShardWriter, Split, read_index, remove_shards, write_index
-from runtime.tokenizer import VOCAB_SIZE, Tokenizer, clean, load_tokenizer
+from runtime.shards import Index, ShardWriter, Split, damage, read_index, remove_shards, write_index
+from runtime.tokenizer import Tokenizer, clean, load_tokenizer
 
 HASH_STEPS = 10_000             # val_share is kept in steps of 1 / this
 
@@ -55,10 +55,10 @@ class Source:
 
 
 def demo_sources() -> list[Source]:
-    def note(sentence: str) -> None:
-        print(sentence, file=sys.stderr)
-    return [Source(name, lambda name=name: harvest.documents(name, note), "installed", harvest.revision(name), license,
-                   may_age=True) for name, license in harvest.LICENSES.items()]
+    """What is installed; every machine has other versions, so an older harvest serves as well."""
+    return [Source(name, lambda name=name: harvest.documents(name, note=lambda text: print(text, file=sys.stderr)),
+                   "installed", harvest.revision(name), license, may_age=True)
+            for name, license in harvest.LICENSES.items()]
 
 
 def local_source(paths: list[str], name: str, column: str, license: str) -> Source:
@@ -110,7 +110,8 @@ def _is_complete(source: Source, folder: Path, common: dict) -> bool:
             raise ConfigError(f"{folder} was made when {source.dataset} held something else: delete it, or give "
                               f"another name=")
         else:
-            raise ConfigError(f"{folder} holds shards of {key}={found!r}, not {wanted!r}: delete it, or give another out=")
+            raise ConfigError(f"{folder} holds shards of {key}={found!r}, not {wanted!r}: delete it, or give another "
+                              f"out=")
     print(f"{folder} is complete")
     _print_row(source.name, index.splits, index.license)
     return True
@@ -136,7 +137,6 @@ def _write_source(source: Source, folder: Path, tokenizer: Tokenizer, val_per_10
                 split = splits["val" if digest % HASH_STEPS < val_per_10k else "train"]
                 split.add(len(data), tokenizer.encode_document(text))
             progress.show(len(data))
-        progress.clear()
         _check_splits(source, splits, duplicates + empty)
         write_index(folder, {
             "source": source.name, **common, "vocab_size": tokenizer.vocab_size, "dataset": source.dataset,
@@ -149,6 +149,8 @@ def _write_source(source: Source, folder: Path, tokenizer: Tokenizer, val_per_10
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
+    finally:
+        progress.clear()
     print(f"{folder}: {duplicates} documents dropped that came before, {empty} empty ones")
     _print_row(source.name, _read(folder).splits, source.license)
 
@@ -161,7 +163,7 @@ def _read(folder: Path) -> Index:
 
 
 def _digest(data: bytes) -> int:
-    """A document's name, for the split and for finding copies: in 10 million, a false copy has odds of 3 in a million."""
+    """A document's name, for the split and for finding copies: among 10 million, a false copy has odds of 3e-6."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
@@ -184,24 +186,11 @@ def verify(folders: list[Path]) -> None:
     bad = []
     for folder in folders:
         for source in sorted(path.parent for path in folder.rglob("index.json")) or [folder]:
-            found = list(_bad_shards(source))
+            found = list(damage(source))
             print(f"{'BAD' if found else 'OK '} {source}")
             bad += found
     if bad:
         raise ConfigError("\n".join(bad))
-
-
-def _bad_shards(folder: Path) -> Iterable[str]:
-    try:
-        index = _read(folder)
-    except ConfigError as error:
-        yield str(error)
-        return
-    for shard in (shard for split in index.splits.values() for shard in split.shards):
-        with open(shard.path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                yield (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
-                       f"{folder} and run `python prepare_data.py` again")
 
 
 # ------------------------------------------------------------------------------------------------------------- printing
@@ -220,10 +209,11 @@ class Progress:
         if now - self._shown < (0.2 if self._is_live else 10):
             return
         self._shown, mb, done = now, self._bytes / 1e6, self._source.share_read()
-        line = f"{self._source.name}: {self._documents:,} documents, {mb:,.1f} MB, {mb / (now - self._start):.1f} MB/s"
+        wall_s = now - self._start
+        line = f"{self._source.name}: {self._documents:,} documents, {mb:,.1f} MB, {mb / wall_s:.1f} MB/s"
         if done:
-            line += f", {done:.0%}, {(now - self._start) * (1 - done) / done:,.0f} s left"
-        print(f"\r{line:<79}" if self._is_live else line, end="" if self._is_live else "\n", file=sys.stderr, flush=True)
+            line += f", {done:.0%}, {wall_s * (1 - done) / done:,.0f} s left"
+        print(f"\r{line:<79}" if self._is_live else line + "\n", end="", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         if self._is_live:
@@ -232,11 +222,11 @@ class Progress:
 
 def _print_row(name: str, splits: dict[str, Split], license: str) -> None:
     for split, s in splits.items():
-        print(f"  {name:12} {split:5} {s.documents:>9,} documents {s.text_bytes / 1e6:>9,.1f} MB {s.tokens:>13,} tokens  "
-              f"{license}")
+        print(f"  {name:12} {split:5} {s.documents:>9,} documents {s.text_bytes / 1e6:>9,.2f} MB "
+              f"{s.tokens:>14,} tokens  {license}")
 
 
-# ---------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 def main(arguments: list[str]) -> int:
     """Runs the command line; returns the exit code: 0, or 2 for a mistake told on stderr."""
@@ -265,16 +255,13 @@ def _run(arguments: list[str]) -> int:
         return 0
     if command == "demo" and words:
         raise ConfigError(f"demo takes no {words[0]!r}: it reads what is installed; your files are for `local`")
-    if options["tokenizer"] not in VOCAB_SIZE:
-        near = nearest(options["tokenizer"], list(VOCAB_SIZE))
-        raise ConfigError(f"there is no tokenizer={options['tokenizer']!r}{near}")
-    val_per_10k = _per_10k(options["val_share"])
-    sources = demo_sources() if command == "demo" else [
-        local_source(words, options["name"], options["column"], options["license"])]
     try:
         tokenizer = load_tokenizer(options["tokenizer"])
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    val_per_10k = _per_10k(options["val_share"])
+    sources = demo_sources() if command == "demo" else [
+        local_source(words, options["name"], options["column"], options["license"])]
     prepare(sources, Path(options["out"]), tokenizer, val_per_10k)
     return 0
 

@@ -18,6 +18,7 @@ tokenizer's own ids.
 """
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -29,6 +30,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
+
+from tqdm import tqdm
 
 from eval.options import read_options
 from eval.sample import load_for_inference
@@ -121,7 +124,9 @@ def _load_tasks(options: Options, local: set[str]) -> dict:
 def _evaluate(lm, loaded: dict, limit: int | None) -> dict[str, dict]:
     """{task: {metric: value, metric_se: .., chance: .., n: .., docs_sha256: ..}}"""
     from lm_eval import evaluator
+    from lm_eval.api import task as lm_eval_task
 
+    lm_eval_task.tqdm = functools.partial(tqdm, disable=True)       # "0/125": the building of requests, done in no time
     with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
         results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
     out = {}
@@ -231,8 +236,7 @@ def _local_tasks(include: str | None) -> set[str]:
 
 
 def _quiet(offline: bool) -> None:
-    """Silence lm-eval's progress bars and logs; with `offline`, keep every library away from the network."""
-    os.environ["TQDM_DISABLE"] = "1"
+    """Silence lm-eval's logs; with `offline`, keep every library away from the network."""
     os.environ["DISABLE_MULTIPROC"] = "1"       # lm-eval's bootstrap would fork a process that holds torch's threads
     if offline:
         for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE"):

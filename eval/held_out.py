@@ -1,9 +1,9 @@
 """Turn the validation shards of a run into two evaluation tasks that need no download.
 
 val_ppl     the documents themselves, cut to CHARACTERS: bits per byte
-val_cloze   128 characters of a document and four pieces of 32: its own next one, three from other documents of the same
+val_cloze   96 characters of a document and four pieces of 32: its own next one, three from other documents of the same
             source, cut from them by the same rule. Only the context tells them apart, so a model that ignores it scores
-            25 %, whatever it has learned about the language.
+            25 %, whatever it has learned about the language. Question and answer fit a context of 128 bytes.
 
 Both are a function of the shards alone, hence the same for every run on the same validation set.
 """
@@ -22,7 +22,7 @@ from runtime.tokenizer import load_tokenizer
 DOCUMENTS = 32          # per source, val_ppl
 CHARACTERS = 4096       # of each document, val_ppl
 QUESTIONS = 100         # per source, val_cloze
-CONTEXT, CHOICE = 128, 32       # characters
+CONTEXT, CHOICE = 96, 32        # characters
 N_CHOICES = 4
 
 
@@ -37,18 +37,18 @@ def questions(run_dir: str, **_) -> dict:
     """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}. Raises ConfigError likewise."""
     rows = []
     for source, texts in _sources(run_dir):
-        # Twice as many documents as questions: the distractors come from others than the one asked about.
-        cuts = _pick(texts, 2 * QUESTIONS, f"val_cloze/{source}", _cut)
-        rng = random.Random(f"val_cloze/{source}/distractors")
-        for i, (context, answer) in enumerate(cuts[:QUESTIONS]):
-            others = [choice for j, (_, choice) in enumerate(cuts) if j != i]
-            # A frequent phrase stays as frequent among the wrong answers as among the right ones; only repeats go.
-            distinct = list(dict.fromkeys([answer, *rng.sample(others, len(others))]))
-            if len(distinct) < N_CHOICES:
-                break
-            choices, label = distinct[1:N_CHOICES], rng.randrange(N_CHOICES)
-            choices.insert(label, answer)
-            rows.append({"source": source, "context": context, "choices": choices, "label": label})
+        usable = _pick(texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
+        rng = random.Random(f"val_cloze/{source}/cuts")
+        for q in range(QUESTIONS if len(usable) >= N_CHOICES else 0):       # in turn: few documents serve several times
+            asked = q % len(usable)
+            context, answer = _cut(usable[asked], rng)
+            choices = [answer]
+            for other in rng.sample(range(len(usable)), len(usable)):
+                if other != asked and len(choices) < N_CHOICES and (piece := _cut(usable[other], rng)[1]) not in choices:
+                    choices.append(piece)
+            if len(choices) == N_CHOICES:
+                rng.shuffle(choices)
+                rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
     needed = f"{N_CHOICES} different documents of {CONTEXT + CHOICE} characters"
     return {"validation": _dataset(rows, run_dir, "val_cloze", needed)}
 
@@ -62,13 +62,15 @@ def _pick(texts: "Texts", n: int, seed: str, transform) -> list:
     return out
 
 
-def _cut(text: str) -> tuple[str, str] | None:
-    """A context and what follows it, parted before a blank, where tokenizers that merge letters part too."""
-    rng = random.Random(text)
-    places = [m.end() for m in re.finditer(r"\S(?=\s)", text) if CONTEXT <= m.end() <= len(text) - CHOICE]
-    places = [i for i in places if not text[i:i + CHOICE].isspace()]
-    if not places:
-        return None
+def _places(text: str) -> list[int]:
+    """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with enough on either side."""
+    ends = (m.end() for m in re.finditer(r"\S(?=\s)", text))
+    return [i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
+
+
+def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
+    """A context and what follows it."""
+    text, places = usable
     i = rng.choice(places)
     return text[i - CONTEXT:i], text[i:i + CHOICE]
 

@@ -127,7 +127,7 @@ class CheckpointLM(TemplateLM):
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
         done = [False] * len(batch)
-        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None, eot=self.eot_token_id):
+        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
                 if not done[row] and token != self.eot_token_id:
                     new[row].append(token)

@@ -128,9 +128,7 @@ def pick_device(name: str) -> torch.device:
 
 def stable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     """The text of `ids` without a character at the end that later tokens may still complete."""
-    text = tokenizer.decode(ids)
-    tail = len(text) - len(text.rstrip(REPLACEMENT))
-    return text[:len(text) - min(tail, 3)] if tail else text   # of UTF-8's four bytes at most, three may be pending
+    return tokenizer.decode(ids).rstrip(REPLACEMENT)
 
 
 def sample(options: Options, out=sys.stdout) -> None:

@@ -42,7 +42,6 @@ class Checkpointer:
         self.dir, self.keep, self.world = run_dir / "checkpoints", keep, world
         self._pending: Future | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
         if world.is_main:
             self.dir.mkdir(parents=True, exist_ok=True)
             for leftover in self.dir.glob(".tmp_*"):    # of a run that was killed in mid-save
@@ -56,6 +55,7 @@ class Checkpointer:
         Waits for the save before it. Raises CheckpointError where that one failed.
         """
         self.finish()
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
         name = f"step_{step:08d}"
         if (self.dir / name / "DONE").exists():
             return
@@ -137,6 +137,7 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
         if have != want:
             raise ConfigError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
     single = world is None or world.size == 1
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
     try:
         dcp.load(tensors, storage_reader=_TensorReader(path), no_dist=single,
                  process_group=None if single else world.checkpoint_group)

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -43,9 +44,9 @@ def open_data(config: Config, tokenizer_sha256: str) -> "Data":
                               f"data.tokenizer={index.tokenizer} and model.vocab_size={index.vocab_size}, or prepare "
                               f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256:
-            raise ConfigError(f"{folder} was made with other rules of tokenizer={wanted} "
-                              f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): delete the folder and "
-                              f"prepare it again with `python prepare_data.py`")
+            raise ConfigError(f"{folder} was made with other rules of tokenizer={wanted} ({index.tokenizer_sha256[:9]}"
+                              f"..., not {tokenizer_sha256[:9]}...): delete the folder and prepare it again with "
+                              f"`python prepare_data.py`")
         if index.vocab_size != config.model.vocab_size:
             raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
                               f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
@@ -59,7 +60,7 @@ class Windows:
 
     def __init__(self, split: Split, n_ctx: int, vocab_size: int):
         self.n_ctx, self.vocab_size = n_ctx, vocab_size
-        self.shards = [shard for shard in self.shards]
+        self.shards = [shard for shard in split.shards if shard.tokens]     # a mapping of nothing is an error
         # The last token of a shard is only a target, hence the - 1.
         per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in self.shards]
         self.ends = np.cumsum([0, *per_shard])
@@ -134,6 +135,7 @@ class Data:
                              for name in self.sources] for split in ("train", "val"))
         self._val = {name: Validation(indexes[name].splits["val"], windows, config.eval.tokens)
                      for name, windows in zip(self.sources, val, strict=True)}
+        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
         whole, rest = divmod(self.n_sequences, self.period)
         self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
         if problems := [p for s in range(len(self.sources)) for p in self._problems(s)]:
@@ -149,11 +151,6 @@ class Data:
         """Identity of the validation set: tokens and the windows chosen from them."""
         selections = [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()]
         return _identity(((name, self.indexes[name].splits["val"]) for name in self.sources), selections)
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Share of the training tokens by source, as resolved; the shares sum to 1."""
-        return {name: int(count) / self.period for name, count in zip(self.sources, self._counts, strict=True)}
 
     @property
     def weights(self) -> dict[str, float]:
@@ -193,8 +190,12 @@ class Data:
         size = self.config.data.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
-        source, window = self.locate(step * self.sequences_per_step + place + np.arange(size))
-        return _batch([(self._train[s], w) for s, w in zip(source.tolist(), window.tolist(), strict=True)], self.n_ctx)
+        rows = self._rows(step)[place:place + size]
+        return _batch([(self._train[s], w) for s, w in rows], self.n_ctx)
+
+    def _locate_step(self, step: int) -> list[tuple[int, int]]:
+        source, window = self.locate(step * self.sequences_per_step + np.arange(self.sequences_per_step))
+        return list(zip(source.tolist(), window.tolist(), strict=True))
 
     def stream(self, start_step: int, stop_step: int, rank: int, world_size: int,
                device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,6 +88,20 @@ def read_index(folder: Path) -> Index:
     return Index(splits=splits, **words, **counts)
 
 
+def damage(folder: Path) -> Iterator[str]:
+    """A sentence for each shard whose content is not the one that was written, or for an index that cannot be read."""
+    try:
+        index = read_index(folder)
+    except ValueError as error:
+        yield str(error)
+        return
+    for shard in (shard for split in index.splits.values() for shard in split.shards):
+        with open(shard.path, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
+                yield (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
+                       f"{folder} and run `python prepare_data.py` again")
+
+
 def _read_split(folder: Path, name: str, raw: dict) -> Split:
     shards = []
     for entry in _typed(raw, "shards", list):
@@ -123,7 +138,7 @@ class ShardWriter:
         while len(ids):
             if self._file is None:
                 path = self._folder / f"{self._split}_{len(self._shards):05d}.bin.tmp"
-                self._file, self._tokens, self._hash = open(path, "wb"), 0, hashlib.sha256()
+                self._file, self._tokens, self._hash = open(path, "wb"), 0, hashlib.sha256()    # noqa: SIM115  outlives us
             part, ids = np.split(ids, [SHARD_TOKENS - self._tokens])
             data = part.astype("<u2").tobytes()
             self._file.write(data)

@@ -77,10 +77,11 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0) -> Fit:
         return theta if gamma is None else (*theta, gamma)
 
     starts = []
-    for share in (0.05, 0.3, 0.6, 0.8, 0.95) if gamma is None else (0.05, 0.6, 0.95):
+    for share in (0.1, 0.5, 0.9):
         floor = share * np.exp(y.min())
-        for g in (0.03, 0.08, 0.15, 0.3, 0.6, 1.2) if gamma is None else (gamma,):
-            starts.append(np.array([np.log(floor), np.mean(np.log(np.exp(y) - floor)), g])[free])
+        height = np.mean(np.log(np.exp(y) - floor))
+        for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
+            starts.append(np.array([np.log(floor), height, g])[free])
     solution, certificate = _minimise(residual, jacobian, starts)
     e, k, g = unpack(solution)
     natural = {"E": (e, [1, 0, 0], np.exp), "K": (k + g * centre, [0, 1, centre], np.exp),
@@ -146,7 +147,7 @@ def _minimise(residual, jacobian, starts):
 
     Tolerances: the objective is tiny (about DELTA^2), so the defaults stop at the start and report success."""
     options = dict(jac=jacobian, loss="huber", f_scale=DELTA, x_scale="jac", max_nfev=1000,
-                   ftol=1e-13, xtol=1e-13, gtol=1e-14)
+                   ftol=1e-13, xtol=1e-13, gtol=1e-12)
     solutions = [least_squares(residual, start, **options) for start in starts]
     best = min(solutions, key=lambda solution: solution.cost)
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding (r ~ 1e-7).

@@ -1,0 +1,106 @@
+"""A tiny opinionated model, its log-likelihoods one token at a time, and a folder like a finished run's."""
+
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from eval import sample
+from eval.lm import CheckpointLM
+from model import GPT, GPTConfig
+from runtime.config import Config, DataConfig, OptimConfig
+from runtime.tokenizer import load_tokenizer
+
+TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
+BYTES = load_tokenizer("byte")
+
+
+def build(config=TINY, seed=1, compute_dtype=torch.float32):
+    """A model that has opinions: fresh weights made so large that each token of the past moves the logits."""
+    model = GPT(config, compute_dtype=compute_dtype)
+    model.init_weights(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.mul_(1 if "norm" in name else 10 if "wte" in name else 30)
+    return model.requires_grad_(False).eval()
+
+
+def build_lm(model, micro_batch=4):
+    return CheckpointLM(model, BYTES, micro_batch, torch.device("cpu"))
+
+
+def request(*args):
+    return SimpleNamespace(args=args)
+
+
+def directly(model, context, continuation):
+    """Log-likelihood and greediness one token at a time, each from a forward pass over at most n_ctx tokens of past.
+
+    The past is what a left-truncated whole has: nothing earlier than n_ctx + 1 tokens before the end.
+    """
+    ids = (context + continuation)[-(model.config.n_ctx + 1):]
+    total, greedy = 0.0, True
+    for t in range(len(ids) - len(continuation), len(ids)):
+        logits = model(torch.tensor([ids[:t]]))[0, -1].double()
+        total += (logits - logits.logsumexp(0))[ids[t]].item()
+        greedy &= int(logits[:257].argmax()) == ids[t]
+    return total, greedy
+
+
+def expected_pair(model, context, continuation):
+    stripped = context.rstrip()     # lm-eval's rule: blanks at the end of a context belong to the continuation
+    continuation = context[len(stripped):] + continuation
+    return directly(model, list(stripped.encode()) or [256], list(continuation.encode()))
+
+
+def rolled(model, prefix, ids):
+    """Sum over disjoint windows of n_ctx tokens, the last one with as much past as fits: the definition, spelled out."""
+    n, total = model.config.n_ctx, 0.0
+    for start in range(0, len(ids), n):
+        piece = ids[start:start + n]
+        past = prefix if start == 0 else ids[max(0, start + len(piece) - n - 1):start]
+        total += directly(model, past, piece)[0]
+    return total
+
+
+def bytes_of(ids):
+    ids = ids.tolist()
+    return bytes(ids[:ids.index(256)] if 256 in ids else ids)
+
+
+def words(rng, n):
+    return " ".join("".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(n))
+
+
+def build_run(tmp_path, monkeypatch):
+    """A folder like a finished run's, with its data; the checkpoint is a model that load_model is made to return."""
+    monkeypatch.chdir(tmp_path)
+    rng = random.Random(0)
+    for source in ("prose", "code"):
+        write_shards(tmp_path / "data" / source, [words(rng, 80) for _ in range(250)])
+    config = Config(run="tiny", model=TINY, optim=OptimConfig(lr=1e-3), steps=1,
+                    data=DataConfig(dir="data", mixture={"prose": 0.5, "code": 0.5}, tokenizer="byte",
+                                    tokens_per_step=32, micro_batch=1))
+    folder = tmp_path / "out" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1, "eval": {"old": {"acc": 0.5}}}))
+
+    def load_model(run_dir, device="cpu", compute_dtype=torch.bfloat16):
+        return build(compute_dtype=compute_dtype).to(device), config
+    monkeypatch.setattr(sample, "load_model", load_model)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE", "DISABLE_MULTIPROC"):
+        monkeypatch.setenv(name, "0")       # what the harness sets; so that it is undone after the test
+    return folder
+
+
+def write_shards(folder, texts, shards=2):
+    folder.mkdir(parents=True)
+    listed, share = [], -(-len(texts) // shards)
+    for i in range(shards):
+        ids = np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]])
+        ids.astype("<u2").tofile(folder / f"val_{i:05d}.bin")
+        listed.append({"file": f"val_{i:05d}.bin", "tokens": len(ids), "sha256": ""})
+    (folder / "index.json").write_text(json.dumps({"tokenizer": "byte", "splits": {"val": {"shards": listed}}}))

@@ -1,0 +1,51 @@
+"""Tests of runtime/harvest.py: what an installation yields, and that odd files do no harm."""
+
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from runtime import harvest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("source", harvest.LICENSES)
+def test_the_installation_has_every_source_in_a_fixed_order(source):
+    notes = []
+    first, again = (list(islice(harvest.documents(source, notes.append), 30)) for _ in range(2))
+    assert len(first) == 30 and first == again and all(isinstance(text, str) for text in first)
+    assert harvest.revision(source).startswith("CPython 3.")
+    if source in ("science", "prose"):
+        assert all(len(text) >= 400 for text in first)
+
+
+def test_harvesting_imports_no_package():
+    code = ("import sys; from runtime import harvest\nnext(harvest.documents('science', print))\n"
+            "assert not {'scipy', 'numpy', 'sympy', 'sklearn', 'torch'} & set(sys.modules)")
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_odd_files_are_read_or_noted(tmp_path):
+    files = {"b/z.py": b"caf\xe9", "a.py": b"x = 1\n", "test/t.py": b"no", "b/test_x.py": b"y", "c.txt": b"no"}
+    for name, data in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    notes = []
+    assert list(harvest.read_files(tmp_path, ["*.py"], notes.append)) == ["x = 1\n", "y", "caf\ufffd"]
+    assert len(notes) == 2 and "gone.py is left out: No such file" in notes[1]
+    assert sorted(harvest.read_files(tmp_path, ["*.py"], notes.append, mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
+    assert list(harvest.read_files(None, ["*.py"], notes.append)) == []
+    assert list(harvest.read_files(tmp_path / "nowhere", ["*.py"], notes.append)) == []
+
+
+def test_docstrings_come_from_the_syntax_tree():
+    source = ('"""Module."""\nclass A:\n    """Class\n\n    more\n      indented."""\n'
+              '    async def f(self):\n        "f"\n    def g(self): 1\n')
+    assert harvest.docstrings(source) == ["Module.", "Class\n\nmore\n  indented.", "f"]
+    for broken in ["def", "\0", "(" * 5000, "'\\d'", ""]:
+        assert harvest.docstrings(broken) in ([], ["\\d"])

@@ -1,0 +1,316 @@
+"""Tests of prepare_data.py: from text to shards, again, cut off in the middle, with wrong input."""
+
+import gzip
+import io
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import tracemalloc
+from hashlib import blake2b, sha256
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
+import zstandard
+
+import prepare_data
+from prepare_data import Source, main, prepare
+from runtime import harvest, shards
+from runtime.config import ConfigError
+from runtime.documents import TXT_CHARS, TXT_CHARS_MOST, LocalFiles
+from runtime.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parent.parent
+def in_split(document, split, val_per_10k=2000):
+    """The split rule, told a second time."""
+    number = int.from_bytes(blake2b(document.encode(), digest_size=8).digest(), "little")
+    return (number % 10_000 < val_per_10k) == (split == "val")
+
+
+def tokens(folder, split):
+    return np.concatenate([np.fromfile(path, "<u2") for path in sorted(folder.glob(f"{split}_*.bin"))])
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def local(*files, out, **options):
+    options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "out": out} | options
+    return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
+
+
+def refused(capsys, *arguments, out=None):
+    """The sentence of a command that must fail with exit code 2 and leave nothing in `out`."""
+    capsys.readouterr()
+    assert main([str(a) for a in arguments]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and said.strip()
+    if out is not None:
+        assert not list(out.rglob("*.bin*")) and not list(out.rglob("index.json*"))
+    return said
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path, tokenizer=tokenizer, license="CC0-1.0") == 0
+    index, tok = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer)
+    for split in "train", "val":
+        chosen = [d for d in DOCUMENTS if in_split(d, split)]
+        ids = tokens(tmp_path / "mine", split)
+        assert ids.tolist() == [i for d in chosen for i in [tok.eot, *tok.encode(d).tolist()]]
+        assert (ids == tok.eot).sum() == len(chosen), "text that spells <|endoftext|> stays text"
+        if tokenizer == "byte":
+            assert ids.tolist() == [i for d in chosen for i in [256, *d.encode()]]
+        found = index["splits"][split]
+        data = (tmp_path / "mine" / f"{split}_00000.bin").read_bytes()
+        shard = {"file": f"{split}_00000.bin", "tokens": len(ids), "sha256": sha256(data).hexdigest()}
+        assert found == {"documents": len(chosen), "text_bytes": sum(len(d.encode()) for d in chosen),
+                         "tokens": len(ids), "shards": [shard]}
+    assert (index["format_version"], index["dtype"], index["source"], index["duplicates"]) == (1, "uint16", "mine", 0)
+    assert index["tokenizer"] == tokenizer and index["tokenizer_sha256"] == tok.sha256
+    assert index["vocab_size"] == tok.vocab_size
+    assert index["license"] == "CC0-1.0" and "% 10000 < 2000" in index["split_rule"] and "a.jsonl" in index["dataset"]
+
+
+def test_all_formats_and_packings_give_the_same_shards(tmp_path):
+    expected = {split: [i for d in DOCUMENTS if in_split(d, split) for i in [256, *d.encode()]]
+                for split in ("train", "val")}
+    for form, data in (".jsonl", jsonl(DOCUMENTS)), (".parquet", parquet(DOCUMENTS)), (".txt", None):
+        for packing, pack in PACK.items():
+            folder = tmp_path / (form + packing).strip(".")
+            folder.mkdir()
+            contents = [data] if data else [d.encode() for d in DOCUMENTS]
+            files = [folder / f"{i:02d}{form}{packing}" for i in range(len(contents))]
+            for file, one in zip(files, contents, strict=True):
+                file.write_bytes(pack(one))
+            assert local(*files, out=folder) == 0
+            for split in expected:
+                assert tokens(folder / "mine", split).tolist() == expected[split], folder
+
+
+def test_shards_are_cut_at_their_size(tmp_path, monkeypatch):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path / "whole") == 0
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    assert local(file, out=tmp_path / "cut") == 0
+    index = shards.read_index(tmp_path / "cut/mine")
+    for split in "train", "val":
+        assert (tokens(tmp_path / "cut/mine", split) == tokens(tmp_path / "whole/mine", split)).all()
+        sizes = [shard.tokens for shard in index.splits[split].shards]
+        assert len(sizes) > 2 and set(sizes[:-1]) == {100} and 0 < sizes[-1] <= 100
+    assert main(["--verify", str(tmp_path)]) == 0
+
+
+def test_copies_and_empty_documents_are_dropped_and_counted(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl([*DOCUMENTS, "", " \n ", *DOCUMENTS[:3], None]) + b"\n  \n")
+    assert local(file, out=tmp_path) == 0
+    assert "3 documents dropped that came before, 3 empty ones" in capsys.readouterr().out
+    index = shards.read_index(tmp_path / "mine")
+    assert index.duplicates == 3 and sum(split.documents for split in index.splits.values()) == len(DOCUMENTS)
+
+
+def test_half_characters_of_json_become_replacement_characters(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude42"}\n' + jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path) == 0
+    everything = bytes(i for split in ("train", "val") for i in tokens(tmp_path / "mine", split) if i < 256).decode()
+    assert "a\ufffdb" in everything and "🙂" in everything
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    rng = random.Random(0)
+    source = Source("big", lambda: (rng.randbytes(50_000).hex() for _ in range(400)), "d", "r", "l")     # 40 MB
+    tracemalloc.start()
+    try:
+        prepare([source], tmp_path, load_tokenizer("byte"), 500)
+        assert tracemalloc.get_traced_memory()[1] < 4e6
+    finally:
+        tracemalloc.stop()
+    assert shards.read_index(tmp_path / "big").splits["train"].tokens > 3e7
+
+
+# ---------------------------------------------------------------------------------------------------- again and cut off
+
+def test_a_complete_folder_is_left_alone(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path) == 0
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()}
+    capsys.readouterr()
+    assert local(file, out=tmp_path) == 0
+    assert "mine is complete" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "mine").iterdir()} == before
+
+
+def test_a_folder_of_something_else_is_not_overwritten(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    arguments = ["local", file, "name=mine", f"out={tmp_path}", "val_share=0.2"]
+    file.write_bytes(jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path) == 0
+    before = content(tmp_path)
+    assert "holds shards of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments)
+    arguments.append("tokenizer=byte")
+    assert "holds shards of split_rule=" in refused(capsys, *arguments, "val_share=0.3")
+    assert "column code" in refused(capsys, *arguments, "column=code")
+    assert content(tmp_path) == before
+    file.write_bytes(jsonl(DOCUMENTS[1:]))
+    assert "was made when local: a.jsonl; column text held something else: delete it" in refused(capsys, *arguments)
+
+
+KILLED = """
+import os, signal, sys
+import prepare_data, runtime.shards
+from runtime.documents import LocalFiles
+whole = LocalFiles.__iter__
+def cut(self):
+    for i, text in enumerate(whole(self)):
+        if i == 25:
+            os.kill(os.getpid(), signal.{how})
+        yield text
+LocalFiles.__iter__ = cut
+runtime.shards.SHARD_TOKENS = 500
+sys.exit(prepare_data.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
+def test_a_run_cut_off_in_the_middle_starts_anew_and_ends_the_same(tmp_path, monkeypatch, how):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
+    assert local(file, out=tmp_path / "undisturbed") == 0
+    arguments = ["local", str(file), "name=mine", "tokenizer=byte", "val_share=0.2", f"out={tmp_path / 'cut'}"]
+    cut = subprocess.run([sys.executable, "-c", KILLED.format(how=how), *arguments], cwd=ROOT, capture_output=True,
+                         text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    left = {path.name for path in (tmp_path / "cut").rglob("*") if path.is_file()}
+    if how == "SIGKILL":
+        assert cut.returncode == -signal.SIGKILL
+        assert "index.json" not in left and "train_00000.bin" in left and any(name.endswith(".tmp") for name in left)
+    else:
+        assert cut.returncode == 130 and "interrupted" in cut.stderr and "Traceback" not in cut.stderr and not left
+    (tmp_path / "cut/mine").mkdir(exist_ok=True)
+    (tmp_path / "cut/mine/train_00077.bin").write_bytes(b"of a longer run that was killed")
+    (tmp_path / "cut/mine/notes.txt").write_text("the user's own")
+    assert main(arguments) == 0
+    after = content(tmp_path / "cut/mine")
+    assert after.pop("notes.txt") == b"the user's own"
+    assert after == content(tmp_path / "undisturbed/mine")
+
+
+def test_copies_across_sources_are_dropped_also_when_resumed(tmp_path):
+    texts = {"one": DOCUMENTS[:25], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
+
+    def sources(broken=None):
+        def read(name):
+            yield from texts[name][:6]
+            if name == broken:
+                raise ConfigError("cut off")
+            yield from texts[name][6:]
+        return [Source(name, lambda name=name: read(name), "d", "r", "l") for name in texts]
+
+    tok = load_tokenizer("byte")
+    prepare(sources(), tmp_path / "whole", tok, 2000)
+    duplicates = {name: shards.read_index(tmp_path / "whole" / name).duplicates for name in texts}
+    assert duplicates == {"one": 0, "two": 5, "three": 5}
+    for broken in "two", "three":
+        with pytest.raises(ConfigError, match="cut off"):
+            prepare(sources(broken), tmp_path / broken, tok, 2000)
+        assert not (tmp_path / broken / broken).exists()
+        prepare(sources(), tmp_path / broken, tok, 2000)
+        for name in texts:
+            assert content(tmp_path / broken / name) == content(tmp_path / "whole" / name)
+
+
+# ------------------------------------------------------------------------------------------------------------ verifying
+
+def test_verify_names_the_bad_shard(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    for name in "mine", "yours":
+        assert local(file, out=tmp_path / "data", name=name) == 0
+    assert main(["--verify", str(tmp_path / "data")]) == main(["verify", str(tmp_path / "data/mine")]) == 0
+    assert capsys.readouterr().out.count("OK  ") == 3
+    shard = tmp_path / "data/mine/val_00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 4
+    shard.write_bytes(data)
+    said = refused(capsys, "--verify", tmp_path / "data")
+    assert f"{shard} is damaged" in said and "yours" not in said
+    shard.unlink()
+    assert f"{shard} is missing" in refused(capsys, "--verify", tmp_path / "data/mine")
+    assert "there is no" in refused(capsys, "--verify", tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["local", "nowhere.txt", "name=mine"], "there is no file nowhere.txt"),
+    (["local", ".", "name=mine"], ". is a folder: name the files in it"),
+    (["local", "name=mine"], "no file is named"),
+    (["local", "x.txt"], "name='' must be one folder name"),
+    (["local", "x.txt", "name=../up"], "name='../up' must be one folder name"),
+    (["local", "x.txt", "nmae=mine"], "there is no option 'nmae=mine'; did you mean 'name=...'"),
+    (["local", "--column", "text"], "there is no option '--column'"),
+    (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
+    (["demo", "x.txt"], "demo takes no 'x.txt'"),
+    (["demo", "val_share=0.9"], "val_share=0.9 must be a number from 0.0001 to 0.5"),
+    (["demo", "val_share=nan"], "val_share=nan must be a number"),
+    (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
+    (["--verify", "out=x"], "there is no option 'out=x'; verify takes folders alone"),
+])
+def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_or_forbidden_disk_is_a_sentence(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
+    (tmp_path / "file").write_text("in the way")
+    assert "Not a directory" in refused(capsys, "local", tmp_path / "a.jsonl", "name=mine", f"out={tmp_path / 'file'}")
+
+
+def test_help_shows_the_usage(capsys):
+    assert main(["--help"]) == main([]) == 0
+    assert "python prepare_data.py demo" in capsys.readouterr().out
+
+
+def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harvest, "documents", lambda source, note: iter(some_documents(300, len(source))))
+    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
+    assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["c", "prose", "python", "science"]
+    index = shards.read_index(tmp_path / "demo/science")
+    assert (index.tokenizer, index.dataset, index.license) == ("byte", "installed", "BSD-3-Clause")
+    assert "% 10000 < 400" in index.split_rule
+    before = content(tmp_path)
+    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.12")
+    capsys.readouterr()
+    assert main(["demo", f"out={tmp_path / 'demo'}"]) == 0
+    assert "c was made from CPython 3.11; delete it to harvest what is installed now" in capsys.readouterr().err
+    assert content(tmp_path) == before
+
+
+def test_progress_is_told_while_files_are_read(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(jsonl(DOCUMENTS)))
+    clock = iter(range(0, 10_000, 11))
+    monkeypatch.setattr(prepare_data.time, "monotonic", lambda: next(clock))
+    assert local(file, out=tmp_path) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(DOCUMENTS) and "MB/s, 100%, 0 s left" in lines[-1]

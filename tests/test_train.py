@@ -1,0 +1,250 @@
+"""The real train.py, as a process: runs, resumes, signals, refusals, two ranks."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from model import GPT
+from runtime.checkpoint import checkpoints, load_model, read_manifest
+from runtime.config import FP8Config
+from tests.conftest import ROOT, run_train, with_recipe, write_config, write_source
+
+
+def weights(run_dir):
+    model, _ = load_model(run_dir, compute_dtype=torch.float32)
+    return dict(model.named_parameters())
+
+
+def rows(run_dir, kind="train"):
+    return [row for row in map(json.loads, open(run_dir / "metrics.jsonl")) if row["kind"] == kind]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("recipe, ranks", [("tensorwise", 1), ("tensorwise", 2), ("rowwise_with_gw_hp", 2), ("off", 2)])
+def test_three_steps_resumed_for_three_more_are_six(tiny, tmp_path, recipe, ranks):
+    """Bit for bit: weights, losses and gradient norms, after the process is gone and back."""
+    fp8 = FP8Config(recipe=recipe)
+    whole = replace(tiny, run="whole", fp8=fp8)
+    done = run_train(whole, tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    halves = replace(whole, run="halves")
+    shutil.copytree(whole.run_dir, halves.run_dir)     # as a kill between step 4 and 6 would leave it
+    shutil.rmtree(halves.run_dir / "checkpoints/step_00000006")
+    (halves.run_dir / "summary.json").unlink()
+    (halves.run_dir / "checkpoints/.tmp_step_00000006").mkdir()
+    with open(halves.run_dir / "metrics.jsonl") as file:
+        text = file.read()
+    (halves.run_dir / "metrics.jsonl").write_text(text[:-20])
+    done = run_train(halves, tmp_path, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert f"resuming {halves.run_dir}/checkpoints/step_00000003" in done.stdout
+    assert same(weights(whole.run_dir), weights(halves.run_dir))
+    for key in ("step", "loss", "grad_norm", "lr"):
+        assert [r[key] for r in rows(whole.run_dir)] == [r[key] for r in rows(halves.run_dir)], key
+    assert [r["step"] for r in rows(halves.run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert not list((halves.run_dir / "checkpoints").glob(".tmp_*"))
+    a, b = (np.load(c.run_dir / "val_losses.npz") for c in (whole, halves))
+    assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_two_ranks_train_what_one_does(tiny, tmp_path):
+    """In BF16: the same tokens, weights equal to rounding; FP8 tensorwise scales depend on who holds which sequences."""
+    one, two = replace(tiny, run="one"), replace(tiny, run="two")
+    for config, ranks in ((one, 1), (two, 2)):
+        assert run_train(config, tmp_path, ranks=ranks).returncode == 0
+    losses = [[r["loss"] for r in rows(c.run_dir)] for c in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-5), "the first loss depends on initialisation and data alone"
+    norms = [[r["grad_norm"] for r in rows(c.run_dir)] for c in (one, two)]
+    assert norms[0] == pytest.approx(norms[1], rel=0.05), "a wrong gradient scale would be off by a factor of two"
+    summaries = [json.loads((c.run_dir / "summary.json").read_text()) for c in (one, two)]
+    assert summaries[0]["loss_bf16"] == pytest.approx(summaries[1]["loss_bf16"], rel=1e-3)
+    assert summaries[0]["val_sha256"] == summaries[1]["val_sha256"]
+    assert (summaries[1]["n_gpu"], summaries[1]["grad_accum"]) == (2, 2)
+    # The checkpoint of two ranks goes on as one: the loss of the next step is the same to rounding.
+    shutil.rmtree(two.run_dir / "checkpoints/step_00000006")
+    (two.run_dir / "summary.json").unlink()
+    assert run_train(two, tmp_path).returncode == 0
+    assert rows(two.run_dir)[3]["loss"] == pytest.approx(losses[1][3], rel=1e-4)
+
+
+def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path):
+    bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
+    for config in (bf16, fp8):
+        done = run_train(config, tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+    a, b = (json.loads((c.run_dir / "summary.json").read_text()) for c in (bf16, fp8))
+    for key in ("pair_id", "data_sha256", "val_sha256", "params_total", "flops_per_token", "seed", "tokens"):
+        assert a[key] == b[key], key
+    assert (a["precision"]["recipe"], b["precision"]["recipe"]) == ("bf16", "tensorwise")
+    assert (a["params_fp8"], len(b["precision"]["layers_converted"]), list(b["precision"]["layers_skipped"])) == (0, 8, ["head"])
+    assert a["loss_as_trained"] == a["loss_bf16"]
+    assert b["loss_as_trained"] != b["loss_bf16"]
+    assert a["loss_bf16"] != b["loss_bf16"]
+    assert abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05
+    assert "fp8: 8 of 9 Linears" in done.stdout
+    saved = np.load(fp8.run_dir / "val_losses.npz")
+    model, config = load_model(fp8.run_dir)
+    assert isinstance(model, GPT)
+    mean = sum(b["sources"][s]["weight"] * saved["bf16"][saved["source"] == i].sum() / saved["n_tokens"][saved["source"] == i].sum()
+               for i, s in enumerate(sorted(b["sources"])))
+    assert mean == pytest.approx(b["loss_bf16"], rel=1e-12)
+
+
+def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder(tiny, tmp_path):
+    assert run_train(tiny, tmp_path).returncode == 0
+    before = {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
+    again = run_train(tiny, tmp_path)
+    assert again.returncode == 0
+    assert again.stdout.startswith("tiny: finished, all 6 steps; nothing to do")
+    for change, told in (("model.n_layer=3", "model.n_layer was 2, now 3"), ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
+                         ("steps=7", "steps was 6, now 7"), ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
+        refused = run_train(tiny, tmp_path, change)
+        assert refused.returncode == 2
+        assert f"holds another run: {told}" in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
+
+
+def test_a_foreign_folder_is_left_alone(tiny, tmp_path):
+    tiny.run_dir.mkdir(parents=True)
+    (tiny.run_dir / "thesis.tex").write_text("five years")
+    refused = run_train(tiny, tmp_path)
+    assert refused.returncode == 2
+    assert "holds no run (no config.json)" in refused.stderr
+    assert [p.name for p in tiny.run_dir.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_a_signal_saves_and_the_run_goes_on_bit_exactly(tiny, tmp_path, number, ranks):
+    config = replace(tiny, run="stopped", steps=2000, checkpoint=replace(tiny.checkpoint, every=None),
+                     data=replace(tiny.data, max_epochs=100))
+    command = [sys.executable, *(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks > 1 else []),
+               str(ROOT / "train.py"), str(write_config(config, tmp_path / "stopped.py"))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for(lambda: (config.run_dir / "metrics.jsonl").exists() and len(rows(config.run_dir)) >= 3)
+    process.send_signal(number)
+    output = process.communicate(timeout=60)[0]
+    if ranks == 1:      # torchrun itself reports any signal as a failure; what is on disk counts
+        assert process.returncode == 0, output
+    assert "stopped on request at step" in output
+    step = read_manifest(checkpoints(config.run_dir)[-1])["step"]
+    assert step == rows(config.run_dir)[-1]["step"] < 2000
+    assert not (config.run_dir / "summary.json").exists()
+    short = replace(config, run="unbroken")
+    shutil.copytree(config.run_dir, short.run_dir, ignore=shutil.ignore_patterns("checkpoints", "metrics.jsonl"))
+    stopped, unbroken = (first_losses(c, tmp_path, ranks, step + 3) for c in (config, short))
+    assert stopped == unbroken
+
+
+def first_losses(config, tmp_path, ranks, n):
+    """Losses of the first n steps of a run, which is then killed outright."""
+    command = [sys.executable, *(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks > 1 else []),
+               str(ROOT / "train.py"), str(write_config(config, tmp_path / f"{config.run}.py"))]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    try:
+        wait_for(lambda: (config.run_dir / "metrics.jsonl").exists() and len(complete_rows(config.run_dir)) >= n)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return [row["loss"] for row in complete_rows(config.run_dir)[:n]]
+
+
+def complete_rows(run_dir):
+    text = (run_dir / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text[:text.rfind("\n") + 1].splitlines()]
+
+
+def wait_for(condition, timeout=60):
+    end = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
+
+
+def test_two_ranks_that_do_not_divide_a_step_are_refused(tiny, tmp_path):
+    refused = run_train(tiny, tmp_path, "data.micro_batch=16", ranks=2)
+    assert refused.returncode != 0
+    assert ("train.py: data.tokens_per_step=512 cannot be shared by 2 ranks in micro-batches of 16 x 32 tokens: it must be a "
+            "multiple of 1024; change data.micro_batch or the number of ranks") in refused.stderr
+    refused = run_train(tiny, tmp_path, "parallel.shard=3", ranks=2)
+    assert "parallel.replicate=1 x parallel.shard=3 does not make 2 processes" in refused.stderr
+    assert not tiny.run_dir.exists()
+
+
+def test_replicas_of_shards_train(tiny, tmp_path):
+    config = replace(tiny, run="hsdp", parallel=replace(tiny.parallel, replicate=2, shard=1))
+    done = run_train(config, tmp_path, ranks=2)
+    assert done.returncode == 0, done.stderr
+    plain = replace(tiny, run="plain")
+    assert run_train(plain, tmp_path).returncode == 0
+    assert [r["loss"] for r in rows(config.run_dir)] == pytest.approx([r["loss"] for r in rows(plain.run_dir)], rel=1e-3)
+
+
+@pytest.mark.parametrize("damage, sentence", [
+    (lambda d: (d / "web/train_00000.bin").unlink(), "train_00000.bin is missing"),
+    (lambda d: os.truncate(d / "web/train_00000.bin", 79_999), "train_00000.bin has 79999 bytes"),
+    (lambda d: shutil.rmtree(d / "code"), "there is no"),
+    (lambda d: (d / "web/index.json").write_text("{"), "index.json cannot be read"),
+    (lambda d: (d / "web/index.json").write_text((d / "web/index.json").read_text().replace('"byte"', '"gpt2"')),
+     "was made with tokenizer=gpt2, but data.tokenizer=byte"),
+])
+def test_damaged_data_is_told_before_anything_is_written(tiny, tmp_path, damage, sentence):
+    for seed, source in enumerate(("web", "code")):
+        write_source(tmp_path / "data" / source, seed)
+    damage(tmp_path / "data")
+    refused = run_train(tiny, tmp_path, f"data.dir={tmp_path}/data")
+    assert refused.returncode == 2
+    assert sentence in refused.stderr
+    assert "Traceback" not in refused.stderr
+    assert not tiny.run_dir.exists()
+
+
+def test_a_budget_beyond_the_data_is_refused(tiny, tmp_path):
+    refused = run_train(tiny, tmp_path, "steps=200")
+    assert refused.returncode == 2
+    assert "data.max_epochs" in refused.stderr
+    assert not tiny.run_dir.exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tiny, tmp_path):
+    assert run_train(tiny, tmp_path).returncode == 0
+    (tiny.run_dir / "summary.json").unlink()
+    file = tiny.run_dir / "checkpoints/step_00000006/__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    refused = run_train(tiny, tmp_path)
+    assert refused.returncode == 2
+    assert "__0_0.distcp differs from what was written" in refused.stderr
+    shutil.move(file.parent, tmp_path / "away")
+    assert "resuming" in run_train(tiny, tmp_path).stdout
+
+
+def test_plan_needs_no_data_and_trains_nothing(tmp_path):
+    done = subprocess.run([sys.executable, "train.py", "configs/gpt1p5b_fp8.py", "--plan", "h100", f"out={tmp_path}"],
+                          cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout
+    for told in ("1,541,785,600", "1,438,763,008", "1,541,668,864", "30,836,523,008", "29,408", "2.8526e+20", "3.2870e+20",
+                 "layers.*.mlp.gate_up   2048 x 11264  x28  -> tensorwise", "kept BF16: head", "estimated", "17.23 GiB"):
+        assert told in text, told
+    assert not list(tmp_path.iterdir())
+    refused = subprocess.run([sys.executable, "train.py", "configs/gpt1p5b_fp8.py", "--plan", "tpu"], cwd=ROOT,
+                             capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.startswith("train.py: --plan tpu:")) == (2, True)
