@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TextIO
 
 import torch
 
@@ -131,7 +131,7 @@ def stable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids).rstrip(REPLACEMENT)
 
 
-def sample(options: Options, out=sys.stdout) -> None:
+def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises ConfigError on a mistake of the user's."""
     model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eot]
@@ -167,7 +167,7 @@ def main(arguments: list[str]) -> int:
         print(__doc__)
         return 0 if arguments else 2
     try:
-        sample(read_options(Options, arguments))
+        sample(read_options(Options, arguments), sys.stdout)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

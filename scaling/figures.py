@@ -4,20 +4,23 @@ Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotl
 window system is asked for, no global state is left behind.
 """
 
+import io
 import textwrap
 
 import matplotlib
 import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 # Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints. The first style
 # lies underneath, wide and hollow, so that a second curve on top of it leaves both visible.
 STYLES = (
-    dict(color="#0072B2", marker="o", markersize=8.5, linestyle="-", linewidth=2.6, markerfacecolor="white"),
-    dict(color="#D55E00", marker="s", markersize=3.8, linestyle=(0, (3.2, 1.6)), linewidth=1.2),
-    dict(color="#009E73", marker="D", markersize=3.6, linestyle=(0, (5, 1.2, 1, 1.2)), linewidth=1.2),
-    dict(color="#CC79A7", marker="^", markersize=4.4, linestyle=(0, (1, 1.2)), linewidth=1.4),
+    {"color": "#0072B2", "marker": "o", "markersize": 8.5, "linestyle": "-", "linewidth": 2.6,
+     "markerfacecolor": "white"},
+    {"color": "#D55E00", "marker": "s", "markersize": 3.8, "linestyle": (0, (3.2, 1.6)), "linewidth": 1.2},
+    {"color": "#009E73", "marker": "D", "markersize": 3.6, "linestyle": (0, (5, 1.2, 1, 1.2)), "linewidth": 1.2},
+    {"color": "#CC79A7", "marker": "^", "markersize": 4.4, "linestyle": (0, (1, 1.2)), "linewidth": 1.4},
 )
 AXES = (("C", "compute C [FLOPs]"), ("D", "training tokens D"), ("N", "parameters N"))
 BEYOND = 10                             # the laws are drawn to this many times the largest compute
@@ -57,8 +60,16 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
             panels[1, 0].set_ylabel("gap [%]")
         figure.align_ylabels()
         _label(figure, panels[0, 0], groups, pairs, loss_key, ray)
-        figure.canvas.draw()            # fixes the layout under these settings, whatever savefig's are
+        FigureCanvasAgg(figure).draw()  # ticks and labels take these settings now, not savefig's
     return figure
+
+
+def render(figure: Figure, form: str) -> bytes:
+    """The figure as the bytes of a "png" or "svg" file, the same bytes each time."""
+    buffer = io.BytesIO()
+    with matplotlib.rc_context(RC):
+        figure.savefig(buffer, format=form, dpi=200, metadata={"Date": None} if form == "svg" else None)
+    return buffer.getvalue()
 
 
 def _draw_losses(panel, groups, axis):
@@ -142,13 +153,13 @@ def _nice_ticks(axis, low, high):
 
 
 def _log_ticks(axis, name):
-    """At least two labelled ticks within the axis: decades, else 1-3-10, else 1-2-5-10."""
+    """At least two labelled ticks within the axis: decades, else 1-3-10, else 1-2-5-10, else finer."""
     low, high = axis.axes.get_xlim()
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
+    for steps, enough in (((1,), 3), ((1, 3), 3), ((1, 2, 5), 2), ((1, 1.5, 2, 3, 5, 7), 0)):
         # A label at the right end would reach into the next panel.
         ticks = [(m, e) for e in decades for m in steps if low <= m * 10.0**e <= high * (low / high) ** 0.04]
-        if len(ticks) >= 3:
+        if len(ticks) >= enough:
             break
     axis.set_major_locator(FixedLocator([m * 10.0**e for m, e in ticks]))
     axis.set_minor_locator(FixedLocator([m * 10.0**e for e in decades for m in range(2, 10)]))
@@ -162,15 +173,17 @@ def _label(figure, panel, groups, pairs, loss_key, ray):
     evaluated = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}[loss_key]
     counts = [len(group.records) for group in groups]
     n = f"n = {counts[0]} each" if len(set(counts)) == 1 else f"n = {', '.join(map(str, counts))}"
-    figure.suptitle(f"Loss after training in {' or '.join(_name(group.recipe) for group in groups)}, {evaluated} ({n})",
-                    x=0.075, y=0.985, ha="left", va="top", fontsize=9)
+    arms = " or ".join(_name(group.recipe) for group in groups)
+    figure.suptitle(f"Loss after training in {arms}, {evaluated} ({n})", x=0.075,
+                    y=1 - 0.05 / figure.get_figheight(), ha="left", va="top", fontsize=9)
     handles, texts = [], []
     for group, style in zip(groups, _styles(groups), strict=True):
         handles += panel.plot([], [], **style, markeredgewidth=1.4)
         law = group.lines.get("C")
         texts.append(_name(group.recipe) + (f":  {_formula(law)}" if law else ""))
-    figure.legend(handles, texts, loc="upper left", bbox_to_anchor=(0.069, 0.948), ncols=min(len(groups), 3),
-                  frameon=False, handlelength=3.2, columnspacing=2.0, borderpad=0, borderaxespad=0)
+    figure.legend(handles, texts, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / figure.get_figheight()),
+                  ncols=min(len(groups), 3), frameon=False, handlelength=3.2, columnspacing=2.0,
+                  borderpad=0, borderaxespad=0)
     parts = []
     if ray:
         low, high = (f"{ratio:.3g}" for ratio in ray)

@@ -7,7 +7,6 @@ Prints the laws beside the BF16-against-FP8 table; writes DIR/figure.png, figure
 """
 
 import difflib
-import io
 import json
 import math
 import os
@@ -22,7 +21,7 @@ if __name__ == "__main__":
     # script alone lets both import the siblings under one name; two names would mean two RecordError classes.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.figures import draw, human
+from scaling.figures import draw, human, render
 from scaling.laws import DELTA, Fit, fit_band, fit_power, fit_ray, unfitted
 from scaling.precision import pairs
 from scaling.records import RecordError, check_comparable, read_curve, read_runs, usable
@@ -123,7 +122,7 @@ def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("png", "svg"):
-            _write(folder / f"figure.{name}", _render(figure, name))
+            _write(folder / f"figure.{name}", render(figure, name))
         _write(folder / "law.json", (json.dumps(law, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
@@ -270,12 +269,6 @@ def _plain(fit: Fit) -> dict:
         fields["ci95"] = {name: [end if math.isfinite(end) else None for end in ends]
                           for name, ends in fit.ci95.items()}
     return fields
-
-
-def _render(figure, name: str) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format=name, dpi=200, metadata={"Date": None} if name == "svg" else None)
-    return buffer.getvalue()
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -77,7 +77,7 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0) -> Fit:
         return theta if gamma is None else (*theta, gamma)
 
     starts = []
-    for share in (0.1, 0.5, 0.9):
+    for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
         floor = share * np.exp(y.min())
         height = np.mean(np.log(np.exp(y) - floor))
         for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
@@ -145,10 +145,12 @@ def _centred_logs(x, L, distinct: int):
 def _minimise(residual, jacobian, starts):
     """Best of many starts for the sum of Huber_DELTA(residual), which is least_squares' own robust cost, exactly.
 
-    Tolerances: the objective is tiny (about DELTA^2), so the defaults stop at the start and report success."""
-    options = dict(jac=jacobian, loss="huber", f_scale=DELTA, x_scale="jac", max_nfev=1000,
-                   ftol=1e-13, xtol=1e-13, gtol=1e-12)
-    solutions = [least_squares(residual, start, **options) for start in starts]
+    Each start descends by plain squares, then by Huber: far from the points Huber's gradient does not grow with the
+    distance, which costs a hundred steps. The objective is about DELTA^2, so default tolerances would stop at once."""
+    options = {"jac": jacobian, "x_scale": "jac", "max_nfev": 500}
+    near = [least_squares(residual, start, **options) for start in starts]
+    options |= {"loss": "huber", "f_scale": DELTA, "ftol": 1e-13, "xtol": 1e-13, "gtol": 1e-12}
+    solutions = [least_squares(residual, solution.x, **options) for solution in near]
     best = min(solutions, key=lambda solution: solution.cost)
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding (r ~ 1e-7).
     at_best = sum(bool(solution.cost <= best.cost * (1 + 1e-6) + 1e-14) for solution in solutions)

@@ -5,9 +5,8 @@ import sys
 
 import pyarrow
 import pytest
-from text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
+from text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
 
-from runtime.config import ConfigError
 from runtime.documents import TXT_CHARS, TXT_CHARS_MOST, LocalFiles
 
 BAD_FILES = {       # name -> content and what must be said
@@ -34,7 +33,8 @@ BAD_FILES = {       # name -> content and what must be said
     "column.parquet": (parquet(["x"], "body"), "column.parquet has no column 'text': set column= to one of id, body"),
     "bytes.parquet": (parquet([b"x"]), "bytes.parquet row 1: column 'text' holds bytes, not text"),
     **{f"short.jsonl{packing}": (pack(jsonl(some_documents(3000)))[:-9],
-                                 f"short.jsonl{packing} is damaged or was cut short") for packing, pack in PACK.items() if packing},
+                                 f"short.jsonl{packing} is damaged or was cut short")
+       for packing, pack in PACK.items() if packing},
     "short.parquet": (parquet(DOCUMENTS)[:-9], "short.parquet is no sound parquet file"),
     "hole.parquet": ((whole := parquet(DOCUMENTS))[:50] + bytes(400) + whole[450:],
                      "hole.parquet is no sound parquet file"),
@@ -46,7 +46,8 @@ BAD_FILES = {       # name -> content and what must be said
 def test_a_bad_file_is_a_sentence_and_nothing_stays(tmp_path, capsys, name):
     data, expected = BAD_FILES[name]
     (tmp_path / name).write_bytes(data)
-    said = refused(capsys, "local", tmp_path / name, "name=mine", f"out={tmp_path / 'out'}", out=tmp_path)
+    said = refused(capsys, "local", tmp_path / name, "name=mine", "tokenizer=byte", f"out={tmp_path / 'out'}",
+                   out=tmp_path)
     assert expected in said
     assert not (tmp_path / "out/mine").exists()
 
@@ -82,5 +83,5 @@ def test_a_long_text_file_is_cut_at_blank_lines(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch, capsys, package, name):
     (tmp_path / name).write_bytes(PACK[".zst"](b"{}") if package == "zstandard" else parquet(DOCUMENTS))
     monkeypatch.setitem(sys.modules, package, None)
-    said = refused(capsys, "local", tmp_path / name, "name=mine", f"out={tmp_path}", out=tmp_path)
+    said = refused(capsys, "local", tmp_path / name, "name=mine", "tokenizer=byte", f"out={tmp_path}", out=tmp_path)
     assert f"pip install {package}" in said

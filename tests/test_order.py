@@ -54,6 +54,6 @@ def test_simple_ratios_are_exact():
         shares({"a": 1.0, "b": 1e-9})
 
 
-def test_a_whole_period_of_the_finest_mixture_is_exact():
-    counts = [700_000, 300_000, 48_575, 1]
+def test_a_whole_period_of_a_fine_mixture_is_exact():
+    counts = [170_000, 80_000, 12_143, 1]
     assert np.bincount(schedule(counts, sum(counts))).tolist() == counts

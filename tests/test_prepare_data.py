@@ -1,9 +1,7 @@
 """Tests of prepare_data.py: from text to shards, again, cut off in the middle, with wrong input."""
 
 import gzip
-import io
 import json
-import lzma
 import os
 import random
 import signal
@@ -11,21 +9,16 @@ import subprocess
 import sys
 import tracemalloc
 from hashlib import blake2b, sha256
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
-from text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
-import zstandard
+from text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
 
 import prepare_data
 from prepare_data import Source, main, prepare
 from runtime import harvest, shards
 from runtime.config import ConfigError
-from runtime.documents import TXT_CHARS, TXT_CHARS_MOST, LocalFiles
 from runtime.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -46,17 +39,6 @@ def content(folder):
 def local(*files, out, **options):
     options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "out": out} | options
     return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
-
-
-def refused(capsys, *arguments, out=None):
-    """The sentence of a command that must fail with exit code 2 and leave nothing in `out`."""
-    capsys.readouterr()
-    assert main([str(a) for a in arguments]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said and said.strip()
-    if out is not None:
-        assert not list(out.rglob("*.bin*")) and not list(out.rglob("index.json*"))
-    return said
 
 
 # --------------------------------------------------------------------------------------------------------------- shards

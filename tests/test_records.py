@@ -142,10 +142,10 @@ def test_curve_takes_the_last_try_of_a_step_and_survives_a_torn_line(tmp_path):
 
 def write_pair_by_hand(folder):
     """Two sources of weight 1/4 and 3/4; two sequences of 10 tokens, then sequences of 20 and 30 tokens."""
-    arrays = dict(source=np.array([0, 0, 1, 1]), n_tokens=np.array([10, 10, 20, 30]))
+    arrays = {"source": np.array([0, 0, 1, 1]), "n_tokens": np.array([10, 10, 20, 30])}
     sources = {"p": {"weight": 0.25}, "q": {"weight": 0.75}}
-    base = dict(bf16=np.array([20.0, 22, 50, 70]), as_trained=np.array([20.0, 22, 50, 70]))
-    change = dict(bf16=np.array([1.0, 3, 2, 8]), as_trained=np.array([2.0, 4, 4, 6]))
+    base = {"bf16": np.array([20.0, 22, 50, 70]), "as_trained": np.array([20.0, 22, 50, 70])}
+    change = {"bf16": np.array([1.0, 3, 2, 8]), "as_trained": np.array([2.0, 4, 4, 6])}
     for name, recipe, sign in (("x", "bf16", 0), ("y", "tensorwise", 1)):
         nats = {arm: base[arm] + sign * change[arm] for arm in base}
         loss = {arm: 0.25 * nats[arm][:2].sum() / 20 + 0.75 * nats[arm][2:].sum() / 50 for arm in base}

@@ -152,16 +152,16 @@ def test_a_signal_saves_and_the_run_goes_on_bit_exactly(tiny, tmp_path, number, 
 
 
 def first_losses(config, tmp_path, ranks, n):
-    """Losses of the first n steps of a run, which is then killed outright."""
+    """Losses of the first n steps of a run, which is then stopped."""
     command = [sys.executable, *(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"] if ranks > 1 else []),
                str(ROOT / "train.py"), str(write_config(config, tmp_path / f"{config.run}.py"))]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                               env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         wait_for(lambda: (config.run_dir / "metrics.jsonl").exists() and len(complete_rows(config.run_dir)) >= n)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.terminate()     # torchrun passes it on; killed, it would leave its workers running
+        process.wait(timeout=60)
     return [row["loss"] for row in complete_rows(config.run_dir)[:n]]
 
 
