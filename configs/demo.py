@@ -13,12 +13,12 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: f
             dir="data/demo",
             mixture={"prose": 0.30, "science": 0.45, "python": 0.20, "c": 0.05},
             tokenizer="byte",
-            tokens_per_step=4096,       # 32 sequences of 128 bytes
-            micro_batch=32,
+            tokens_per_step=1024,       # 8 sequences of 128 bytes
+            micro_batch=8,
             max_epochs=2,               # how much text an installation holds differs from machine to machine
         ),
         optim=OptimConfig(lr=lr, warmup_share=0.05),
         parallel=ParallelConfig(compile=False),     # compiling for a CPU takes longer than these runs gain, and a compiler
-        checkpoint=CheckpointConfig(every=200, keep=1),
+        checkpoint=CheckpointConfig(every=500, keep=1),
         eval=EvalConfig(every=None, tokens=32_768),
     )

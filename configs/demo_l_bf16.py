@@ -1,4 +1,4 @@
-"""185k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
+"""131k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
 
     python train.py configs/demo_l_bf16.py
 """
@@ -6,7 +6,7 @@
 from configs.demo import build
 
 config = build(
-    run="demo_l_bf16",              # 20 x 184,768 parameters = 3.70M tokens = 903 steps
-    n_layer=3, n_embd=64, n_ffn=192, n_head=1,
-    lr=1e-2,
+    run="demo_l_bf16",              # 20 x 131,392 parameters = 2.63M tokens = 2,567 steps
+    n_layer=2, n_embd=64, n_ffn=192, n_head=2,
+    lr=4e-3,
 )

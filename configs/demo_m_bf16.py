@@ -1,4 +1,4 @@
-"""107k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
+"""74k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
 
     python train.py configs/demo_m_bf16.py
 """
@@ -6,7 +6,7 @@
 from configs.demo import build
 
 config = build(
-    run="demo_m_bf16",              # 20 x 106,816 parameters = 2.14M tokens = 522 steps
-    n_layer=2, n_embd=64, n_ffn=128, n_head=1,
-    lr=1e-2,
+    run="demo_m_bf16",              # 20 x 73,968 parameters = 1.48M tokens = 1,445 steps
+    n_layer=2, n_embd=48, n_ffn=128, n_head=1,
+    lr=4e-3,
 )
