@@ -1,7 +1,7 @@
 """What the demo's runs share: everything but the size and its learning rate."""
 
 from model import GPTConfig
-from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, OptimConfig, ParallelConfig
+from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig
 
 
 def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: float) -> Config:
@@ -21,4 +21,5 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: f
         parallel=ParallelConfig(compile=False),     # compiling for a CPU takes longer than these runs gain, and a compiler
         checkpoint=CheckpointConfig(every=500, keep=1),
         eval=EvalConfig(every=None, tokens=32_768),
+        log=LogConfig(every=100),
     )

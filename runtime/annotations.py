@@ -1,10 +1,11 @@
 """Check and parse values by their type annotations, and say what was expected in words."""
 
 import difflib
+import inspect
 import math
 import re
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 
@@ -66,6 +67,20 @@ def type_problems(prefix: str, value) -> list[str]:
         key = f"{prefix}.{f.name}" if prefix else f.name
         out.append(f"{key}={show(got)} is not {type_name(hint)}" + (nearest(str(wrong), choices) if choices else ""))
     return out
+
+
+def field_lines(prefix: str, cls) -> list[str]:
+    """A line for each field of a dataclass: key, type, default, and the meaning that stands beside it as a comment."""
+    meanings = dict(re.findall(r"^ {4}(\w+): [^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
+    lines = []
+    for f in fields(cls):
+        hint = get_type_hints(cls)[f.name]
+        if is_dataclass(hint):
+            continue
+        key = f"{prefix}.{f.name}" if prefix else f.name
+        default = "required" if f.default is MISSING else show(f.default)
+        lines.append(f"  {key:24} {type_name(hint):28} {default:9}  {meanings[f.name]}")
+    return lines
 
 
 def type_name(hint) -> str:

@@ -9,17 +9,16 @@ Every mistake becomes a ConfigError: key, value, expectation, remedy; all of a f
 """
 
 import difflib
-import inspect
 import json
 import math
 import re
 import runpy
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
 from model import GPTConfig
-from runtime.annotations import nearest, parse, show, type_name, type_problems
+from runtime.annotations import field_lines, nearest, parse, type_problems
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -278,17 +277,8 @@ def known_keys() -> list[str]:
 
 
 def help_text() -> str:
-    """Every key with its type, default and meaning, as `--help` prints it; the meanings stand beside the fields."""
-    lines = []
-    for section, cls in {"": Config, **SECTIONS}.items():
-        meanings = dict(re.findall(r"^ {4}(\w+): [^#\n]*#\s*(.+)$", inspect.getsource(cls), re.M))
-        for f in fields(cls):
-            if not section and f.name in SECTIONS:
-                continue
-            default = f.default if f.default is not MISSING else "required"
-            key = f"{section}.{f.name}" if section else f.name
-            lines.append(f"  {key:24} {type_name(get_type_hints(cls)[f.name]):28} {show(default):12} {meanings[f.name]}")
-    return "\n".join(lines)
+    """Every key with its type, default and meaning, as `--help` prints it."""
+    return "\n".join(line for name, cls in {"": Config, **SECTIONS}.items() for line in field_lines(name, cls))
 
 
 # ------------------------------------------------------------------------------------------------------------ sentences

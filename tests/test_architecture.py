@@ -1,0 +1,125 @@
+"""The map of the house, enforced: who may import whom, nothing at import, files that can be read in one sitting."""
+
+import ast
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+LEVEL_0 = {"model", "runtime.annotations", "runtime.tokenizer", "runtime.order", "runtime.shards", "runtime.harvest"}
+SCALING = {"scaling.records", "scaling.precision", "scaling.laws", "scaling.fit", "scaling.figures"}
+# Which of our modules each module may import; arrows go down only, and rooms of one level are strangers.
+ALLOWED = {
+    "model": set(), "runtime.annotations": set(), "runtime.tokenizer": set(), "runtime.order": set(), "runtime.shards": set(),
+    "runtime.harvest": set(),
+    **dict.fromkeys(SCALING, SCALING),
+    "runtime.config": {"model", "runtime.annotations", "runtime.tokenizer"},
+    **{f"runtime.{room}": LEVEL_0 | {"runtime.config"}
+       for room in ("documents", "data", "fp8", "parallel", "optim", "checkpoint", "metrics", "guard", "plan")},
+    "eval.loss": LEVEL_0 | {"runtime.config"},
+}
+TOP = {"train", "prepare_data", "eval.options", "eval.lm", "eval.held_out", "eval.harness", "eval.sample"}
+LONGEST = {"train.py": 400, "model.py": 350}
+
+
+def sources():
+    done = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.py"], cwd=ROOT,
+                          capture_output=True, text=True)
+    files = [ROOT / f for f in done.stdout.split()] or list(ROOT.rglob("*.py"))
+    return [p for p in files if p.exists() and p.relative_to(ROOT).parts[0] in
+            ("model.py", "train.py", "prepare_data.py", "runtime", "eval", "scaling", "configs", "bench")]
+
+
+def module(path):
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+OURS = {module(p) for p in sources()}
+
+
+def imports(path):
+    """Our modules that a file imports, wherever in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {n for n in names if n in OURS}
+
+
+@pytest.mark.parametrize("path", sources(), ids=module)
+def test_imports_go_down(path):
+    name, used = module(path), imports(path)
+    if name.startswith("configs."):
+        allowed = {"model", "runtime.config"} | {m for m in OURS if m.startswith("configs.")}
+    elif name in TOP:
+        allowed = {m for m in OURS if m.startswith("runtime.") or m in ("model", "eval.loss")}
+        if name.startswith("eval."):
+            allowed |= {m for m in OURS if m.startswith("eval.")}
+    else:
+        assert name in ALLOWED, f"{name} is not on the map: add it to the README's file tree and to this test"
+        allowed = ALLOWED[name]
+    assert used <= allowed, f"{name} may not import {used - allowed}"
+
+
+@pytest.mark.parametrize("path", sources(), ids=module)
+def test_files_can_be_read_in_one_sitting(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= LONGEST.get(path.name, 300), "what can go, or which concern wants a room of its own?"
+
+
+@pytest.mark.parametrize("path", sources(), ids=module)
+def test_every_file_begins_with_one_sentence(path):
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert doc, "no docstring"
+    assert re.match(r"[A-Z].*[.:]$", doc.split("\n")[0]), doc.split("\n")[0]
+
+
+@pytest.mark.parametrize("path", sources(), ids=module)
+def test_nothing_happens_at_import(path):
+    """Top level: definitions, constants, imports, the main guard; a config may build its value."""
+    for node in ast.parse(path.read_text()).body:
+        guard = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
+        kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.AnnAssign)
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        assert guard or docstring or isinstance(node, kinds), f"line {node.lineno}: {ast.unparse(node)[:80]}"
+
+
+def test_scaling_reads_without_torch():
+    code = "import sys; sys.modules['torch'] = None; import scaling.fit"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_the_model_imports_torch_alone():
+    roots = {(n.module if isinstance(n, ast.ImportFrom) else n.names[0].name).split(".")[0]
+             for n in ast.walk(ast.parse((ROOT / "model.py").read_text())) if isinstance(n, ast.Import | ast.ImportFrom)}
+    assert roots - set(sys.stdlib_module_names) == {"torch"}
+    assert "fp8" not in (ROOT / "model.py").read_text().split('"""', 2)[2].lower().replace("fp8 pays on wide outputs", "")
+
+
+@pytest.mark.parametrize("path", sources(), ids=module)
+def test_nothing_untrusted_is_unpickled_or_executed(path):
+    text = path.read_text()
+    for pattern in (r"\bexec\(", r"(?<![.\w])eval\(", r"pickle\.loads?\(", r"torch\.load\(", r"allow_pickle=True",
+                    r"trust_remote_code"):
+        assert not re.search(pattern, text), pattern
+
+
+def test_the_readme_names_every_room_and_nothing_else():
+    readme = (ROOT / "README.md").read_text()
+    tree = re.search(r"```\n(model\.py .*?)```", readme, re.S)
+    assert tree, "the README has a file tree that begins with model.py"
+    for path in sources():
+        if path.parent.name != "configs":
+            assert re.search(rf"(?<![\w]){re.escape(path.name)}\b", tree[1]), f"{path.name} is missing from the README's tree"
+    for name in re.findall(r"(\w+\.py)\b", tree[1]):
+        assert list(ROOT.rglob(name)), f"the README's tree names {name}, which is not there"
+
+
+def test_root_files_stay_small():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 250

@@ -1,0 +1,89 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from eval.loss import ValLoss, bits_per_byte, evaluate
+from model import GPT, GPTConfig
+
+
+class Fixed:
+    """n validation sequences of random tokens."""
+    n_ctx = 16
+
+    def __init__(self, n, seed):
+        ids = torch.randint(257, (n, 17), generator=torch.Generator().manual_seed(seed))
+        self.x, self.y = ids[:, :-1], ids[:, 1:]
+
+    def __len__(self):
+        return len(self.x)
+
+    def batch(self, start, stop):
+        return self.x[start:stop], self.y[start:stop]
+
+
+SETS, WEIGHTS = {"a": Fixed(7, 0), "b": Fixed(3, 1)}, {"a": 0.25, "b": 0.75}
+
+
+def model():
+    gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=16, vocab_size=257), torch.float32)
+    gpt.init_weights(0)
+    return gpt
+
+
+def test_against_torchs_cross_entropy_sequence_by_sequence():
+    gpt = model()
+    got = evaluate(gpt, SETS, WEIGHTS, 4, torch.device("cpu"))
+    for name, val in SETS.items():
+        want = [F.cross_entropy(gpt(x[None])[0], y, reduction="sum").item() for x, y in zip(val.x, val.y, strict=True)]
+        assert got.sequences[name] == pytest.approx(want, rel=1e-6)
+        assert got.source_loss(name) == pytest.approx(sum(want) / len(val) / 16)
+    assert got.loss == pytest.approx(0.25 * got.source_loss("a") + 0.75 * got.source_loss("b"))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4, 16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(micro_batch, size):
+    gpt, passes = model(), []
+    reference = evaluate(gpt, SETS, WEIGHTS, 3, torch.device("cpu"))
+
+    class Counting(torch.nn.Module):
+        def forward(self, x, y):
+            passes.append(tuple(x.shape))
+            return gpt(x, y)
+
+    # One rank after the other; the gather of the last hands out what the earlier ones left.
+    left, results = [[] for _ in range(2)], None
+    for rank in range(size):
+        call = iter(range(2))
+
+        def gather(t, call=call):
+            box = left[next(call)]
+            box.append(t)
+            return torch.stack((box + [t] * size)[:size])
+
+        before = len(passes)
+        results = evaluate(Counting(), SETS, WEIGHTS, micro_batch, torch.device("cpu"), rank, size, gather)
+        assert len(passes) - before == sum(-(-len(v) // (micro_batch * size)) for v in SETS.values()), "as many on each rank"
+    assert set(passes) == {(micro_batch, 16)}, "one shape to compile"
+    for name in SETS:
+        assert results.sequences[name] == pytest.approx(reference.sequences[name], rel=1e-6)
+
+
+def test_standard_error_by_simulation():
+    rng = np.random.default_rng(0)
+
+    def draw():
+        return ValLoss({"a": rng.normal(32, 4, 50), "b": rng.normal(48, 8, 20)}, WEIGHTS, 16)
+
+    spread = np.std([draw().loss for _ in range(4000)])
+    assert draw().standard_error == pytest.approx(spread, rel=0.3)
+    assert np.mean([draw().standard_error for _ in range(200)]) == pytest.approx(spread, rel=0.03)
+    assert ValLoss({"a": np.ones(1)}, {"a": 1.0}, 16).standard_error is None
+
+
+def test_bits_per_byte_by_hand():
+    assert bits_per_byte(2 * math.log(2), SimpleNamespace(tokens=100, text_bytes=400)) == pytest.approx(0.5)
