@@ -8,5 +8,5 @@ from configs.demo import build
 config = build(
     run="demo_l_bf16",              # 20 x 131,392 parameters = 2.63M tokens = 2,567 steps
     n_layer=2, n_embd=64, n_ffn=192, n_head=2,
-    lr=4e-3,
+    lr=6e-3,
 )

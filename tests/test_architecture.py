@@ -77,7 +77,7 @@ def test_files_can_be_read_in_one_sitting(path):
 def test_every_file_begins_with_one_sentence(path):
     doc = ast.get_docstring(ast.parse(path.read_text()))
     assert doc, "no docstring"
-    assert re.match(r"[A-Z].*[.:]$", doc.split("\n")[0]), doc.split("\n")[0]
+    assert re.match(r"\w.*[.:]$", doc.split("\n")[0]), doc.split("\n")[0]
 
 
 @pytest.mark.parametrize("path", sources(), ids=module)
@@ -91,7 +91,7 @@ def test_nothing_happens_at_import(path):
 
 
 def test_scaling_reads_without_torch():
-    code = "import sys; sys.modules['torch'] = None; import scaling.fit"
+    code = "import sys, scaling.fit; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -96,17 +96,23 @@ def test_every_parameter_gets_a_finite_fp32_gradient(recipe):
         assert p.grad.abs().max() > 0, name
 
 
-def test_compiled_equals_eager():
-    """The un-emulated CPU float8 path through Inductor; one recipe, because compiling is the slow part of the suite."""
+def test_compiled_equals_eager(monkeypatch):
+    """The un-emulated CPU float8 path through Inductor; one recipe, because compiling is the slow part of the suite.
+
+    Fused kernels keep fp32 where eager ones round to BF16 in between, and a value at the edge of a float8 step then falls
+    to the other side: 10 % of a gradient at this size, as much as FP8 differs from BF16. With those roundings kept, both
+    must agree closely.
+    """
+    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", True)
     eager, compiled = build("tensorwise", n_layer=1)[0], build("tensorwise", n_layer=1)[0]
     compiled.compile(dynamic=False, fullgraph=True)
     x, y = tokens()
     losses = [m(x, y).sum() for m in (eager, compiled)]
     for loss in losses:
         (loss / y.numel()).backward()
-    assert abs(losses[0] - losses[1]) / losses[0] < 1e-3
+    assert abs(losses[0] - losses[1]) / losses[0] < 1e-6
     for (name, a), b in zip(eager.named_parameters(), compiled.parameters(), strict=True):
-        assert (a.grad - b.grad).norm() / a.grad.norm() < 0.1, name      # BF16 roundings that fusion leaves out
+        assert (a.grad - b.grad).norm() / a.grad.norm() < 2e-3, name
     with fp8.in_bf16(compiled), torch.no_grad():
         plain, _ = build(n_layer=1)
         assert torch.equal(compiled(x, y), plain(x, y)), "in_bf16 must leave the compiled FP8 graph"

@@ -136,5 +136,5 @@ def test_wandb_gets_the_same_rows(tiny, monkeypatch):
     one.validation({"step": 1, "tokens": 512, "loss": 1.5, "sources": {}})
     one.close()
     assert seen[0] == "tiny"
-    assert seen[1] == (1, {f"train/{k}": v for k, v in row(1).items() if k not in ("step", "verdict")})
+    assert seen[1] == (1, {f"train/{k}": v for k, v in {**row(1), "since_start": 1}.items() if k not in ("step", "verdict")})
     assert seen[2:] == [(1, {"val/tokens": 512, "val/loss": 1.5}), "finished"]

@@ -15,8 +15,8 @@ def test_fresh_model_knows_nothing():
     config = GPTConfig(n_layer=4, n_head=4, n_embd=128, n_ffn=256, n_ctx=64, vocab_size=257)
     x, y = tokens(config, B=8), tokens(config, B=8, seed=1)
     loss = build(config)(x, y).mean().item() / config.n_ctx
-    # Independent logits of variance s^2 cost ln V + s^2 / 2; here s^2 is about 128 * 0.02^2 = 0.05.
-    assert loss == pytest.approx(math.log(384) + 0.5 * 128 * 0.02 ** 2, abs=0.03)
+    # Independent logits of variance s^2 cost ln V + s^2 / 2; the head sums C terms of variance 2 / (5 C), so s^2 = 0.4.
+    assert loss == pytest.approx(math.log(384) + 0.2, abs=0.05)
 
 
 def test_init_depends_on_the_seed_and_on_the_name_alone():
@@ -51,7 +51,7 @@ def test_init_scales(n_layer):
             assert (p == 1).all()
             continue
         residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
-        std = 0.02 / math.sqrt(2 * n_layer) if residual else 0.02
+        std = math.sqrt(2 / (5 * 256)) / (math.sqrt(2 * n_layer) if residual else 1)
         n = p.numel()
         assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name      # 4 standard errors
         assert abs(p.mean().item()) < 4 * std / math.sqrt(n), name

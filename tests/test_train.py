@@ -101,8 +101,10 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path):
     saved = np.load(fp8.run_dir / "val_losses.npz")
     model, config = load_model(fp8.run_dir)
     assert isinstance(model, GPT)
-    mean = sum(b["sources"][s]["weight"] * saved["bf16"][saved["source"] == i].sum() / saved["n_tokens"][saved["source"] == i].sum()
-               for i, s in enumerate(sorted(b["sources"])))
+    mean = 0.0
+    for i, source in enumerate(sorted(b["sources"])):
+        mine = saved["source"] == i
+        mean += b["sources"][source]["weight"] * saved["bf16"][mine].sum() / saved["n_tokens"][mine].sum()
     assert mean == pytest.approx(b["loss_bf16"], rel=1e-12)
 
 
@@ -112,8 +114,9 @@ def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder
     again = run_train(tiny, tmp_path)
     assert again.returncode == 0
     assert again.stdout.startswith("tiny: finished, all 6 steps; nothing to do")
-    for change, told in (("model.n_layer=3", "model.n_layer was 2, now 3"), ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
-                         ("steps=7", "steps was 6, now 7"), ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
+    for change, told in (("model.n_layer=3", "model.n_layer was 2, now 3"), ("steps=7", "steps was 6, now 7"),
+                         ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
+                         ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
         refused = run_train(tiny, tmp_path, change)
         assert refused.returncode == 2
         assert f"holds another run: {told}" in refused.stderr
