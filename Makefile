@@ -12,7 +12,7 @@ demo: setup                 ## corpus -> six paired runs -> law, figure, score, 
 	$(PY) scaling/fit.py $(addprefix out/,$(DEMO_RUNS)) out=out/demo
 	@for run in demo_l_bf16 demo_l_fp8; do \
 	  test -e out/$$run/eval/demo.json || $(PY) -m eval.harness out/$$run tasks=demo || exit $$?; done
-	$(PY) -m eval.sample out/demo_l_fp8 "def " tokens=200 n=2 seed=1
+	$(PY) -m eval.sample out/demo_l_fp8 "def " tokens=100 n=2 seed=1
 	@echo "figure: out/demo/figure.png   law: out/demo/law.json   runs: out/demo_*/summary.json"
 
 test: setup                 ## every test that needs no GPU
