@@ -64,8 +64,8 @@ class GPTConfig:
         out = []
         for name in ("n_layer", "n_head", "n_embd", "n_ffn", "n_ctx", "vocab_size", "n_kv_head", "loss_chunk"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                out.append(f"model.{name}={value} must be at least 1")
+            if value is not None and not 1 <= value <= 2**24:
+                out.append(f"model.{name}={value} must be between 1 and {2**24}")
         for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq", "rope_high_freq", "rope_original_ctx"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -272,10 +272,10 @@ class GPT(nn.Module):
             return self.head(h)                                                 # (B, T, V)
         h, targets = h.view(-1, h.size(-1)), y.reshape(-1)                      # (B * T, C), (B * T)
         if self.config.loss_chunk is None:
-            losses = self._token_losses(h, targets)
+            losses = self.token_losses(h, targets)
         else:   # recomputed in the backward pass, chunk by chunk: memory for loss_chunk rows of logits, not B * T
             parts = zip(h.split(self.config.loss_chunk), targets.split(self.config.loss_chunk), strict=True)
-            losses = torch.cat([checkpoint(self._token_losses, *part, use_reentrant=False) for part in parts])
+            losses = torch.cat([checkpoint(self.token_losses, *part, use_reentrant=False) for part in parts])
         return losses.view(y.shape).sum(dim=1)
 
     def hidden(self, x, cache: KVCache | None = None):
@@ -292,7 +292,8 @@ class GPT(nn.Module):
             cache.length += T
         return self.norm(h)
 
-    def _token_losses(self, h, targets):
+    def token_losses(self, h, targets):
+        """Final hidden states (n, C), targets (n,) -> cross-entropy of each token (n,), fp32, nats."""
         return F.cross_entropy(self.head(h).float(), targets, reduction="none")     # fp32: sums of 50k exponentials
 
     # -------------------------------------------------------------------------------------------------------- counts

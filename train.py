@@ -11,6 +11,7 @@ Ctrl-C, or SIGTERM, finishes the step, saves and leaves; a second one leaves at 
 """
 
 import json
+import math
 import signal
 import sys
 import time
@@ -55,14 +56,24 @@ def main(argv: list[str]) -> int:
     except (CheckpointError, GuardError) as error:
         say_error(error, world)
         code = 1
+    except OSError as error:
+        say_error(f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct it and "
+                  f"run the same command again", world)
+        code = 1
+    except KeyboardInterrupt:
+        say_error("interrupted; what was saved stays, and the same command goes on from there", world)
+        code = 130
     if world is not None and world.size > 1:
         parallel.finish(world, code)
     return code
 
 
-def say_error(error: Exception, world: World | None) -> None:
+def say_error(error: Exception | str, world: World | None) -> None:
+    """Once where all ranks see the same mistake; an error that one rank met alone carries a note and is told by it."""
     if world is None or world.is_main:
         print(f"{'' if world is None else chr(10)}train.py: {error}", file=sys.stderr, flush=True)
+    elif getattr(error, "__notes__", None):
+        print(f"\ntrain.py: rank {world.rank}: {error}", file=sys.stderr, flush=True)
 
 
 def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
@@ -92,7 +103,10 @@ def plan(config: Config, gpu: str) -> list[str]:
 def train(config: Config, world: World) -> None:
     """Build, resume, loop, evaluate, summarise. Raises ConfigError, CheckpointError or GuardError with a sentence."""
     started = time.perf_counter()
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    try:
+        tokenizer = load_tokenizer(config.data.tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     fp8.check_hardware(config.fp8, world.device)
     if is_finished(config):
         if world.is_main:
@@ -100,6 +114,7 @@ def train(config: Config, world: World) -> None:
         return
     data = open_data(config, tokenizer.sha256)
     val_sets = {source: data.val(source) for source in data.sources}
+    identity = {"train": data.train_sha256, "val": data.val_sha256}
 
     # Build: on the meta device first, so that no rank ever holds the whole model unsharded.
     with torch.device("meta"):
@@ -123,14 +138,19 @@ def train(config: Config, world: World) -> None:
         load(checkpoint, manifest, tensors, world)
         model.init_buffers()
         step, state = manifest["step"], manifest["state"]
+        if state["data"] != identity:
+            raise ConfigError(f"{config.data.dir} holds other tokens than {config.run_dir} was begun with: restore the shards, "
+                              f"or choose another run=")
         optim.set_updates(optimizer, state["updates"])
         guard, train_s = Guard(**state["guard"]), state["train_s"]
     else:
         model.init_weights(config.seed, assign)
-    saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)     # all ranks meet here before anything is written
+    if world.is_main:   # config.json first: a folder without one is not ours to touch
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        metrics.write_json(config.run_dir / "config.json", config.to_dict())
+    saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)
     log = None
     if world.is_main:
-        metrics.write_json(config.run_dir / "config.json", config.to_dict())
         metrics.write_json(config.run_dir / "env.json", metrics.environment(world.device, ROOT))
         log = metrics.Log(config, step, config.total_steps)
         log.say("\n".join([
@@ -144,7 +164,8 @@ def train(config: Config, world: World) -> None:
         ]))
 
     def save(done: int) -> None:
-        state = {"updates": done - guard.skipped, "guard": guard.state(), "train_s": train_s + time.perf_counter() - started}
+        state = {"updates": done - guard.skipped, "guard": guard.state(), "data": identity,
+                 "train_s": train_s + time.perf_counter() - started}
         saver.save(done, tensors, state, config)
 
     def measure() -> ValLoss:
@@ -153,6 +174,8 @@ def train(config: Config, world: World) -> None:
 
     def validate(done: int) -> ValLoss:
         val = measure()
+        if not math.isfinite(val.loss):
+            raise GuardError(f"validation loss {val.loss} after step {done}: lower optim.lr, or resume from an older checkpoint")
         if log:
             log.validation({"step": done, "tokens": done * config.data.tokens_per_step, "loss": val.loss,
                             "sources": {name: val.source_loss(name) for name in val.sequences}})
@@ -171,7 +194,7 @@ def train(config: Config, world: World) -> None:
         optim.set_learning_rate(optimizer, lr)
         loss_sum = torch.zeros((), device=world.device)
         for micro in range(accumulation):
-            x, y = next(batches)
+            x, y = next_batch(batches, world)
             parallel.sync_gradients(model, now=micro == accumulation - 1)
             micro_loss = model(x, y).sum()
             (micro_loss * loss_scale).backward()
@@ -206,6 +229,7 @@ def train(config: Config, world: World) -> None:
             validate(step)
 
     batches.close()
+    memory = torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None
     eval_started = time.perf_counter()
     as_trained = validate(step)
     with fp8.in_bf16(model):
@@ -215,12 +239,20 @@ def train(config: Config, world: World) -> None:
         eval_s = time.perf_counter() - eval_started
         wall_s = train_s + time.perf_counter() - started
         summary = summarise(config, world, data, counts, layers, as_trained, in_bf16, guard,
-                            wall_s=wall_s, eval_s=eval_s, tokenizer_sha256=tokenizer.sha256)
+                            wall_s=wall_s, eval_s=eval_s, mem_peak_gib=memory, tokenizer_sha256=tokenizer.sha256)
         save_sequence_losses(config.run_dir / "val_losses.npz", as_trained, in_bf16)
         metrics.write_json(config.run_dir / "summary.json", summary)
         log.say(f"{config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, {summary['loss_bf16']:.4f} "
                 f"in BF16; {summary['tok_per_s_median']:,.0f} tok/s; {wall_s:.0f} s -> {config.run_dir}/summary.json")
         log.close()
+
+
+def next_batch(batches, world: World):
+    try:
+        return next(batches)
+    except ConfigError as error:        # a damaged shard, which perhaps no other rank has read
+        error.add_note(f"on rank {world.rank}")
+        raise
 
 
 def is_due(every: int | None, step: int) -> bool:
@@ -248,23 +280,17 @@ def is_finished(config: Config) -> bool:
     if not (run_dir / "config.json").exists():
         raise ConfigError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
     finished = (run_dir / "summary.json").exists()
-    sections = ["model", "data", "fp8", "seed"] + (["optim", "steps", "tokens_per_param"] if finished else [])
-    before, now = read_config(run_dir).to_dict(), config.to_dict()
-    if changes := [line for name in sections for line in differences(name, before[name], now[name])]:
+    before, now = read_config(run_dir).identity(), config.identity()
+    if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now if before[key] != now[key]]:
         raise ConfigError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
     return finished
-
-
-def differences(key: str, before, now) -> list[str]:
-    if isinstance(before, dict) and isinstance(now, dict) and not key.endswith("mixture"):
-        return [line for k in now for line in differences(f"{key}.{k}", before.get(k), now[k])]
-    return [] if before == now else [f"{key} was {before}, now {now}"]
 
 
 # -------------------------------------------------------------------------------------------------------------- summary
 
 def summarise(config: Config, world: World, data: Data, counts: dict, layers: list[fp8.Layer], as_trained: ValLoss,
-              in_bf16: ValLoss, guard: Guard, *, wall_s: float, eval_s: float, tokenizer_sha256: str) -> dict:
+              in_bf16: ValLoss, guard: Guard, *, wall_s: float, eval_s: float, mem_peak_gib: float | None,
+              tokenizer_sha256: str) -> dict:
     """The run's record, which scaling/ reads: counts and FLOPs by convention, losses, precision, speed, identities."""
     m, steps, tokens = config.model, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
@@ -272,9 +298,10 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
     name = metrics.device_name(world.device)
     peak = metrics.peak_flops(name) if world.device.type == "cuda" else None
     converted = [layer for layer in layers if layer.reason is None]
-    memory = torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None
+    lr_last = optim.learning_rate(steps - 1, steps, config.optim)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": metrics.pair_id(config), "status": "ok",
+        "schema_version": 1, "run_id": config.run, "pair_id": metrics.pair_id(config),
+        "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
         "torch": env["torch"], "torchao": env["torchao"], "seed": config.seed,
@@ -287,8 +314,9 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "tok_per_param_nonembed": tokens / counts["params_nonembed"],
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
         "grad_accum": config.accumulation(world.size), "lr_peak": config.optim.lr,
-        "lr_last": optim.learning_rate(steps - 1, steps, config.optim), "warmup_steps": optim.warmup_steps(config.optim, steps),
-        "schedule": config.optim.schedule, "is_annealed": True,     # a summary is only written at the schedule's end
+        "lr_last": lr_last, "warmup_steps": optim.warmup_steps(config.optim, steps),
+        "schedule": config.optim.schedule,
+        "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
             "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,
             "layers_converted": [layer.name for layer in converted],
@@ -309,7 +337,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "skipped_steps": guard.skipped,
         **metrics.throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],
                              peak[0] * world.size if peak else None),
-        "wall_s": wall_s, "eval_s": eval_s, "mem_peak_gib": memory,
+        "wall_s": wall_s, "eval_s": eval_s, "mem_peak_gib": mem_peak_gib,
     }
 
 

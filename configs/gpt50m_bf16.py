@@ -15,7 +15,7 @@ config = Config(
         dir="data",
         mixture=MIXTURE,
         tokens_per_step=262_144,        # 128 sequences of 2,048 tokens
-        micro_batch=32,                 # x 2,048 = 65,536 tokens per forward pass and GPU
+        micro_batch=16,                 # x 2,048 = 32,768 tokens per forward pass and GPU
     ),
     optim=OptimConfig(lr=1e-3),
 )

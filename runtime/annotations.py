@@ -103,6 +103,17 @@ def nearest(word: str, choices: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; there are: {', '.join(choices)}"
 
 
+def keyword_sentence(error: TypeError, classes) -> str:
+    """A dataclass's own complaint about its keywords, in our words, to follow the name of the file it was met in."""
+    unknown = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if unknown and (cls := {c.__name__: c for c in classes}.get(unknown[1])):
+        return f": {unknown[1]} has no field {unknown[2]!r}{nearest(unknown[2], [f.name for f in fields(cls)])}"
+    missing = re.match(r"(\w+)\.__init__\(\) missing \d+ required keyword-only arguments?: (.+)", str(error))
+    if missing:
+        return f": {missing[1]} needs {missing[2]}: give a value"
+    return f" could not be run: TypeError: {error}"
+
+
 def show(value) -> str:
     return "none" if value is None else repr(value) if isinstance(value, (str, dict, tuple)) else str(value)
 

@@ -112,17 +112,19 @@ def read_manifest(path: Path) -> dict:
     advice = f"move {path} away to go on from the checkpoint before it"
     try:
         manifest = json.loads((path / "manifest.json").read_text())
-        version, files = manifest["format_version"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        version, files = manifest["format_version"], {name: (f["bytes"], f["sha256"]) for name, f in manifest["files"].items()}
+        for key in ("state", "config", "tensors"):
+            manifest[key].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path}/manifest.json cannot be read ({type(error).__name__}: {error}): {advice}") from error
     if version != FORMAT_VERSION:
         raise ConfigError(f"{path} has checkpoint format {version}, this version reads {FORMAT_VERSION}: "
                           f"use the version that wrote it, or start the run anew")
-    for name, expected in files.items():
+    for name, (size, sha256) in files.items():
         file = path / Path(name).name       # a name from a file never becomes a path
-        if not file.is_file() or file.stat().st_size != expected["bytes"]:
-            raise ConfigError(f"{file} is missing or not {expected['bytes']} bytes long: {advice}")
-        if _sha256(file) != expected["sha256"]:
+        if not file.is_file() or file.stat().st_size != size:
+            raise ConfigError(f"{file} is missing or not {size} bytes long: {advice}")
+        if _sha256(file) != sha256:
             raise ConfigError(f"{file} differs from what was written (its SHA-256 does not match the manifest): {advice}")
     return manifest
 

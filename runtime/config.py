@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal, get_type_hints
 
 from model import GPTConfig
-from runtime.annotations import field_lines, nearest, parse, type_problems
+from runtime.annotations import field_lines, keyword_sentence, nearest, parse, type_problems
 from runtime.tokenizer import VOCAB_SIZE
 
 
@@ -152,6 +152,8 @@ class Config:
         if (self.steps is None) == (self.tokens_per_param is None):
             out.append(f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two")
         out += _positive(self, "", "steps", "tokens_per_param")
+        if not out and max((self.steps or 0) * d.tokens_per_step, (self.tokens_per_param or 0) * m.params_total) > 2**50:
+            out.append(f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
             out.append(f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'")
         if d.tokens_per_step % (m.n_ctx * d.micro_batch):
@@ -166,6 +168,9 @@ class Config:
                 if value % 16:
                     out.append(f"model.{name}={value} is not a multiple of 16, which fp8.recipe={self.fp8.recipe} needs: "
                                f"take {value // 16 * 16 or 16} or {-(-value // 16) * 16}, or fp8.recipe=off")
+            if d.micro_batch * m.n_ctx % 16:
+                out.append(f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens are not a multiple of 16, which "
+                           f"fp8.recipe={self.fp8.recipe} needs for the weight gradient: change either, or fp8.recipe=off")
         return out
 
     # ------------------------------------------------------------------------------------------------ derived values
@@ -197,6 +202,12 @@ class Config:
     def to_dict(self) -> dict:
         return asdict(self)
 
+    def identity(self) -> dict:
+        """What makes two configs the same training run, as flat key -> value: all that the weights depend on."""
+        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk"}      # a resume may need less memory
+        keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
+        return {k: v for k, v in keys.items() if k not in free} | {"seed": self.seed, "steps": self.total_steps}
+
 
 SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
             "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig}
@@ -215,11 +226,11 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
         raise ConfigError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
         config = runpy.run_path(str(path)).get("config")
-    except ConfigError:
-        raise
     except TypeError as error:      # the dataclasses' own complaint about a keyword, in our words
-        raise ConfigError(_keyword_sentence(path, error)) from error
+        raise ConfigError(f"{path}{keyword_sentence(error, (Config, *SECTIONS.values()))}") from error
     except Exception as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"{path} could not be run: {type(error).__name__}: {error}") from error
     if not isinstance(config, Config):
         raise ConfigError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")
@@ -287,13 +298,3 @@ def _positive(section, prefix: str, *names: str) -> list[str]:
     keys = {n: f"{prefix}.{n}" if prefix else n for n in names}
     return [f"{keys[n]}={getattr(section, n)} must be a positive, finite number" for n in names
             if getattr(section, n) is not None and not 0 < getattr(section, n) < math.inf]
-
-
-def _keyword_sentence(path, error: TypeError) -> str:
-    unknown = re.match(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if unknown and (cls := {c.__name__: c for c in (Config, *SECTIONS.values())}.get(unknown[1])):
-        return f"{path}: {unknown[1]} has no field {unknown[2]!r}{nearest(unknown[2], [f.name for f in fields(cls)])}"
-    missing = re.match(r"(\w+)\.__init__\(\) missing \d+ required keyword-only arguments?: (.+)", str(error))
-    if missing:
-        return f"{path}: {missing[1]} needs {missing[2]}: give a value"
-    return f"{path} could not be run: TypeError: {error}"

@@ -94,8 +94,7 @@ class Log:
             mirror.close()
 
     def _write(self, row: dict) -> None:
-        strict = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self._file.write(json.dumps(strict) + "\n")
+        self._file.write(json.dumps(_strict(row)) + "\n")
         for mirror in self._mirrors:
             mirror.write(row)
 
@@ -115,7 +114,8 @@ class Log:
 class _Wandb:
     def __init__(self, config: Config):
         wandb = _package("wandb")
-        self.run = wandb.init(project="nanofp8", name=config.run, dir=str(config.run_dir), config=config.to_dict())
+        self.run = wandb.init(project="nanofp8", name=config.run, id=config.run, resume="allow", dir=str(config.run_dir),
+                              config=config.to_dict())
 
     def write(self, row: dict) -> None:
         self.run.log({f"{row['kind']}/{k}": v for k, v in _numbers(row)}, step=row["step"])
@@ -171,10 +171,9 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 
 
 def pair_id(config: Config) -> str:
-    """What a BF16 and an FP8 run must share to be compared: everything but the run's name, its fp8 section and how it
-    is spread, logged and saved."""
-    shared = {k: v for k, v in config.to_dict().items() if k in ("model", "data", "optim", "seed")}
-    return digest({**shared, "steps": config.total_steps})[:16]
+    """What a BF16 and an FP8 run must share to be compared: all that the weights depend on, except the fp8 section."""
+    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.")}
+    return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
 
 
 def digest(value) -> str:
@@ -202,6 +201,13 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json(path: Path, value: dict) -> None:
     """Strict JSON: a NaN in it is our mistake, not the reader's."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def _strict(value):
+    """NaN and infinities as null, at any depth: JSON has no words for them."""
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _package(name: str):

@@ -43,6 +43,9 @@ def start(config: Config) -> World:
                           f"processes: their product must be the number that torchrun starts")
     config.accumulation(size)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} "
+                          f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
     if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         raise ConfigError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
     if device.type == "cuda":
@@ -101,9 +104,14 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
 
 
 def compile_model(model: nn.Module, world: World) -> None:
-    """In place, so that the names in the state dict stay: the whole model on one process, per block under FSDP2."""
+    """In place, so that the names in the state dict stay: the whole model on one process, per block under FSDP2.
+
+    There the head and the cross-entropy are one more piece: eager, they would hold three copies of the logits.
+    """
     for module in [model] if world.size == 1 else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
+    if world.size > 1:
+        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
 
 
 def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch.Tensor], None]:

@@ -54,7 +54,8 @@ def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
     kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
     activations = tokens * m.n_layer * kept
-    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * 4       # BF16, and their gradient
+    # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
+    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if config.parallel.compile else 12)
     total = 4 * n / shard + gradients + 8 * n / shard + activations + logits
     return [
         f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {d.micro_batch}",

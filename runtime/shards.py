@@ -111,12 +111,14 @@ def _read_split(folder: Path, name: str, raw: dict) -> Split:
     split = Split(*(_typed(raw, key, int) for key in ("documents", "text_bytes", "tokens")), tuple(shards))
     if split.tokens != sum(shard.tokens for shard in shards) or len({shard.path for shard in shards}) != len(shards):
         raise TypeError(f"splits.{name}.tokens is not the sum of its shards")
+    if split.tokens > split.documents and not split.text_bytes:
+        raise TypeError(f"splits.{name} has tokens of no text_bytes")
     return split
 
 
 def _typed(raw: dict, key: str, kind: type):
     value = raw[key]
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**53):
         raise TypeError(f"key {key!r} is {str(value)[:40]!r}, not {'a count' if kind is int else kind.__name__}")
     return value
 

@@ -61,6 +61,8 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
         figure.align_ylabels()
         _label(figure, panels[0, 0], groups, pairs, loss_key, ray)
         FigureCanvasAgg(figure).draw()  # ticks and labels take these settings now, not savefig's
+        _make_room_for_ylabels(figure, panels[:, 0])
+        figure.canvas.draw()
     return figure
 
 
@@ -110,6 +112,13 @@ def _draw_gaps(panel, groups, pairs, axis, loss_key):
     panel.set_axisbelow(True)
     low, high = panel.get_ylim()
     panel.set_ylim(min(low, -0.15 * high), max(high, -0.15 * low))
+
+
+def _make_room_for_ylabels(figure, panels):
+    """Move the left edge in by as much as a label sticks out: how wide the tick labels are depends on the values."""
+    edge = min(panel.yaxis.label.get_window_extent().x0 for panel in panels) / figure.bbox.width
+    if edge < 0.008:
+        figure.subplots_adjust(left=figure.subplotpars.left + 0.008 - edge)
 
 
 def _styles(groups):

@@ -232,7 +232,7 @@ def pair_table(found) -> str:
     for pair in found:
         gaps = [f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}") + f" | {gap.percent:+.3f}"
                 for gap in (pair.as_trained, pair.in_bf16)]
-        ratio = "other device" if pair.tok_per_s_ratio is None else f"{pair.tok_per_s_ratio:.2f}"
+        ratio = "other machine" if pair.tok_per_s_ratio is None else f"{pair.tok_per_s_ratio:.2f}"
         lines.append(f"| {pair.fp8.run_id} ({pair.fp8.recipe}) | {human(pair.fp8.params_total)} | "
                      f"{human(pair.fp8.tokens)} | {pair.bf16.loss_bf16:.5f} | {pair.fp8.loss_as_trained:.5f} | "
                      f"{pair.fp8.loss_bf16:.5f} | {gaps[0]} | {gaps[1]} | {ratio} |")

@@ -33,7 +33,7 @@ class Pair:
     fp8: Record
     as_trained: Gap                     # each run evaluated in the precision that it was trained in
     in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
-    tok_per_s_ratio: float | None       # FP8 over BF16; none if the devices differ
+    tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
 
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
@@ -68,7 +68,8 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
                               f"{name!r}: a paired gap needs the same validation sequences in the same order")
     gaps = [_gap(losses[1][arm] - losses[0][arm], losses[0], list(bf16.weights.values()), reference)
             for arm, reference in (("as_trained", bf16.loss_as_trained), ("bf16", bf16.loss_bf16))]
-    ratio = fp8.tok_per_s_median / bf16.tok_per_s_median if fp8.device == bf16.device else None
+    alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
+    ratio = fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None
     return Pair(bf16, fp8, *gaps, ratio)
 
 

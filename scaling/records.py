@@ -32,6 +32,8 @@ class Record:
     is_annealed: bool                   # the learning rate had come down to its last value
     seed: int
     device: str
+    n_gpu: int
+    is_compiled: bool
     val_sha256: str
     tokenizer_sha256: str
     vocab_size: int
@@ -103,7 +105,9 @@ def read_record(folder) -> Record:
         raise RecordError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
                           "so the run comes from another version of train.py")
     values = {key: _checked(path, summary, key, kind) for key, kind in _KINDS.items()}
-    recipe = _checked(path, _checked(path, summary, "precision", "object"), "recipe", "text", "precision.")
+    precision = _checked(path, summary, "precision", "object")
+    recipe = _checked(path, precision, "recipe", "text", "precision.")
+    is_compiled = _checked(path, precision, "compile", "flag", "precision.")
     weights = {}
     sources = _checked(path, summary, "sources", "object")
     for name in sorted(sources):        # sorted, because val_losses.npz numbers the sources so
@@ -112,7 +116,7 @@ def read_record(folder) -> Record:
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
     return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
-                  weights=weights, **values)
+                  is_compiled=is_compiled, weights=weights, **values)
 
 
 _EXPECTED = {
@@ -125,8 +129,8 @@ _EXPECTED = {
 }
 _KINDS = {
     **dict.fromkeys(("run_id", "pair_id", "status", "device", "val_sha256", "tokenizer_sha256"), "text"),
-    **dict.fromkeys(("params_total", "params_nonembed", "params_matmul", "tokens", "vocab_size", "vocab_padded"),
-                    "count"),
+    **dict.fromkeys(("params_total", "params_nonembed", "params_matmul", "tokens", "vocab_size", "vocab_padded",
+                     "n_gpu"), "count"),
     **dict.fromkeys(("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total"), "number"),
     **dict.fromkeys(("flops_per_token_6n_nonembed", "flops_per_token_6n_matmul"), "number"),
     **dict.fromkeys(("loss_as_trained", "loss_bf16", "tok_per_s_median"), "number"),

@@ -41,13 +41,13 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
              n_tokens=np.full(3 * per_source, per_sequence))
     summary = {
         "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
-        "git_commit": "0" * 40, "git_dirty": False, "device": "cpu test", "seed": seed, "val_sha256": "v" * 64,
+        "git_commit": "0" * 40, "git_dirty": False, "device": "cpu test", "n_gpu": 1, "seed": seed, "val_sha256": "v" * 64,
         "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
         "params_total": params, "params_nonembed": nonembed, "params_matmul": params,
         "flops_per_token": flops, "flops_per_token_causal": flops - attention // 2,
         "flops_per_token_6n_total": 6 * params, "flops_per_token_6n_nonembed": 6 * nonembed,
         "flops_per_token_6n_matmul": 6 * params, "tokens": tokens, "is_annealed": True,
-        "precision": {"recipe": recipe, "layers_converted": [], "layers_skipped": {}},
+        "precision": {"recipe": recipe, "compile": False, "layers_converted": [], "layers_skipped": {}},
         "loss_as_trained": loss_as_trained, "loss_bf16": loss_bf16, "tok_per_s_median": 9000.0 if gap else 12000.0,
         "sources": {name: {"weight": weight, "loss_bf16": loss_bf16} for name, weight in weights.items()},
     }

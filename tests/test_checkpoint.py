@@ -124,7 +124,8 @@ def test_a_damaged_manifest_or_another_version_gets_a_sentence(tiny):
     save(tiny, 1)
     file = latest(tiny.run_dir) / "manifest.json"
     text = file.read_text()
-    for bad in ("", "[]", "{}", text[:-40], "\x00"):
+    for bad in ("", "[]", "{}", text[:-40], "\x00", '{"format_version": 1, "files": []}', '{"format_version": 1, "files": {}}',
+                '{"format_version": 1, "files": {".metadata": 3}}', text.replace('"state"', '"estate"')):
         file.write_text(bad)
         with pytest.raises(ConfigError, match=r"manifest.json cannot be read .* move .* away"):
             read_manifest(file.parent)

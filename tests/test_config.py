@@ -37,6 +37,12 @@ def test_an_fp8_config_differs_from_its_baseline_by_name_and_fp8_section_alone(p
     assert {k for k in fp8 if fp8[k] != bf16[k]} == {"run", "fp8"}
 
 
+@pytest.mark.parametrize("path", [p for p in ALL_CONFIGS if p.stem.startswith("gpt")], ids=lambda p: p.stem)
+def test_the_command_in_a_config_works_on_one_gpu_and_on_eight(path):
+    config = load_config(path)
+    assert config.accumulation(1) == 8 * config.accumulation(8)
+
+
 @pytest.mark.parametrize("size, layers, width, ffn, heads, millions", [
     ("gpt50m", 8, 512, 1536, 4, 53), ("gpt125m", 12, 768, 2048, 6, 124), ("gpt250m", 16, 1024, 2816, 8, 257),
     ("gpt350m", 24, 1024, 2816, 8, 360), ("gpt760m", 24, 1536, 4096, 12, 757), ("gpt1p5b", 28, 2048, 5632, 16, 1542)])

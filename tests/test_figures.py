@@ -43,7 +43,7 @@ def test_loss_axis_has_round_labels(low, high):
     assert ticks[0] >= low - 1e-9 and ticks[-1] <= high + 1e-9
 
 
-@pytest.mark.parametrize("study", ["three", "six", "three_recipes", "bf16_alone", "one_run"])
+@pytest.mark.parametrize("study", ["three", "six", "tiny_gaps", "three_recipes", "bf16_alone", "one_run"])
 def test_no_label_collides_or_leaves_the_page(tmp_path, study):
     if study == "bf16_alone":
         for i, params in enumerate((40_000, 110_000, 190_000)):
@@ -51,8 +51,8 @@ def test_no_label_collides_or_leaves_the_page(tmp_path, study):
     elif study == "one_run":
         write_run(tmp_path / "a")
     else:
-        write_ladder(tmp_path, **({"sizes": (39_000, 60_000, 107_000, 184_000, 400_000, 900_000)}
-                                  if study == "six" else {}))
+        changes = {"six": {"sizes": (39_000, 60_000, 107_000, 184_000, 400_000, 900_000)}, "tiny_gaps": {"gap": -0.005}}
+        write_ladder(tmp_path, **changes.get(study, {}))     # a small negative gap has the widest tick labels
     if study == "three_recipes":
         for letter, params in zip("xyz", (38_912, 106_624, 184_320), strict=True):
             write_run(tmp_path / letter, recipe="rowwise", params=params, gap=0.004)

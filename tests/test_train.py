@@ -16,7 +16,9 @@ import torch
 from model import GPT
 from runtime.checkpoint import checkpoints, load_model, read_manifest
 from runtime.config import FP8Config
-from tests.conftest import ROOT, run_train, with_recipe, write_config, write_source
+from runtime.data import open_data
+from runtime.tokenizer import load_tokenizer
+from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
 
 
 def weights(run_dir):
@@ -108,32 +110,32 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path):
     assert mean == pytest.approx(b["loss_bf16"], rel=1e-12)
 
 
-def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder(tiny, tmp_path):
-    assert run_train(tiny, tmp_path).returncode == 0
+def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder(tiny, tmp_path, capsys):
+    assert call_train(capsys, tiny, tmp_path).returncode == 0
     before = {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
-    again = run_train(tiny, tmp_path)
+    again = call_train(capsys, tiny, tmp_path)
     assert again.returncode == 0
     assert again.stdout.startswith("tiny: finished, all 6 steps; nothing to do")
     for change, told in (("model.n_layer=3", "model.n_layer was 2, now 3"), ("steps=7", "steps was 6, now 7"),
                          ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
                          ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
-        refused = run_train(tiny, tmp_path, change)
+        refused = call_train(capsys, tiny, tmp_path, change)
         assert refused.returncode == 2
         assert f"holds another run: {told}" in refused.stderr
         assert "Traceback" not in refused.stderr
     assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
 
 
-def test_a_foreign_folder_is_left_alone(tiny, tmp_path):
+def test_a_foreign_folder_is_left_alone(tiny, tmp_path, capsys):
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / "thesis.tex").write_text("five years")
-    refused = run_train(tiny, tmp_path)
+    refused = call_train(capsys, tiny, tmp_path)
     assert refused.returncode == 2
     assert "holds no run (no config.json)" in refused.stderr
     assert [p.name for p in tiny.run_dir.iterdir()] == ["thesis.tex"]
 
 
-@pytest.mark.parametrize("number, ranks", [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize("number, ranks", [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_a_signal_saves_and_the_run_goes_on_bit_exactly(tiny, tmp_path, number, ranks):
     config = replace(tiny, run="stopped", steps=2000, checkpoint=replace(tiny.checkpoint, every=None),
                      data=replace(tiny.data, max_epochs=100))
@@ -209,36 +211,103 @@ def test_replicas_of_shards_train(tiny, tmp_path):
     (lambda d: (d / "web/index.json").write_text((d / "web/index.json").read_text().replace('"byte"', '"gpt2"')),
      "was made with tokenizer=gpt2, but data.tokenizer=byte"),
 ])
-def test_damaged_data_is_told_before_anything_is_written(tiny, tmp_path, damage, sentence):
+def test_damaged_data_is_told_before_anything_is_written(tiny, tmp_path, damage, sentence, capsys):
     for seed, source in enumerate(("web", "code")):
         write_source(tmp_path / "data" / source, seed)
     damage(tmp_path / "data")
-    refused = run_train(tiny, tmp_path, f"data.dir={tmp_path}/data")
+    refused = call_train(capsys, tiny, tmp_path, f"data.dir={tmp_path}/data")
     assert refused.returncode == 2
     assert sentence in refused.stderr
     assert "Traceback" not in refused.stderr
     assert not tiny.run_dir.exists()
 
 
-def test_a_budget_beyond_the_data_is_refused(tiny, tmp_path):
-    refused = run_train(tiny, tmp_path, "steps=200")
+def test_an_unfinished_run_goes_on_only_as_it_began(tiny, tmp_path, capsys):
+    """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
+    for seed, source in enumerate(("web", "code")):
+        write_source(tmp_path / "data" / source, seed)
+    config = replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data")))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(config.run_dir / "checkpoints/step_00000006")
+    refused = call_train(capsys, config, tmp_path, "optim.lr=1e-3", "steps=8")
+    assert refused.returncode == 2
+    assert "holds another run: optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused.stderr
+    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
+    moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
+    assert call_train(capsys, config, tmp_path, *moved).returncode == 0
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "moved/code")
+    write_source(tmp_path / "moved/code", seed=9)
+    refused = call_train(capsys, config, tmp_path, *moved)
+    assert refused.returncode == 2
+    assert "holds other tokens than" in refused.stderr
+
+
+def test_a_rank_alone_with_an_error_tells_it(tiny, tmp_path):
+    for seed, source in enumerate(("web", "code")):
+        write_source(tmp_path / "data" / source, seed)
+    config = replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data"), mixture={"web": 1.0}))
+    data = open_data(config, load_tokenizer("byte").sha256)
+    row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
+    shard = tmp_path / "data/web/train_00000.bin"
+    content = shard.read_bytes()
+    assert content.count(row) == 1
+    shard.write_bytes(content.replace(row, b"\xff\xff" + row[2:]))
+    done = run_train(config, tmp_path, ranks=2)
+    assert done.returncode != 0
+    assert "train.py: rank 1: " in done.stderr
+    assert "holds the id 65535" in done.stderr
+
+
+def test_a_run_that_ends_in_skipped_steps_is_no_point_of_a_law(tiny, tmp_path, capsys):
+    done = call_train(capsys, replace(tiny, optim=replace(tiny.optim, warmup_share=0.0)), tmp_path, "optim.lr=1e38", "steps=4")
+    assert done.returncode == 1 or json.loads((tiny.run_dir / "summary.json").read_text())["status"] == "diverged"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments, code, told", [
+    (["out=/proc/nowhere"], 1, "nothing that was finished is lost"), (["out=/dev/null/x"], 1, "Not a directory"),
+    (["steps=1e20"], 2, "a budget beyond 10^15 tokens is no budget"), (["steps=none", "tokens_per_param=1e308"], 2, "10^15"),
+    (["model.n_embd=1e12", "model.n_head=1"], 2, "model.n_embd=1000000000000 must be between 1 and"),
+    (["fp8.recipe=tensorwise", "model.n_ctx=20", "data.micro_batch=1", "data.tokens_per_step=20"], 2, "multiple of 16")])
+def test_absurd_settings_get_a_sentence(tiny, tmp_path, arguments, code, told, capsys):
+    done = call_train(capsys, tiny, tmp_path, *arguments)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
+    assert told in done.stderr
+
+
+def test_two_compiled_fp8_ranks_agree_with_eager_ones(tiny, tmp_path):
+    """The default of every GPU config: blocks, head and loss compiled apart, under FSDP2."""
+    config = with_recipe(tiny, "tensorwise", model=replace(tiny.model, n_layer=1), steps=2)
+    eager, compiled = replace(config, run="eager"), replace(config, run="compiled", parallel=replace(tiny.parallel, compile=True))
+    for each in (eager, compiled):
+        done = run_train(each, tmp_path, ranks=2)
+        assert done.returncode == 0, done.stderr
+    a, b = ([r["loss"] for r in rows(c.run_dir)] for c in (eager, compiled))
+    assert a == pytest.approx(b, rel=2e-3)
+    assert a != b
+
+
+def test_a_budget_beyond_the_data_is_refused(tiny, tmp_path, capsys):
+    refused = call_train(capsys, tiny, tmp_path, "steps=200")
     assert refused.returncode == 2
     assert "data.max_epochs" in refused.stderr
     assert not tiny.run_dir.exists()
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tiny, tmp_path):
-    assert run_train(tiny, tmp_path).returncode == 0
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_offered(tiny, tmp_path, capsys):
+    assert call_train(capsys, tiny, tmp_path).returncode == 0
     (tiny.run_dir / "summary.json").unlink()
     file = tiny.run_dir / "checkpoints/step_00000006/__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    refused = run_train(tiny, tmp_path)
+    refused = call_train(capsys, tiny, tmp_path)
     assert refused.returncode == 2
     assert "__0_0.distcp differs from what was written" in refused.stderr
     shutil.move(file.parent, tmp_path / "away")
-    assert "resuming" in run_train(tiny, tmp_path).stdout
+    assert "resuming" in call_train(capsys, tiny, tmp_path).stdout
 
 
 def test_plan_needs_no_data_and_trains_nothing(tmp_path):
