@@ -304,7 +304,8 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
-        "torch": env["torch"], "torchao": env["torchao"], "seed": config.seed,
+        "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
+        "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
         "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
         "tokenizer": config.data.tokenizer, "tokenizer_sha256": tokenizer_sha256,
         "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
@@ -313,9 +314,10 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
         "tok_per_param_nonembed": tokens / counts["params_nonembed"],
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
-        "grad_accum": config.accumulation(world.size), "lr_peak": config.optim.lr,
-        "lr_last": lr_last, "warmup_steps": optim.warmup_steps(config.optim, steps),
-        "schedule": config.optim.schedule,
+        "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
+        "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
+        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr, "lr_last": lr_last,
+        "warmup_steps": optim.warmup_steps(config.optim, steps),
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
             "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,
@@ -326,7 +328,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         },
         "loss_as_trained": as_trained.loss, "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
         "sources": {source: {
-            "weight": data.weights[source], "loss_as_trained": as_trained.source_loss(source),
+            "weight": data.weights[source], "epochs": data.epochs[source], "loss_as_trained": as_trained.source_loss(source),
             "loss_bf16": in_bf16.source_loss(source),
             "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val(source)),
             "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val(source)),

@@ -45,11 +45,11 @@ class Options:
     POSITIONAL: ClassVar = ("run", "prompt")
 
     def __post_init__(self):
-        for name in ("n", "tokens", "top_k"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"temperature={self.temperature} must be a number from 0 (the likeliest token) upwards")
+        for name, low, high in (("n", 1, 1024), ("tokens", 1, 2**31), ("top_k", 1, 2**31), ("seed", 0, 2**63 - 1)):
+            if (value := getattr(self, name)) is not None and not low <= value <= high:
+                raise ConfigError(f"{name}={value} must be between {low} and {high}")
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
+            raise ConfigError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
 
 # ----------------------------------------------------------------------------------------------------------- generation
@@ -119,7 +119,7 @@ def pick_device(name: str) -> torch.device:
     try:
         torch.empty(0, device=name)
         return torch.device(name)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
 

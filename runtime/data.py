@@ -157,6 +157,11 @@ class Data:
         """Each source's share of the mixture, as resolved; together 1."""
         return {name: int(count) / self.period for name, count in zip(self.sources, self._counts, strict=True)}
 
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often the run sees each source's training tokens."""
+        return {name: int(self.planned[s]) / len(self._train[s]) for s, name in enumerate(self.sources)}
+
     def val(self, source: str) -> Validation:
         return self._val[source]
 
@@ -164,7 +169,7 @@ class Data:
         """A line per source: share of the mixture as resolved, training tokens there are, planned ones, epochs."""
         return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self.period})  "
                 f"{len(self._train[s]) * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
-                f"= {self.planned[s] / len(self._train[s]):.2f} epochs; {self._val[name].tokens:,} to validate on"
+                f"= {self.epochs[name]:.2f} epochs; {self._val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

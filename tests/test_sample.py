@@ -156,11 +156,13 @@ def test_empty_prompt_starts_a_document(run, monkeypatch):
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["x" * 33], "the prompt has 33 tokens, but the context of"),
-    (["hi", "n=0"], "n=0 must be at least 1"),
-    (["hi", "temperature=-1"], "temperature=-1.0 must be a number from 0"),
-    (["hi", "temperature=nan"], "temperature=nan must be a number from 0"),
+    (["hi", "n=0"], "n=0 must be between 1 and 1024"),
+    (["hi", "temperature=-1"], "temperature=-1.0 must be 0 (the likeliest token) or between 0.01 and 100"),
+    (["hi", "temperature=nan"], "temperature=nan must be 0"),
     (["hi", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
-    (["hi", "top_k=0"], "top_k=0 must be at least 1"),
+    (["hi", "top_k=0"], "top_k=0 must be between 1 and"),
+    (["hi", "temperature=1e-40"], "temperature=1e-40 must be 0"),
+    (["hi", "n=1000000000000000"], "n=1000000000000000 must be between"),
 ])
 def test_sample_mistakes_get_a_sentence(run, capsys, arguments, sentence):
     assert sample.main([str(run), *arguments]) == 2
