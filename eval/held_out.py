@@ -8,7 +8,6 @@ val_cloze   96 characters of a document and four pieces of 32: its own next one,
 Both are a function of the shards alone, hence the same for every run on the same validation set.
 """
 
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.config import ConfigError, read_config
+from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
 
 DOCUMENTS = 32          # per source, val_ppl
@@ -109,22 +109,11 @@ def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:
 
 
 def _shards(folder: Path, tokenizer: str) -> list[np.ndarray]:
-    path = folder / "index.json"
     try:
-        index = json.loads(path.read_text())
-        found, listed = index["tokenizer"], [(s["file"], s["tokens"]) for s in index["splits"]["val"]["shards"]]
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no {path}: prepare the run's data with prepare_data.py") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}): run prepare_data.py again") from error
-    if found != tokenizer:
-        raise ConfigError(f"{path} was made with the tokenizer {found!r}, the run was trained with {tokenizer!r}: "
+        index = read_index(folder)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    if index.tokenizer != tokenizer:
+        raise ConfigError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with {tokenizer!r}: "
                           f"prepare the data with data.tokenizer={tokenizer}")
-    out = []
-    for name, tokens in listed:
-        size = (folder / name).stat().st_size if (folder / name).is_file() else 0
-        if size != 2 * tokens:
-            raise ConfigError(f"{folder / name} has {size} bytes, but {path} promises {2 * tokens}: "
-                              f"run prepare_data.py again")
-        out += [np.memmap(folder / name, dtype="<u2", mode="r")] if tokens else []
-    return out
+    return [np.memmap(shard.path, dtype="<u2", mode="r") for shard in index.splits["val"].shards if shard.tokens]

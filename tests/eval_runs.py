@@ -103,4 +103,9 @@ def write_shards(folder, texts, shards=2):
         ids = np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]])
         ids.astype("<u2").tofile(folder / f"val_{i:05d}.bin")
         listed.append({"file": f"val_{i:05d}.bin", "tokens": len(ids), "sha256": ""})
-    (folder / "index.json").write_text(json.dumps({"tokenizer": "byte", "splits": {"val": {"shards": listed}}}))
+    val = {"documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
+           "tokens": sum(shard["tokens"] for shard in listed), "shards": listed}
+    (folder / "index.json").write_text(json.dumps({
+        "format_version": 1, "source": folder.name, "tokenizer": "byte", "tokenizer_sha256": BYTES.sha256, "vocab_size": 257,
+        "dtype": "uint16", "dataset": "test", "revision": "1", "license": "CC0-1.0", "split_rule": "all", "duplicates": 0,
+        "splits": {"train": {"documents": 0, "text_bytes": 0, "tokens": 0, "shards": []}, "val": val}}))

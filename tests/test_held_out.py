@@ -65,13 +65,13 @@ def test_a_model_that_reads_the_context_is_told_apart(run):
 
 
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda f: (f / "index.json").unlink(), "there is no data/code/index.json: prepare the run's data with prepare_data.py"),
-    (lambda f: (f / "index.json").write_text("{"), "data/code/index.json is damaged (JSONDecodeError"),
+    (lambda f: (f / "index.json").unlink(), "there is no data/code/index.json (data holds prose): make it with"),
+    (lambda f: (f / "index.json").write_text("{"), "data/code/index.json cannot be read"),
     (lambda f: (f / "index.json").write_text('{"tokenizer": "byte", "splits": []}'), "data/code/index.json is damaged"),
-    (lambda f: (f / "index.json").write_text((f / "index.json").read_text().replace("byte", "gpt2")),
+    (lambda f: (f / "index.json").write_text((f / "index.json").read_text().replace('"byte"', '"gpt2"')),
      "was made with the tokenizer 'gpt2', the run was trained with 'byte'"),
-    (lambda f: (f / "val_00001.bin").write_bytes(b"\0\1"), "data/code/val_00001.bin has 2 bytes, but data/code/index.json"),
-    (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin has 0 bytes"),
+    (lambda f: (f / "val_00001.bin").write_bytes(b"\0\1"), "data/code/val_00001.bin has 2 bytes, but data/code/index.json promises"),
+    (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"),
 ])
 def test_damaged_shards_get_a_sentence(run, capsys, damage, sentence):
     damage(Path("data/code"))
