@@ -70,7 +70,7 @@ def test_a_model_that_reads_the_context_is_told_apart(run):
     (lambda f: (f / "index.json").write_text('{"tokenizer": "byte", "splits": []}'), "data/code/index.json is damaged"),
     (lambda f: (f / "index.json").write_text((f / "index.json").read_text().replace('"byte"', '"gpt2"')),
      "was made with the tokenizer 'gpt2', the run was trained with 'byte'"),
-    (lambda f: (f / "val_00001.bin").write_bytes(b"\0\1"), "data/code/val_00001.bin has 2 bytes, but data/code/index.json promises"),
+    (lambda f: (f / "val_00001.bin").write_bytes(b"\0\1"), "data/code/val_00001.bin has 2 bytes, but data/code/index.json"),
     (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"),
 ])
 def test_damaged_shards_get_a_sentence(run, capsys, damage, sentence):
