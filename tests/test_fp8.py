@@ -64,11 +64,10 @@ def reference(recipe, x, w, g):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_three_matmuls_are_those_of_explicit_quantisation(recipe):
     torch.manual_seed(0)
-    torchao = fp8._float8()
     linear = Linear(64, 96)
     torch.nn.init.normal_(linear.weight, std=0.05)
     holder = torch.nn.Sequential(linear)
-    torchao.convert_to_float8_training(holder, config=torchao.Float8LinearConfig.from_recipe_name(recipe))
+    fp8.convert(holder, FP8Config(recipe=recipe))
     x = (torch.randn(32, 64) * torch.logspace(-2, 1, 32)[:, None]).bfloat16().requires_grad_()
     g = (torch.randn(32, 96) * torch.logspace(1, -2, 96)).bfloat16()
     y = holder(x)

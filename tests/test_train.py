@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from model import GPT
-from runtime.checkpoint import checkpoints, load_model, read_manifest
+from runtime.checkpoint import checkpoints, load, load_model, read_manifest
 from runtime.config import FP8Config
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
@@ -80,6 +80,25 @@ def test_two_ranks_train_what_one_does(tiny, tmp_path):
     (two.run_dir / "summary.json").unlink()
     assert run_train(two, tmp_path).returncode == 0
     assert rows(two.run_dir)[3]["loss"] == pytest.approx(losses[1][3], rel=1e-4)
+
+
+def first_moments(config):
+    """AdamW's first moments in a run's newest checkpoint: after one step, a tenth of the clipped gradient."""
+    path = checkpoints(config.run_dir)[-1]
+    manifest = read_manifest(path)
+    wanted = {k: torch.zeros(shape) for k, (shape, _) in manifest["tensors"].items() if k.endswith("exp_avg")}
+    load(path, manifest, wanted)
+    return wanted
+
+
+def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(tiny, tmp_path, capsys):
+    """Two ranks sum the very BF16 gradients of the micro-batches that one rank sums; a BF16 sum would be off by 1e-3."""
+    one, two = replace(tiny, run="one", steps=1), replace(tiny, run="two", steps=1)
+    assert call_train(capsys, one, tmp_path).returncode == 0
+    assert run_train(two, tmp_path, ranks=2).returncode == 0
+    a, b = first_moments(one), first_moments(two)
+    for name in a:
+        assert (a[name] - b[name]).norm() / a[name].norm() < 2e-5, name
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
