@@ -4,7 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -91,8 +91,9 @@ def set_torch_flags(config: Config, world: World) -> list[str]:
 def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
     """FSDP2 over the mesh, block by block; one process needs no wrapper.
 
-    Parameters are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small
-    ones. Inputs are left alone, since the RoPE tables must stay fp32.
+    Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
+    Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
+    token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32.
     """
     if world.size == 1:
         return
@@ -100,7 +101,7 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 
 def compile_model(model: nn.Module, world: World) -> None:
