@@ -145,7 +145,8 @@ def train(config: Config, world: World) -> None:
         guard, train_s = Guard(**state["guard"]), state["train_s"]
     else:
         model.init_weights(config.seed, assign)
-    if world.is_main:   # config.json first: a folder without one is not ours to touch
+    parallel.meet(world)    # all ranks have read the folder before one writes to it
+    if world.is_main:       # config.json first: a folder without one is not ours to touch
         config.run_dir.mkdir(parents=True, exist_ok=True)
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
     saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)

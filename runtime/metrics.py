@@ -156,7 +156,8 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
     the precision of the matmuls, so that a BF16 and an FP8 run are on one scale.
     """
     train = [row for row in rows if row["kind"] == "train"]
-    steady = sorted(row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS) or [row["step_s"] for row in train]
+    steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
+    steady = sorted(steady or [row["step_s"] for row in train])     # a run of three steps has nothing else to show
 
     def quantile(q: float) -> float:
         return steady[min(len(steady) - 1, int(q * len(steady)))]

@@ -140,6 +140,12 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def meet(world: World) -> None:
+    """Wait here for every other rank."""
+    if world.size > 1:
+        dist.barrier(group=world.checkpoint_group)
+
+
 def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """`tensor` summed over all ranks, in place."""
     if world.size > 1:

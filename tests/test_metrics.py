@@ -83,6 +83,8 @@ def test_throughput_by_hand():
     assert got["mfu_bf16"] == pytest.approx(1e12 / 0.3 / 1e13)
     assert got["compile_s"] == pytest.approx(8.7)
     assert metrics.throughput(rows[:1], 1000, 10**9, None)["mfu_bf16"] is None
+    short = [{"kind": "train", "since_start": i, "step_s": s} for i, s in enumerate([9.0, 1.0, 2.0], start=1)]
+    assert metrics.throughput(short, 1000, 10**9, None)["step_s_median"] == 2.0
 
 
 @pytest.mark.parametrize("name, bf16", [
