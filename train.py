@@ -22,13 +22,14 @@ import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from model import GPT
-from runtime import fp8, metrics, optim, parallel
+from runtime import fp8, gather, metrics, optim, parallel
 from runtime.checkpoint import Checkpointer, CheckpointError, latest, load, read_manifest
 from runtime.config import Config, ConfigError, help_text, load_config, read_config
 from runtime.data import Data, open_data
 from runtime.guard import Guard, GuardError, Verdict
 from runtime.parallel import World
 from runtime.plan import plan_lines
+from runtime.probe import Probe
 from runtime.tokenizer import load_tokenizer
 
 COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
@@ -114,12 +115,13 @@ def train(config: Config, world: World) -> None:
         return
     data = open_data(config, tokenizer.sha256)
     val_sets = {source: data.val(source) for source in data.sources}
-    identity = {"train": data.train_sha256, "val": data.val_sha256}
 
     # Build: on the meta device first, so that no rank ever holds the whole model unsharded.
     with torch.device("meta"):
         model = GPT(config.model, COMPUTE_DTYPE)
-    layers = fp8.convert(model, config.fp8)
+    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
+    layers = fp8.convert(model, config.fp8, loss_scale)
+    identity = {"train": data.train_sha256, "val": data.val_sha256, "fp8": metrics.digest(recipes_by_layer(layers))}
     counts = model.counts()
     flag_lines = parallel.set_torch_flags(config, world)
     parallel.shard(model, world, COMPUTE_DTYPE)
@@ -128,28 +130,35 @@ def train(config: Config, world: World) -> None:
     assign = parallel.materialise(model, world)
     optimizer = optim.build_optimizer(model, config.optim)
     optim.fill_state(optimizer)
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors = {f"model.{name}": gather.plain(p.detach()) for name, p in model.named_parameters()}
     tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(optimizer, model).items()}
 
     # Start or resume.
-    step, guard, train_s, checkpoint = 0, Guard(), 0.0, latest(config.run_dir)
+    step, guard, train_s, probe_s, checkpoint = 0, Guard(), 0.0, 0.0, latest(config.run_dir)
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
         load(checkpoint, manifest, tensors, world)
         model.init_buffers()
         step, state = manifest["step"], manifest["state"]
-        if state["data"] != identity:
+        changed = [key for key in identity if state["data"].get(key) != identity[key]]
+        if changed == ["fp8"]:
+            raise ConfigError("fp8.recipe=auto chose other layers than this run was begun with: name the recipe and "
+                              "fp8.include/skip explicitly, or resume on the GPU it was begun on")
+        if changed:
             raise ConfigError(f"{config.data.dir} holds other tokens than {config.run_dir} was begun with: restore the shards, "
                               f"or choose another run=")
         optim.set_updates(optimizer, state["updates"])
-        guard, train_s = Guard(**state["guard"]), state["train_s"]
+        guard, train_s, probe_s = Guard(**state["guard"]), state["train_s"], state["probe_s"]
     else:
         model.init_weights(config.seed, assign)
+    gather.precompute_scales(model)
     parallel.meet(world)    # all ranks have read the folder before one writes to it
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         config.run_dir.mkdir(parents=True, exist_ok=True)
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
     saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)
+    probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model, fp8.recipes(layers, loss_scale),
+                  config.probe.tokens)
     log = None
     if world.is_main:
         metrics.write_json(config.run_dir / "env.json", metrics.environment(world.device, ROOT))
@@ -166,7 +175,7 @@ def train(config: Config, world: World) -> None:
 
     def save(done: int) -> None:
         state = {"updates": done - guard.skipped, "guard": guard.state(), "data": identity,
-                 "train_s": train_s + time.perf_counter() - started}
+                 "train_s": train_s + time.perf_counter() - started, "probe_s": probe_s}
         saver.save(done, tensors, state, config)
 
     def measure() -> ValLoss:
@@ -185,7 +194,6 @@ def train(config: Config, world: World) -> None:
     stop = StopRequest()
     accumulation = config.accumulation(world.size)
     batches = data.stream(step, config.total_steps, world.rank, world.size, world.device)
-    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
 
     while step < config.total_steps:
         t0 = time.perf_counter()
@@ -209,6 +217,7 @@ def train(config: Config, world: World) -> None:
         verdict = guard.judge(step, loss, grad_norm)
         if verdict is Verdict.OK:
             optimizer.step()
+            gather.precompute_scales(model)
         optimizer.zero_grad()
         # --------------------------------------------------------------------------------------------------------------
 
@@ -218,6 +227,10 @@ def train(config: Config, world: World) -> None:
             log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
                       "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                       "verdict": verdict.value})
+        if is_due(config.probe.every, step):
+            t0 = time.perf_counter()
+            probe(step, x, y, loss_scale)
+            probe_s += time.perf_counter() - t0
         if stops or is_due(config.checkpoint.every, step) or step == config.total_steps:
             save(step)      # before the evaluation: a fault there must not cost the steps
         if stops and step < config.total_steps:
@@ -240,11 +253,13 @@ def train(config: Config, world: World) -> None:
         eval_s = time.perf_counter() - eval_started
         wall_s = train_s + time.perf_counter() - started
         summary = summarise(config, world, data, counts, layers, as_trained, in_bf16, guard,
-                            wall_s=wall_s, eval_s=eval_s, mem_peak_gib=memory, tokenizer_sha256=tokenizer.sha256)
+                            wall_s=wall_s, eval_s=eval_s, probe_s=probe_s, mem_peak_gib=memory,
+                            tokenizer_sha256=tokenizer.sha256)
         save_sequence_losses(config.run_dir / "val_losses.npz", as_trained, in_bf16)
         metrics.write_json(config.run_dir / "summary.json", summary)
+        probes = f", {summary['probe_share']:.1%} of it probes" if probe_s else ""
         log.say(f"{config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, {summary['loss_bf16']:.4f} "
-                f"in BF16; {summary['tok_per_s_median']:,.0f} tok/s; {wall_s:.0f} s -> {config.run_dir}/summary.json")
+                f"in BF16; {summary['tok_per_s_median']:,.0f} tok/s; {wall_s:.0f} s{probes} -> {config.run_dir}/summary.json")
         log.close()
 
 
@@ -258,6 +273,10 @@ def next_batch(batches, world: World):
 
 def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+def recipes_by_layer(layers: list[fp8.Layer]) -> dict[str, str]:
+    return {layer.name: layer.recipe for layer in layers if layer.reason is None}
 
 
 class StopRequest:
@@ -290,7 +309,7 @@ def is_finished(config: Config) -> bool:
 # -------------------------------------------------------------------------------------------------------------- summary
 
 def summarise(config: Config, world: World, data: Data, counts: dict, layers: list[fp8.Layer], as_trained: ValLoss,
-              in_bf16: ValLoss, guard: Guard, *, wall_s: float, eval_s: float, mem_peak_gib: float | None,
+              in_bf16: ValLoss, guard: Guard, *, wall_s: float, eval_s: float, probe_s: float, mem_peak_gib: float | None,
               tokenizer_sha256: str) -> dict:
     """The run's record, which scaling/ reads: counts and FLOPs by convention, losses, precision, speed, identities."""
     m, steps, tokens = config.model, config.total_steps, config.total_tokens
@@ -322,7 +341,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
             "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,
-            "layers_converted": [layer.name for layer in converted],
+            "layers_converted": [layer.name for layer in converted], "layers_recipes": recipes_by_layer(layers),
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
             "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
             "compile": config.parallel.compile,
@@ -340,7 +359,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "skipped_steps": guard.skipped,
         **metrics.throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],
                              peak[0] * world.size if peak else None),
-        "wall_s": wall_s, "eval_s": eval_s, "mem_peak_gib": mem_peak_gib,
+        "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s, "mem_peak_gib": mem_peak_gib,
     }
 
 

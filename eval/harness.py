@@ -10,11 +10,14 @@
     micro_batch   sequences per forward pass
     device        auto (a GPU where there is one), cpu, cuda
     dtype         bfloat16 (as trained; an FP8 run is scored with plain BF16 matmuls) or float32
+    fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,
+                  whatever trained the run
 
-Prints a table; writes out/RUN/eval/TASKS.json and the scores into out/RUN/summary.json under "eval". Needs neither
-transformers nor a conversion. Probabilities are normalised over the padded vocabulary, as in training, so that a
-perplexity here is the training loss; what would be generated (is_greedy, generate_until) is looked for among the
-tokenizer's own ids.
+Prints a table; writes out/RUN/eval/TASKS.json and the scores into out/RUN/summary.json under "eval" (with fp8=RECIPE:
+TASKS_fp8_RECIPE.json, "eval_fp8"). Recipes with one activation scale a tensor (tensorwise, amax) share it between all
+that shares a forward pass: their scores depend a little on micro_batch. Needs neither transformers nor a conversion.
+Probabilities are normalised over the padded vocabulary, as in training, so that a perplexity here is the training loss;
+what would be generated (is_greedy, generate_until) is looked for among the tokenizer's own ids.
 """
 
 import contextlib
@@ -34,7 +37,7 @@ from typing import ClassVar, Literal
 from tqdm import tqdm
 
 from eval.options import read_options
-from eval.sample import load_for_inference
+from eval.sample import Inference, Recipe, fp8_lines, load_for_inference
 from runtime.config import ConfigError, read_config
 
 TASKS = Path(__file__).parent / "tasks"
@@ -50,6 +53,7 @@ class Options:
     micro_batch: int = 16
     device: str = "auto"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    fp8: Recipe = "off"
 
     POSITIONAL: ClassVar = ("run",)
 
@@ -68,10 +72,11 @@ class Options:
         return list(dict.fromkeys(name for name in names if name))
 
 
-def score(options: Options) -> dict:
+def score(options: Options, inference: Inference | None = None) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    Raises ConfigError: no such run or task, a damaged checkpoint, data that cannot be had.
+    `inference`: the model that the options mean, where it is loaded already. Raises ConfigError: no such run or task, a
+    damaged checkpoint, data that cannot be had, an FP8 recipe that cannot run.
     """
     start = time.perf_counter()
     read_config(options.run)        # before the seconds that lm-eval takes to start
@@ -80,12 +85,15 @@ def score(options: Options) -> dict:
     from eval.lm import CheckpointLM  # after _quiet(): lm-eval and datasets read their settings on import
 
     loaded = _load_tasks(options, local)
-    model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
-    lm = CheckpointLM(model, tokenizer, options.micro_batch, device)
+    if inference is None:
+        inference = load_for_inference(options.run, options.device, options.dtype, options.fp8)
+        print("".join(f"{line}\n" for line in fp8_lines(inference.layers, options.fp8, inference.device)), end="", flush=True)
+    lm = CheckpointLM(inference.model, inference.tokenizer, options.micro_batch, inference.device)
     scores = _evaluate(lm, loaded, options.limit)
-    record = {"run": str(options.run), "tasks": scores, "limit": options.limit, "dtype": options.dtype,
-              "device": str(device), "lm_eval": lm.version, "truncated_requests": lm.n_truncated,
-              "wall_s": round(time.perf_counter() - start, 1)}
+    record = {"run": str(options.run), "tasks": scores, "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
+              "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None],
+              "micro_batch": options.micro_batch, "device": str(inference.device), "lm_eval": lm.version,
+              "truncated_requests": lm.n_truncated, "wall_s": round(time.perf_counter() - start, 1)}
     _write(Path(options.run), options, record)
     return record
 
@@ -197,27 +205,37 @@ def table(record: dict) -> list[str]:
 
 def _write(run_dir: Path, options: Options, record: dict) -> None:
     name = "+".join(dict.fromkeys(word.strip() for word in options.tasks))[:100]        # file names end at 255 bytes
+    name += "" if options.fp8 == "off" else f"_fp8_{options.fp8}"
     folder = run_dir / "eval"
     folder.mkdir(exist_ok=True)
-    _replace(folder / f"{name}.json", record)
+    replace_file(folder / f"{name}.json", as_json(record))
     path = run_dir / "summary.json"
     if not path.is_file():
         print(f"the run is not finished, so there is no {path}: the scores are in {folder / name}.json only",
               file=sys.stderr)
         return
+    marked = {"limit": options.limit} if options.limit else {}
+    new = {task: row | marked for task, row in record["tasks"].items()}
     try:
         summary = json.loads(path.read_text())
-        known = dict(summary.get("eval") or {})
-    except (ValueError, AttributeError) as error:
+        if options.fp8 == "off":
+            changed = {"eval": dict(summary.get("eval") or {}) | new}
+        else:
+            known = dict(summary.get("eval_fp8") or {})
+            changed = {"eval_fp8": known | {options.fp8: dict(known.get(options.fp8) or {}) | new}}
+    except (ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is damaged ({error}): the scores are in {folder / name}.json only") from error
-    marked = {"limit": options.limit} if options.limit else {}
-    _replace(path, summary | {"eval": known | {task: row | marked for task, row in record["tasks"].items()}})
+    replace_file(path, as_json(summary | changed))
 
 
-def _replace(path: Path, content: dict) -> None:
-    """Write JSON by a temporary name, so that a reader never meets half a file."""
+def as_json(content: dict) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write by a temporary name, so that a reader never meets half a file."""
     part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(text)
     os.replace(part, path)
 
 

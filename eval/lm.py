@@ -57,7 +57,7 @@ class CheckpointLM(TemplateLM):
         windows = get_rolling_token_windows(continuation, context[-1], max_seq_len=self.n_ctx, context_len=1)
         return [(inputs + scored[-1:], len(scored)) for inputs, scored in windows]
 
-    @torch.inference_mode()
+    @torch.no_grad()        # see eval/sample.py's stream()
     def _score(self, requests: list[list[tuple[list[int], int]]]) -> list[tuple[float, bool]]:
         """Sum over each request's windows; the longest go first: little padding, and memory runs out at once or never."""
         windows = [(tokens, n, i) for i, request in enumerate(requests) for tokens, n in request]

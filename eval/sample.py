@@ -9,6 +9,8 @@
     seed          of the sampling
     device        auto (a GPU where there is one), cpu, cuda
     dtype         bfloat16 (as trained) or float32
+    fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,
+                  whatever trained the run
 
 Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
 """
@@ -16,18 +18,20 @@ Without a prompt the model starts a document of its own. A prompt that looks lik
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TextIO
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
 from eval.options import read_options
 from model import GPT, KVCache
+from runtime import fp8
 from runtime.checkpoint import load_model
-from runtime.config import ConfigError
+from runtime.config import Config, ConfigError, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
 REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
+Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,7 @@ class Options:
     seed: int = 1337
     device: str = "auto"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    fp8: Recipe = "off"
 
     POSITIONAL: ClassVar = ("run", "prompt")
 
@@ -54,7 +59,7 @@ class Options:
 
 # ----------------------------------------------------------------------------------------------------------- generation
 
-@torch.inference_mode()
+@torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
 def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
            generator: torch.Generator | None = None, eot: int | None = None) -> Iterator[torch.Tensor]:
     """Yield the next token of each row, (B,) int64, n_new times, or until the context is full or all rows have ended.
@@ -96,20 +101,61 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generat
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
-def load_for_inference(run_dir: str, device: str, dtype: str) -> tuple[GPT, Tokenizer, torch.device]:
-    """The newest checkpoint of a run with its weights stored in the compute dtype, its tokenizer, the device.
+# -------------------------------------------------------------------------------------------------------------- loading
 
-    A Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory traffic.
-    Raises ConfigError where the run cannot be read or the device does not exist.
+class Inference(NamedTuple):
+    """A model ready to be asked, and what it takes to ask it."""
+    model: GPT
+    tokenizer: Tokenizer
+    device: torch.device
+    layers: list[fp8.Layer]     # the verdict on every Linear; nothing is converted where fp8=off
+
+
+def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off") -> Inference:
+    """The newest checkpoint of a run, its Linears in FP8 by `recipe`, its other weights stored in the compute dtype.
+
+    A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory
+    traffic. An FP8 Linear quantises its fp32 weight at each use, as in training: the losses are those of training,
+    the memory is not that of an FP8 server. Raises ConfigError where the run cannot be read, the device does not exist,
+    or the recipe cannot run on it or on this model.
     """
-    where = pick_device(device)
-    model, config = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype))
+    where, config = pick_device(device), read_config(run_dir)
+    if recipe != "off" and dtype != "bfloat16":
+        raise ConfigError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
+    settings = check_recipe(config, recipe, where)
+    tokenizer = read_tokenizer(config)
+    model, _ = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype))
+    layers = fp8.convert(model, settings)
+    quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
-        p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
+        if id(p) not in quantised:
+            p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
+    return Inference(model.eval(), tokenizer, where, layers)
+
+
+def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
+    """What to convert: the run's own choice of Linears where this recipe trained it, else the recipe's defaults.
+
+    Raises ConfigError where the device or the model's sizes refuse the recipe, before a checkpoint is read.
+    """
+    own = config.fp8.recipe == recipe
+    settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
+    fp8.check_hardware(settings, device)
+    with torch.device("meta"):
+        fp8.select(GPT(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
+    return settings
+
+
+def read_tokenizer(config: Config) -> Tokenizer:
     try:
-        return model.eval(), load_tokenizer(config.data.tokenizer), where
+        return load_tokenizer(config.data.tokenizer)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+
+
+def fp8_lines(layers: list[fp8.Layer], recipe: str, device: torch.device) -> list[str]:
+    """Which Linears run in FP8, then how many, then what to know of this device; nothing where fp8=off."""
+    return fp8.table(layers, recipe, device.type) if recipe != "off" else []
 
 
 def pick_device(name: str) -> torch.device:
@@ -133,7 +179,9 @@ def stable_text(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises ConfigError on a mistake of the user's."""
-    model, tokenizer, device = load_for_inference(options.run, options.device, options.dtype)
+    model, tokenizer, device, layers = load_for_inference(options.run, options.device, options.dtype, options.fp8)
+    for line in fp8_lines(layers, options.fp8, device)[-2:]:      # how many, and what this device makes of it
+        print(line, file=sys.stderr)
     prompt = tokenizer.encode(options.prompt).tolist() or [tokenizer.eot]
     n_ctx = model.config.n_ctx
     if len(prompt) > n_ctx:

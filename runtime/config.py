@@ -15,108 +15,26 @@ import re
 import runpy
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import get_type_hints
 
 from model import GPTConfig
 from runtime.annotations import field_lines, keyword_sentence, nearest, parse, type_problems
+from runtime.sections import (
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    FP8Config,
+    LogConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProbeConfig,
+    positive,
+)
 from runtime.tokenizer import VOCAB_SIZE
 
 
 class ConfigError(ValueError):
     """A mistake of the user's, told in a sentence; the entry points print it and exit with code 2."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    dir: str                                # folder that holds one sub-folder of token shards per source
-    mixture: dict[str, float]               # source -> its share of the training tokens; any positive scale
-    tokens_per_step: int                    # training tokens per optimizer step, over all ranks
-    micro_batch: int                        # sequences per forward pass and rank
-    tokenizer: Literal["gpt2", "byte"] = "gpt2"     # tokenizer that the shards must have been made with
-    max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
-
-    def problems(self):
-        if not self.mixture:
-            yield "data.mixture={} names no source: give at least one, such as data.mixture=fineweb_edu:1"
-        for source, weight in self.mixture.items():
-            if not (weight > 0 and math.isfinite(weight)):
-                yield f"data.mixture gives {source!r} the weight {weight}: leave a source out or give it a positive weight"
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source):
-                yield f"data.mixture names {source!r}: a source is one folder name, of letters, digits, '_', '-' and '.'"
-        yield from _positive(self, "data", "tokens_per_step", "micro_batch", "max_epochs")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimConfig:
-    lr: float                               # peak learning rate of AdamW
-    min_lr_ratio: float = 0.1               # last learning rate as a share of the peak
-    warmup_share: float = 0.02              # share of all steps over which the rate climbs linearly
-    schedule: Literal["cosine", "wsd"] = "cosine"   # after warm-up: cosine, or stable and then linear decay
-    decay_share: float = 0.2                # wsd only: share of all steps spent decaying
-    weight_decay: float = 0.1               # on matrices only, never on norms
-    beta1: float = 0.9                      # decay of the first moment
-    beta2: float = 0.95                     # decay of the second moment
-    eps: float = 1e-8                       # added to the root of the second moment
-    clip: float = 1.0                       # largest global gradient norm
-
-    def problems(self):
-        yield from _positive(self, "optim", "lr", "eps", "clip")
-        for name in ("min_lr_ratio", "warmup_share", "decay_share", "weight_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"optim.{name}={getattr(self, name)} must lie between 0 and 1"
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"optim.{name}={getattr(self, name)} must be at least 0 and below 1"
-        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
-            yield f"optim.warmup_share={self.warmup_share} plus optim.decay_share={self.decay_share} is more than the whole run"
-
-
-@dataclass(frozen=True, kw_only=True)
-class FP8Config:
-    recipe: Literal["off", "tensorwise", "rowwise", "rowwise_with_gw_hp"] = "off"  # how the Linears' matmuls are scaled
-    skip: tuple[str, ...] = ()              # names or patterns of Linears to leave in BF16, such as layers.0.*
-    head: bool = False                      # convert the head too; the loss is sensitive to it
-
-    def problems(self):
-        if self.recipe == "off" and (self.skip or self.head):
-            yield "fp8.recipe=off converts nothing, yet fp8.skip or fp8.head is set: name a recipe or drop them"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelConfig:
-    replicate: int = 1                      # copies of the sharded model, gradients averaged between them (HSDP)
-    shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
-    compile: bool = True                    # torch.compile: whole model on one rank, per block on several
-
-    def problems(self):
-        yield from _positive(self, "parallel", "replicate", "shard")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    every: int | None = 1000                # steps between checkpoints; none = only the last
-    keep: int = 3                           # newest checkpoints that stay on disk
-
-    def problems(self):
-        yield from _positive(self, "checkpoint", "every", "keep")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    every: int | None = 250                 # steps between validations; none = only the last
-    tokens: int = 1_048_576                 # validation tokens per source, always the same ones; all there are if fewer
-
-    def problems(self):
-        yield from _positive(self, "eval", "every", "tokens")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
-    every: int = 10                         # steps between console lines where the output is no terminal
-
-    def problems(self):
-        yield from _positive(self, "log", "every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +48,7 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    probe: ProbeConfig = field(default_factory=ProbeConfig)
     steps: int | None = None                # optimizer steps; give this or tokens_per_param
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
@@ -151,7 +70,7 @@ class Config:
         m, d, out = self.model, self.data, []
         if (self.steps is None) == (self.tokens_per_param is None):
             out.append(f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two")
-        out += _positive(self, "", "steps", "tokens_per_param")
+        out += positive(self, "", "steps", "tokens_per_param")
         if not out and max((self.steps or 0) * d.tokens_per_step, (self.tokens_per_param or 0) * m.params_total) > 2**50:
             out.append(f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
@@ -162,15 +81,17 @@ class Config:
         if m.vocab_size != VOCAB_SIZE[d.tokenizer]:
             out.append(f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
                        f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
-        if self.fp8.recipe != "off":
+        if self.fp8.recipe not in ("off", "auto"):
+            multiple = 32 if self.fp8.recipe == "mxfp8" else 16
+            needs = f"is not a multiple of {multiple}, which fp8.recipe={self.fp8.recipe} needs"
             for name, value in (("n_embd", m.n_embd), ("n_ffn", m.n_ffn),
                                 ("n_kv_head x head size", m.kv_heads * m.head_size)):
-                if value % 16:
-                    out.append(f"model.{name}={value} is not a multiple of 16, which fp8.recipe={self.fp8.recipe} needs: "
-                               f"take {value // 16 * 16 or 16} or {-(-value // 16) * 16}, or fp8.recipe=off")
-            if d.micro_batch * m.n_ctx % 16:
-                out.append(f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens are not a multiple of 16, which "
-                           f"fp8.recipe={self.fp8.recipe} needs for the weight gradient: change either, or fp8.recipe=off")
+                if value % multiple:
+                    out.append(f"model.{name}={value} {needs}: take {value // multiple * multiple or multiple} or "
+                               f"{-(-value // multiple) * multiple}, or fp8.recipe=off")
+            if d.micro_batch * m.n_ctx % multiple:
+                out.append(f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens {needs} for the weight gradient: "
+                           f"change either, or fp8.recipe=off")
         return out
 
     # ------------------------------------------------------------------------------------------------ derived values
@@ -210,7 +131,7 @@ class Config:
 
 
 SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
-            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig}
+            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig, "probe": ProbeConfig}
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -290,11 +211,3 @@ def known_keys() -> list[str]:
 def help_text() -> str:
     """Every key with its type, default and meaning, as `--help` prints it."""
     return "\n".join(line for name, cls in {"": Config, **SECTIONS}.items() for line in field_lines(name, cls))
-
-
-# ------------------------------------------------------------------------------------------------------------ sentences
-
-def _positive(section, prefix: str, *names: str) -> list[str]:
-    keys = {n: f"{prefix}.{n}" if prefix else n for n in names}
-    return [f"{keys[n]}={getattr(section, n)} must be a positive, finite number" for n in names
-            if getattr(section, n) is not None and not 0 < getattr(section, n) < math.inf]

@@ -1,57 +1,75 @@
 """Choose the Linears whose matmuls run in FP8, swap them, say so.
 
 FP8 is a property of the run, not of the model: the swap changes how a Linear multiplies, while its name, its fp32
-weight and hence every checkpoint stay as they are. Each converted Linear does three matmuls a step; torchao scales
-every operand from its current largest magnitude (dynamic scaling) to one of Hopper's two formats, E4M3 or E5M2
-(FP8 formats for deep learning, 2209.05433):
+weight and hence every checkpoint stay as they are. The recipes, as data, are in runtime/quantize.py:
 
-    recipe               output y = x W'   input gradient = g W   weight gradient = g' x   scales
+    recipe               output y = x w'   input gradient = g W   weight gradient = g' x   scales
     tensorwise           E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor
+    tensorwise_gw_hp     E4M3 x E4M3       E5M2 x E4M3            BF16 x BF16              one per tensor
     rowwise              E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per row, powers of 2
     rowwise_with_gw_hp   E4M3 x E4M3       E4M3 x E4M3            BF16 x BF16              one per row, powers of 2
+    amax                 E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor, powers of 2
+    cscale               E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              constant, one per kind of tensor
+    mxfp8                E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 32 values, powers of 2
+    auto                 per Linear: the recipe that runtime/speed.py's table of this GPU says is faster than BF16, or BF16
 
-On a CPU the same recipes run through torch's own float8 matmul: the numerics are real, the speed is not.
+All but cscale follow each operand's current largest magnitude (dynamic scaling). torchao computes the first five;
+amax, cscale: Training and inference of large language models using 8-bit floating point (2309.17224). mxfp8 runs on
+Blackwell through torchao; elsewhere its numerics are emulated in BF16. On a CPU the others run through torch's own
+float8 matmul: the numerics are real, the speed is not.
 """
 
 import contextlib
 import fnmatch
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
 
 from model import Linear
 from runtime.config import ConfigError, FP8Config
+from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
+from runtime.speed import SpeedError, choose, load_table
 
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
-CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
+CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), "cscale": (8, 9), "rowwise": (9, 0),
+              "rowwise_with_gw_hp": (9, 0)}
+MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
+# What `auto` may choose, if the table says that it pays: the recipes made for speed.
+CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What becomes of one Linear: converted where `reason` is None, else left in BF16 for that reason."""
+    """What becomes of one Linear: converted by `recipe`, or left in BF16 (recipe None) for `reason`."""
     name: str
     shape: tuple[int, int]      # (inputs K, outputs N)
     params: int
-    reason: str | None
+    reason: str | None          # of staying in BF16; None where converted
+    recipe: str | None          # None where left in BF16
+    why: str = ""               # what made `auto` choose the recipe
 
 
-def select(model: nn.Module, config: FP8Config) -> list[Layer]:
-    """The verdict on every Linear of `model`, which may be on the meta device.
+def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
+    """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name that `auto` looks up.
 
-    Raises ConfigError where a skip pattern matches nothing (a typo there once quantised a head for months:
-    torchtitan#4008), where a chosen Linear's dimensions are no multiples of 16 (torch's CUDA float8 matmul needs
-    them, its CPU one does not complain), or where nothing is left to convert.
+    Raises ConfigError where a pattern matches nothing (a typo there once quantised a head for months: torchtitan#4008),
+    where a chosen Linear's dimensions are no multiples of 16 (torch's CUDA float8 matmul needs them, its CPU one does not
+    complain; mxfp8: of 32), or where nothing is left to convert. Only `auto` may convert nothing: it says so.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for pattern in config.skip:
-        if not any(_matches(name, pattern) for name in linears):
-            raise ConfigError(f"fp8.skip={pattern!r} matches no Linear; there are: {', '.join(_patterns(linears))}")
+    for field in ("include", "skip"):
+        for pattern in getattr(config, field):
+            if not any(_matches(name, pattern) for name in linears):
+                raise ConfigError(f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(_patterns(linears))}")
+    timings = _timings() if config.recipe == "auto" else None
+    kept = _blocks_kept(linears, config)
     layers = []
     for name, module in linears.items():
         shape = (module.in_features, module.out_features)
+        recipe, why = (None if config.recipe == "off" else config.recipe), ""
         reason = None
         if config.recipe == "off":
             reason = "fp8.recipe=off"
@@ -59,35 +77,92 @@ def select(model: nn.Module, config: FP8Config) -> list[Layer]:
             reason = "head (fp8.head=false)"
         elif pattern := next((p for p in config.skip if _matches(name, p)), None):
             reason = f"fp8.skip={pattern}"
-        elif any(n % 16 for n in shape):
-            raise ConfigError(f"fp8.recipe={config.recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
-                              f"multiples of 16; change the model's width or add fp8.skip={name}")
-        layers.append(Layer(name, shape, module.weight.numel(), reason))
-    if config.recipe != "off" and not any(layer.reason is None for layer in layers):
-        raise ConfigError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.skip takes every Linear; "
-                          f"skip fewer or set fp8.recipe=off")
+        elif config.include and not any(_matches(name, p) for p in config.include):
+            reason = "not in fp8.include"
+        elif field := kept.get(name):
+            reason = f"fp8.{field}={getattr(config, field)}"
+        elif config.recipe == "auto":
+            if any(n % 16 for n in shape):
+                recipe, reason = None, "not a multiple of 16"
+            else:
+                recipe, why = choose(timings, gpu, *shape, CANDIDATES)
+                reason = None if recipe else why
+        elif any(n % RECIPES[recipe].multiple for n in shape):
+            raise ConfigError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
+                              f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
+        layers.append(Layer(name, shape, module.weight.numel(), reason, recipe if reason is None else None, why))
+    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
+        raise ConfigError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
+                          f"and fp8.last_bf16 together keep every Linear in BF16; keep fewer or set fp8.recipe=off")
     return layers
 
 
-def convert(model: nn.Module, config: FP8Config) -> list[Layer]:
-    """Swap the selected Linears of `model` in place; returns the verdict on every Linear. Errors: see select()."""
-    layers = select(model, config)
-    if config.recipe != "off":
-        torchao = _float8()
-        chosen = {layer.name for layer in layers if layer.reason is None}
-        before = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-        torchao.convert_to_float8_training(
-            model, config=torchao.Float8LinearConfig.from_recipe_name(config.recipe),
-            module_filter_fn=lambda _, name: name in chosen)
-        done = {name for name, module in model.named_modules() if isinstance(module, _float8_linear())}
-        assert done == chosen, f"asked for {chosen}, converted {done}"
-        assert before == {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+def _blocks_kept(linears, config: FP8Config) -> dict[str, str]:
+    """Linear -> the field that keeps its block in BF16, for the first and the last blocks."""
+    block = {name: int(name.split(".")[1]) for name in linears if name.startswith("layers.")}
+    count = max(block.values(), default=-1) + 1
+    return ({name: "last_bf16" for name, i in block.items() if i >= count - config.last_bf16}
+            | {name: "first_bf16" for name, i in block.items() if i < config.first_bf16})
+
+
+def _timings():
+    try:
+        return load_table()
+    except SpeedError as error:
+        raise ConfigError(str(error)) from error
+
+
+def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0) -> list[Layer]:
+    """Swap the selected Linears of `model` in place; returns the verdict on every Linear. Errors: see select().
+
+    loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    layers = select(model, config, gpu)
+    before = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
+    for name in dict.fromkeys(layer.recipe for layer in layers if layer.recipe):
+        chosen = {layer.name for layer in layers if layer.recipe == name}
+        if name in ("cscale", "mxfp8"):
+            for layer in chosen:
+                module = model.get_submodule(layer)
+                module.__class__ = QuantisedLinear
+                module.recipe = for_loss_scale(RECIPES[name], loss_scale)
+                module.has_mx = name == "mxfp8" and _has_mx()
+        else:
+            _float8().convert_to_float8_training(model, config=_torchao_config(name, config.all_gather),
+                                                 module_filter_fn=lambda _, fqn, chosen=chosen: fqn in chosen)
+    done = {name for name, module in model.named_modules() if _is_converted(module)}
+    chosen = {layer.name for layer in layers if layer.recipe}
+    assert done == chosen, f"asked for {chosen}, converted {done}"
+    assert before == {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
     return layers
+
+
+def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
+    """Name of each converted Linear -> how its operands are rounded."""
+    return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
+
+
+def _torchao_config(recipe: str, all_gather: bool = False):
+    """torchao's words for a recipe; two of ours are its tensorwise with one thing changed."""
+    Config, Cast = _float8().Float8LinearConfig, _float8().CastConfig
+    if recipe == "amax":
+        return Config(round_scales_to_power_of_2=True)
+    if recipe == "tensorwise_gw_hp":
+        off = _float8().config.ScalingType.DISABLED
+        return Config(cast_config_input_for_grad_weight=Cast(scaling_type=off),
+                      cast_config_grad_output_for_grad_weight=Cast(scaling_type=off),
+                      enable_fsdp_float8_all_gather=all_gather)
+    config = Config.from_recipe_name(recipe)
+    return replace(config, enable_fsdp_float8_all_gather=True) if all_gather else config
+
+
+def _has_mx() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MX_CAPABILITY
 
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
     """Raise ConfigError where `device` has no matmul for the recipe; training on in BF16 would be a lie."""
-    if config.recipe != "off" and device.type == "cuda":
+    if config.recipe in CAPABILITY and device.type == "cuda":
         refuse_below(config.recipe, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
 
 
@@ -100,18 +175,22 @@ def refuse_below(recipe: str, capability: tuple[int, int], gpu: str) -> None:
 
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
-    """The verdicts as lines for people: one per group of like-named Linears, then the sum."""
+    """The verdicts as lines for people: one per group of like-named Linears, then the sum, then what to know of it."""
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:
-        groups.setdefault((_pattern(layer.name), layer.shape, layer.reason), []).append(layer)
+        groups.setdefault((_pattern(layer.name), layer.shape, layer.reason, layer.recipe, layer.why), []).append(layer)
     lines = []
-    for (pattern, (k, n), reason), members in groups.items():
-        verdict = f"-> {recipe}" if reason is None else f"kept BF16: {reason}"
+    for (pattern, (k, n), reason, chosen, why), members in groups.items():
+        verdict = f"kept BF16: {reason}" if reason else f"-> {chosen}" + (f" ({why})" if why else "")
         lines.append(f"fp8: {pattern:20} {k:6d} x {n:<6d} x{len(members):<3d} {verdict}")
-    converted = [layer for layer in layers if layer.reason is None]
+    converted = [layer for layer in layers if layer.recipe]
     share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
     lines.append(f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters, in FP8")
-    if converted and device_type == "cpu":
+    if recipe == "auto" and not converted:
+        lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
+    if recipe == "mxfp8" and not _has_mx():
+        lines.append("fp8: no MX units here (Blackwell has them): mxfp8 is emulated in BF16, real numerics, slower than BF16")
+    elif converted and device_type == "cpu":
         lines.append("fp8: this CPU computes the float8 matmuls without FP8 units: real numerics, slower than BF16")
     return lines
 
@@ -123,7 +202,7 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     Both arms of a comparison are measured this way, so that a gap between them is a gap between their weights. The
     class is swapped, not the module: names, Parameters, sharding and hooks stay as they are.
     """
-    modules = [m for m in model.modules() if _is_float8_linear(m)]
+    modules = [m for m in model.modules() if _is_converted(m)]
     classes = [type(m) for m in modules]
     for module in modules:
         module.__class__ = Linear
@@ -148,12 +227,10 @@ def _patterns(names) -> list[str]:
     return list(dict.fromkeys(_pattern(name) for name in names))
 
 
-def _is_float8_linear(module: nn.Module) -> bool:
-    return type(module).__name__ == "Float8Linear" and isinstance(module, _float8_linear())
-
-
-def _float8_linear() -> type:
-    return _float8().float8_linear.Float8Linear
+def _is_converted(module: nn.Module) -> bool:
+    # By name first: a BF16 run must not import torchao to find out that it has none of its Linears.
+    return isinstance(module, QuantisedLinear) or (
+        type(module).__name__ == "Float8Linear" and isinstance(module, _float8().float8_linear.Float8Linear))
 
 
 def _float8():

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from runtime import gather
 from runtime.config import Config, ConfigError
 
 
@@ -42,6 +43,7 @@ def start(config: Config) -> World:
         raise ConfigError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
                           f"processes: their product must be the number that torchrun starts")
     config.accumulation(size)
+    _check_all_gather(config, size, shard)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda" and local_rank >= torch.cuda.device_count():
         raise ConfigError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} "
@@ -60,6 +62,17 @@ def start(config: Config) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
     mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
     return World(rank, local_rank, size, device, mesh, dist.new_group(backend="gloo"))
+
+
+def _check_all_gather(config: Config, size: int, shard: int) -> None:
+    if not config.fp8.all_gather:
+        return
+    if shard == 1:
+        raise ConfigError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
+                          f"set fp8.all_gather=false, or start more processes with torchrun and leave parallel.shard to them")
+    if config.fp8.head and config.model.tied:
+        raise ConfigError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
+                          "fp8.head=false, model.tied=false or fp8.all_gather=false")
 
 
 def finish(world: World, code: int) -> None:
@@ -94,9 +107,16 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
     Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
     token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32.
+
+    Raises ConfigError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """
     if world.size == 1:
         return
+    for name, p in model.named_parameters():
+        if gather.is_wrapped(p) and p.shape[0] % world.mesh["shard"].size():
+            raise ConfigError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
+                              f"{world.mesh['shard'].size()} ranks: choose parallel.shard such that they do, or "
+                              f"fp8.all_gather=false")
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():

@@ -1,17 +1,22 @@
 """Draw loss against compute, tokens, parameters: every precision in one figure, the paired gap below.
 
 Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no
-window system is asked for, no global state is left behind.
+window system is asked for, no global state is left behind. As a command it draws what FP8 did inside one run:
+
+    python scaling/figures.py --fp8 out/RUN [out=DIR]       # from out/RUN/probe.jsonl; DIR is out/RUN/figures
 """
 
 import io
+import os
+import sys
 import textwrap
+from pathlib import Path
 
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 # Okabe-Ito colours, told apart by colour-blind readers; marker and dash differ too, for grey prints. The first style
 # lies underneath, wide and hollow, so that a second curve on top of it leaves both visible.
@@ -72,6 +77,63 @@ def render(figure: Figure, form: str) -> bytes:
     with matplotlib.rc_context(RC):
         figure.savefig(buffer, format=form, dpi=200, metadata={"Date": None} if form == "svg" else None)
     return buffer.getvalue()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write by a temporary name, so that a reader finds the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(arguments=None) -> int:
+    """Draw one run's FP8 figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
+    from scaling.dynamics import draw_run  # here, because it imports this module
+    from scaling.records import RecordError
+    run, folder, words = None, None, list(sys.argv[1:] if arguments is None else arguments)
+    if {"-h", "--help"} & set(words):
+        print(__doc__)
+        return 0
+    try:
+        while words:
+            word = words.pop(0)
+            if word == "--fp8" and words and run is None:
+                run = Path(words.pop(0))
+            elif word.startswith("out=") and word != "out=" and folder is None:
+                folder = Path(word[4:])
+            else:
+                raise RecordError(f"{word!r} is not understood here: give --fp8 out/RUN once and, if wanted, out=DIR")
+        if run is None:
+            raise RecordError("no run given: name one such as --fp8 out/RUN")
+        draw_run(run, folder)
+    except RecordError as error:
+        print(f"scaling/figures.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def page(height: float, rows: int, columns: int, title: str, caption: str, *, top=0.48, left=0.075, right=0.985,
+          wspace=0.12, hspace=0.2, **shared):
+    """A figure as wide as a page with its title, its caption, room for both, and its panels."""
+    caption = textwrap.fill(caption, 128)
+    height += 0.13 * caption.count("\n")
+    figure = Figure(figsize=(7.4, height))
+    figure.suptitle(title, x=left, y=1 - 0.05 / height, ha="left", va="top", fontsize=9, parse_math=False)
+    figure.text(left, 0.04 / height, caption, fontsize=7, color="#444444", va="bottom", parse_math=False)
+    panels = figure.subplots(rows, columns, squeeze=False, **shared)
+    figure.subplots_adjust(left=left, right=right, top=1 - top / height, wspace=wspace, hspace=hspace,
+                           bottom=(0.58 + 0.13 * caption.count("\n")) / height)
+    return figure, panels
+
+
+def steps_axis(panel) -> None:
+    """Label x as optimizer steps."""
+    panel.set_xlabel("step")
+    panel.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=(1, 2, 5, 10)))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
 
 
 def _draw_losses(panel, groups, axis):
@@ -222,3 +284,9 @@ def _formula(law) -> str:
     mantissa, _, power = f"{p[factor]:.3g}".partition("e")
     scaled = mantissa + (f"{{\\cdot}}10^{{{int(power)}}}" if power else "")
     return f"$L = {floor}{scaled}\\,C^{{{-p[exponent]:.3g}}}$"
+
+
+if __name__ == "__main__":
+    # As in fit.py: the script finds its siblings under the names that the tests use.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.exit(main())

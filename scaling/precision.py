@@ -1,16 +1,25 @@
 """Measure what FP8 costs against BF16, run beside paired run on the same validation sequences.
 
-A gap's standard error is over validation sequences: evaluation noise alone. How far two runs of one arm would lie apart
-(run-to-run noise) is not in it; that needs several seeds per size.
+    python scaling/precision.py out/recipes             # every finished run under it
+
+prints, per size and recipe, the mean gap over paired seeds with its 95 % t-interval, and beside it the null: how far
+BF16 runs lie apart that differ in nothing but their seed. A single gap's standard error is over validation sequences:
+evaluation noise alone, which says nothing of another seed.
 """
 
 import math
+import sys
 import zipfile
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+from scipy.stats import t as student
 
-from scaling.records import Record, RecordError, check_comparable
+if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from scaling.records import Record, RecordError, check_comparable, read_runs, usable
 
 # How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
 LOSS_TOLERANCE = 1e-4
@@ -113,3 +122,70 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
             raise RecordError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
                               "the two files are not from one evaluation")
     return losses
+
+
+# ------------------------------------------------------------------------------------------------- several seeds a size
+
+def main(arguments=None) -> int:
+    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        records, notes = read_runs(arguments)
+        records, left_out = usable(records)
+        found, alone = pairs(records)
+    except RecordError as error:
+        print(f"scaling/precision.py: {error}", file=sys.stderr)
+        return 2
+    print("".join(note + "\n" for note in [*notes, *left_out, *alone]), end="")
+    print(seed_table(records, found))
+    return 0
+
+
+def interval(values) -> tuple[float, float | None]:
+    """Mean of `values` and the half-width of its 95 % t-interval; None with fewer than two."""
+    n = len(values)
+    half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else None
+    return float(np.mean(values)), None if half is None else float(half)
+
+
+def seed_table(records, found) -> str:
+    """Markdown: a line per size and recipe over its paired seeds, a line per size for BF16 against BF16."""
+    lines = ["| N | tokens | recipe | pairs | gap in BF16 [%] | gap as trained [%] | reading |", "|---" * 7 + "|"]
+    for size in sorted({(r.params_total, r.tokens) for r in records}):
+        alike = [r for r in records if (r.params_total, r.tokens) == size]
+        losses = np.array([r.loss_bf16 for r in alike if r.recipe == "bf16"])
+        head = f"| {size[0]:,} | {size[1]:,} |"
+        if len(losses) > 1:
+            # Every difference of two seeds has variance 2 SD^2: the null of an unpaired comparison of two runs.
+            null = 100 * math.sqrt(2) * np.std(losses, ddof=1) / losses.mean()
+            lines.append(f"{head} bf16, two seeds | {len(losses)} runs | SD {null:.3f} | SD {null:.3f} | null |")
+        else:
+            lines.append(f"{head} bf16 | {len(losses)} run | | | no null: one BF16 seed |")
+        chosen = [pair for pair in found if (pair.fp8.params_total, pair.fp8.tokens) == size]
+        for recipe in sorted({pair.fp8.recipe for pair in chosen}):
+            arms = [(pair.in_bf16.percent, pair.as_trained.percent) for pair in chosen if pair.fp8.recipe == recipe]
+            bf16, trained = (interval([arm[i] for arm in arms]) for i in (0, 1))
+            lines.append(f"{head} {recipe} | {len(arms)} | {_shown(bf16)} | {_shown(trained)} | {_reading(*bf16)} |")
+    return "\n".join([*lines, "", "gap: FP8 minus BF16 of runs that share seed and data order, mean ± half a 95 % "
+                      "t-interval over pairs. null: SD of the difference of two BF16 runs with other seeds."])
+
+
+def _shown(mean_half) -> str:
+    mean, half = mean_half
+    return f"{mean:+.3f}" + ("" if half is None else f" ± {half:.3f}")
+
+
+def _reading(mean: float, half: float | None) -> str:
+    """Never "no loss": an interval that holds 0 says only how large a loss it could have missed."""
+    if half is None:
+        return "one pair: no interval"
+    if abs(mean) > half:
+        return "costs" if mean > 0 else "gains"
+    return f"undecided: {mean - half:+.2f} to {mean + half:+.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -91,9 +91,14 @@ def build_run(tmp_path, monkeypatch):
     def load_model(run_dir, device="cpu", compute_dtype=torch.bfloat16):
         return build(compute_dtype=compute_dtype).to(device), config
     monkeypatch.setattr(sample, "load_model", load_model)
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE", "DISABLE_MULTIPROC"):
-        monkeypatch.setenv(name, "0")       # what the harness sets; so that it is undone after the test
+    protect_environment(monkeypatch)
     return folder
+
+
+def protect_environment(monkeypatch):
+    """What the harness sets in the environment is undone after the test."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE", "DISABLE_MULTIPROC"):
+        monkeypatch.setenv(name, "0")
 
 
 def write_shards(folder, texts, shards=2):

@@ -86,9 +86,10 @@ def test_a_budget_on_the_command_line_replaces_the_files(tiny):
     ("data.mixture=web", "data.mixture='web' is not a table of source:weight, written source:weight,source:weight"),
     ("data.mixture=web:-1", "data.mixture gives 'web' the weight -1.0: leave a source out or give it a positive weight"),
     ("data.mixture=../x:1", "data.mixture names '../x': a source is one folder name, of letters, digits, '_', '-' and '.'"),
-    ("fp8.recipe=rowise", "fp8.recipe='rowise' is not one of off, tensorwise, rowwise, rowwise_with_gw_hp; "
+    ("fp8.recipe=rowise", "fp8.recipe='rowise' is not one of off, auto, tensorwise, tensorwise_gw_hp, rowwise, "
+     "rowwise_with_gw_hp, amax, cscale, mxfp8; "
                           "did you mean 'rowwise'?"),
-    ("fp8.head=true", "fp8.recipe=off converts nothing, yet fp8.skip or fp8.head is set: name a recipe or drop them"),
+    ("fp8.head=true", "fp8.recipe=off converts nothing, yet fp8.head is set: name a recipe or drop it"),
     ("log.to=wandbb", "log.to=('wandbb',) is not a list of one of wandb, tensorboard; did you mean 'wandb'?"),
     ("model.n_embd=33", "model.n_embd=33 is not divisible by model.n_head=2: give a width that is a multiple of the "
                         "number of heads"),

@@ -141,7 +141,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
 
 
 def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model, tokenizer, device = sample.load_for_inference(str(run), "cpu", "bfloat16")
+    model, tokenizer, device, _ = sample.load_for_inference(str(run), "cpu", "bfloat16")
     x = torch.arange(20)[None]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
     assert model.head.weight is model.wte.weight

@@ -1,15 +1,17 @@
+import dataclasses
 import warnings
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig, Linear
-from runtime import fp8
+from runtime import fp8, quantize, speed
 from runtime.config import ConfigError, FP8Config
 
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 
 
 def build(recipe="off", seed=0, **changes):
@@ -37,44 +39,131 @@ def test_names_shapes_dtypes_and_initial_values_are_those_of_the_bf16_model(reci
     assert converted.head.weight is converted.wte.weight
 
 
-def quantise(x, dtype, dim=None, power_of_2=False):
-    """x rounded to float8 under one scale (dim None) or one a row along `dim`, back in fp64: an independent reference."""
+def quantise(x, dtype, dim=None, power_of_2=False, exponent=None, block=None):
+    """x rounded to float8 under one scale (dim None) or one a row along `dim`, back in fp64: an independent reference.
+
+    Written from the formats' definition, not with torch's casts: E4M3 has 3 mantissa bits, exponents from -6, largest
+    448; E5M2 2 bits, from -14, largest 57344.
+    """
     x = x.double()
+    if block:
+        parts = x.movedim(dim, -1).unflatten(-1, (-1, block))
+        exponents = torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-38) / 448))
+        return (rounded(parts * 2.0**-exponents, E4M3) * 2.0**exponents).flatten(-2).movedim(-1, dim)
+    if exponent is not None:
+        return rounded(x * 2.0**exponent, dtype) / 2.0**exponent
     amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
     scale = (torch.finfo(dtype).max / amax.clamp(min=1e-12)).float().double()
     if dim is not None or power_of_2:       # torchao rounds the rowwise recipes' scales down to powers of two
         scale = 2.0 ** scale.log2().floor()
-    return (x * scale).float().to(dtype).double() / scale
+    return rounded((x.float() * scale.float()).double(), dtype) / scale
 
 
-def reference(recipe, x, w, g):
+def rounded(x, dtype):
+    bits, lowest, largest = (3, -6, 448.0) if dtype is E4M3 else (2, -14, 57344.0)
+    exponent = torch.floor(torch.log2(x.abs().clamp(min=1e-300))).clamp(min=lowest)
+    step = 2.0 ** (exponent - bits)
+    return (torch.round(x / step) * step).clamp(-largest, largest)      # torch.round: half to even, as the formats do
+
+
+def reference(recipe, x, w, g, grad_exponent=8):
     """Output, input gradient, weight gradient of y = x w' in fp64 from explicitly quantised operands.
 
     x (M, K), w (N, K), g (M, N). Which operand is scaled along which axis: the axis that its matmul sums over.
     """
-    if recipe == "tensorwise":
-        qx, qw, qg = quantise(x, E4M3), quantise(w, E4M3), quantise(g, E5M2)
+    if recipe in ("tensorwise", "tensorwise_gw_hp", "amax"):
+        two = recipe == "amax"
+        qx, qw, qg = quantise(x, E4M3, power_of_2=two), quantise(w, E4M3, power_of_2=two), quantise(g, E5M2, power_of_2=two)
+        return qx @ qw.T, qg @ qw, g.double().T @ x.double() if recipe == "tensorwise_gw_hp" else qg.T @ qx
+    if recipe == "cscale":
+        qx, qw, qg = quantise(x, E4M3, exponent=0), quantise(w, E4M3, exponent=6), quantise(g, E5M2, exponent=grad_exponent)
         return qx @ qw.T, qg @ qw, qg.T @ qx
+    if recipe == "mxfp8":
+        b = {"dtype": E4M3, "block": 32}
+        return (quantise(x, dim=1, **b) @ quantise(w, dim=1, **b).T, quantise(g, dim=1, **b) @ quantise(w, dim=0, **b),
+                quantise(g, dim=0, **b).T @ quantise(x, dim=0, **b))
     y, qg = quantise(x, E4M3, 1) @ quantise(w, E4M3, 1).T, quantise(g, E4M3, 1)
     if recipe == "rowwise":
         return y, qg @ quantise(w, E4M3, 0), quantise(g.T, E4M3, 1) @ quantise(x, E4M3, 0)
     return y, qg @ quantise(w, E4M3, power_of_2=True), g.double().T @ x.double()    # the weight there has one scale
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_three_matmuls_are_those_of_explicit_quantisation(recipe):
+def operands(kind):
     torch.manual_seed(0)
+    x, g, w = torch.randn(32, 64), torch.randn(32, 96), 0.05 * torch.randn(96, 64)
+    if kind == "graded":            # rows and columns of very different size
+        x, g = x * torch.logspace(-2, 1, 32)[:, None], g * torch.logspace(1, -2, 96)
+    elif kind == "heavy":           # Cauchy: a few values hold most of the norm
+        x, g = (torch.tan(1.5 * torch.rand(t.shape) * torch.sign(t)) for t in (x, g))
+    elif kind == "zero":
+        x, g = torch.zeros_like(x), torch.zeros_like(g)
+    elif kind == "outlier":         # beyond E4M3's range without a scale
+        x[3, 5], g[7, 11], w[2, 9] = 3e4, 5e3, 20.0
+    return x.bfloat16(), w, g.bfloat16()
+
+
+@pytest.mark.parametrize("kind", ["random", "graded", "heavy", "zero", "outlier"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_three_matmuls_are_those_of_explicit_quantisation(recipe, kind):
+    x, w, g = operands(kind)
     linear = Linear(64, 96)
-    torch.nn.init.normal_(linear.weight, std=0.05)
+    linear.weight.data.copy_(w)
     holder = torch.nn.Sequential(linear)
     fp8.convert(holder, FP8Config(recipe=recipe))
-    x = (torch.randn(32, 64) * torch.logspace(-2, 1, 32)[:, None]).bfloat16().requires_grad_()
-    g = (torch.randn(32, 96) * torch.logspace(1, -2, 96)).bfloat16()
+    x.requires_grad_()
     y = holder(x)
     y.backward(g)
-    for got, want in zip((y, x.grad, linear.weight.grad), reference(recipe, x.detach(), linear.weight.detach(), g), strict=True):
-        error = (got.double() - want).norm() / want.norm()
-        assert error < 4e-3, f"relative error {error:.2e}: only BF16 rounding of the result is allowed"
+    got = (y, x.grad, holder[0].weight.grad)
+    for mine, want in zip(got, reference(recipe, x.detach(), w, g), strict=True):
+        if want.abs().max() == 0:
+            assert mine.abs().max() == 0
+        else:
+            error = (mine.double() - want).norm() / want.norm()
+            assert error < 4e-3, f"relative error {error:.2e}: only BF16 rounding of the result is allowed"
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax"])
+def test_the_cpu_float8_matmul_equals_torchaos_emulation(recipe):
+    x, w, g = operands("graded")
+    results = []
+    for emulate in (False, True):
+        linear = Linear(64, 96)
+        linear.weight.data.copy_(w)
+        config = dataclasses.replace(fp8._torchao_config(recipe), emulate=emulate)
+        module = fp8._float8().float8_linear.Float8Linear.from_float(linear, config)
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        y.backward(g)
+        results.append((y, leaf.grad, module.weight.grad))
+    for real, emulated in zip(*results, strict=True):
+        assert (real.double() - emulated.double()).norm() / real.double().norm() < 3e-3     # BF16 rounding of either
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fake_quantise_is_the_same_rounding(recipe):
+    """What the probe measures with is what the matmuls do."""
+    r, (x, w, g) = quantize.RECIPES[recipe], operands("graded")
+    y, grad_x, grad_w = reference(recipe, x, w, g)
+    q = quantize.fake_quantise
+    mine = (q(x, r.input).double() @ q(w, r.weight).double().T,
+            q(g, r.grad).double() @ q(w, r.weight_for_input_grad, 0).double(),
+            q(g, r.grad_for_weight_grad, 0).double().T @ q(x, r.input_for_weight_grad, 0).double())
+    for got, want in zip(mine, (y, grad_x, grad_w), strict=True):
+        assert (got - want).norm() / want.norm() < 1e-6
+
+
+def test_constant_gradient_scales_undo_the_loss_scale():
+    """A mean over 2**12 tokens instead of a sum: the gradients are 2**12 smaller, their float8 values the same."""
+    x, w, g = operands("random")
+    grads = []
+    for scale in (1.0, 2.0**-12):
+        linear = Linear(64, 96)
+        linear.weight.data.copy_(w)
+        holder = torch.nn.Sequential(linear)
+        fp8.convert(holder, FP8Config(recipe="cscale"), loss_scale=scale)
+        holder(x).backward(g * scale)
+        grads.append(linear.weight.grad / scale)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -93,6 +182,25 @@ def test_every_parameter_gets_a_finite_fp32_gradient(recipe):
         assert p.grad.dtype == torch.float32, name
         assert p.grad.isfinite().all(), name
         assert p.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("recipe", ["cscale", "mxfp8"])
+def test_our_own_linears_compile_whole_and_equal_eager(recipe):
+    """One graph, forward and backward; torchao's are covered by the model below."""
+    x, w, g = operands("random")
+    results = []
+    for compiled in (False, True):
+        linear = Linear(64, 96)
+        linear.weight.data.copy_(w)
+        fp8.convert(torch.nn.Sequential(linear), FP8Config(recipe=recipe))
+        if compiled:
+            linear.compile(dynamic=False, fullgraph=True)
+        leaf = x.clone().requires_grad_()
+        y = linear(leaf)
+        y.backward(g)
+        results.append((y, leaf.grad, linear.weight.grad))
+    for eager, fused in zip(*results, strict=True):
+        assert (eager.double() - fused.double()).norm() / eager.double().norm() < 4e-3
 
 
 def test_compiled_equals_eager(monkeypatch):
@@ -127,7 +235,7 @@ def test_in_bf16_is_exactly_the_plain_model_and_ends(recipe):
         assert torch.equal(model(x, y), before)
     with pytest.raises(RuntimeError, match="inside"), fp8.in_bf16(model):
         raise RuntimeError("inside")
-    assert sum(fp8._is_float8_linear(m) for m in model.modules()) == 8
+    assert sum(fp8._is_converted(m) for m in model.modules()) == 8
 
 
 def verdicts(config, **changes):
@@ -142,9 +250,50 @@ def verdicts(config, **changes):
      {"head", "layers.0.attn.qkv", "layers.0.attn.out", "layers.0.mlp.gate_up", "layers.0.mlp.down"}),
     (FP8Config(recipe="tensorwise", skip=("attn.out",)), {"head", "layers.0.attn.out", "layers.1.attn.out"}),
     (FP8Config(recipe="tensorwise", skip=("layers.1.mlp.down", "head"), head=True), {"head", "layers.1.mlp.down"}),
+    (FP8Config(recipe="tensorwise", include=("layers.1.mlp.*",), skip=("mlp.down",)),
+     {"head", *(f"layers.0.{n}" for n in KINDS), "layers.1.attn.qkv", "layers.1.attn.out", "layers.1.mlp.down"}),
+    (FP8Config(recipe="rowwise", first_bf16=1), {"head", *(f"layers.0.{n}" for n in KINDS)}),
+    (FP8Config(recipe="rowwise", last_bf16=1), {"head", *(f"layers.1.{n}" for n in KINDS)}),
+    (FP8Config(recipe="auto"), {"head", *(f"layers.{i}.{n}" for i in (0, 1) for n in KINDS)}),
 ])
 def test_selection_by_name(config, kept):
-    assert {layer.name for layer in verdicts(config) if layer.reason is not None} == kept
+    assert {layer.name for layer in verdicts(config) if layer.recipe is None} == kept
+
+
+def timed(monkeypatch, rows):
+    """A table of one GPU, "H100 of the test": recipe, K, N, ratio."""
+    rows = tuple(speed.Row(recipe, K, N, 16384, ratio, ratio, ratio) for recipe, K, N, ratio in rows)
+    table = speed.Table(measured={"H100 of the test": speed.Timings({"measured": "2026-01-01"}, rows)}, published=())
+    monkeypatch.setattr(fp8, "load_table", lambda: table)
+
+
+def test_auto_takes_per_layer_what_the_table_says_is_fastest(monkeypatch):
+    timed(monkeypatch, [("tensorwise", 64, 192, 1.2), ("rowwise", 64, 192, 1.1), ("tensorwise", 64, 64, 0.8),
+                        ("tensorwise_gw_hp", 96, 64, 1.3)])
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SIZE))
+    layers = fp8.select(model, FP8Config(recipe="auto"), "H100 of the test")
+    assert {layer.name.split(".", 2)[-1]: layer.recipe for layer in layers} == {
+        "attn.qkv": "tensorwise", "attn.out": None, "mlp.gate_up": "tensorwise", "mlp.down": "tensorwise_gw_hp", "head": None}
+    assert fp8.table(layers, "auto", "cuda")[0].startswith("fp8: layers.*.attn.qkv        64 x 192    x2   -> tensorwise (")
+
+
+def test_auto_converts_layers_by_different_recipes_and_trains(monkeypatch):
+    timed(monkeypatch, [("tensorwise", 64, 192, 1.2), ("rowwise_with_gw_hp", 96, 64, 1.3)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100 of the test")
+    model, layers = build("auto")
+    monkeypatch.undo()
+    assert {layer.recipe for layer in layers} == {None, "tensorwise", "rowwise_with_gw_hp"}
+    model(*tokens()).sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("gpu", [None, "NVIDIA A100-SXM4-80GB"])
+def test_auto_without_timings_is_bf16_and_says_so(gpu):
+    layers = verdicts(FP8Config(recipe="auto"))
+    assert not any(layer.recipe for layer in layers)
+    assert "fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16" in fp8.table(layers, "auto", "cpu")
 
 
 def test_a_converted_tied_head_stays_tied():
@@ -153,7 +302,7 @@ def test_a_converted_tied_head_stays_tied():
     fp8.convert(model, FP8Config(recipe="tensorwise", head=True))
     model.to_empty(device="cpu")
     model.init_weights(0)
-    assert fp8._is_float8_linear(model.head)
+    assert fp8._is_converted(model.head)
     assert model.head.weight is model.wte.weight
     model(*tokens()).sum().backward()
 
@@ -166,7 +315,14 @@ def test_a_converted_tied_head_stays_tied():
      "fp8.recipe=rowwise cannot convert layers.0.mlp.gate_up of 64 x 200: FP8 matmuls need multiples of 16; change the "
      "model's width or add fp8.skip=layers.0.mlp.gate_up"),
     (FP8Config(recipe="tensorwise", skip=("layers.*",)), {},
-     "fp8.recipe=tensorwise is left with nothing to convert: fp8.skip takes every Linear; skip fewer or set fp8.recipe=off"),
+     "fp8.recipe=tensorwise is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 and fp8.last_bf16 together "
+     "keep every Linear in BF16; keep fewer or set fp8.recipe=off"),
+    (FP8Config(recipe="amax", include=("up",)), {},
+     "fp8.include='up' matches no Linear; there are: layers.*.attn.qkv, layers.*.attn.out, layers.*.mlp.gate_up, "
+     "layers.*.mlp.down, head"),
+    (FP8Config(recipe="mxfp8"), {"n_ffn": 112},
+     "fp8.recipe=mxfp8 cannot convert layers.0.mlp.down of 112 x 64: FP8 matmuls need multiples of 32; change the model's width "
+     "or add fp8.skip=layers.0.mlp.down"),
 ])
 def test_refusals(config, changes, sentence):
     with pytest.raises(ConfigError) as error:

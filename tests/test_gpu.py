@@ -13,7 +13,7 @@ from runtime.config import FP8Config
 from tests.conftest import run_train, with_recipe
 
 pytestmark = pytest.mark.gpu
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

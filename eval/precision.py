@@ -1,0 +1,231 @@
+"""Evaluate a trained model through BF16 matmuls, then through FP8 ones.
+
+    python -m eval.precision out/RUN recipes=tensorwise,rowwise tasks=demo
+
+    recipes       FP8 recipes, comma-separated; the run may have been trained in any precision
+    tasks         lm-eval's tasks as for eval.harness, scored through each recipe too; none by default
+    include       folder with task YAMLs of your own
+    limit         documents per task at most; none = all
+    micro_batch   sequences per forward pass; none = the run's own
+    device        auto (a GPU where there is one), cpu, cuda
+
+All arms see the run's own validation sequences, in the same batches. Their difference is paired: the standard error is
+that of the mean difference over sequences. It says nothing of other training runs. With one activation scale a tensor
+(tensorwise, amax) a sequence's loss depends a little on what shares its batch, hence on micro_batch; with row, block and
+constant scales it does not.
+
+Prints two Markdown tables; writes out/RUN/eval/precision.json and, per recipe, out/RUN/eval/probe_RECIPE.jsonl: what
+quantisation does to the weights and activations of each Linear on one validation batch (rows as in runtime/probe.py).
+"""
+
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from eval import harness
+from eval.loss import ValLoss, evaluate
+from eval.options import read_options
+from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
+from runtime import fp8, probe
+from runtime.checkpoint import latest
+from runtime.config import Config, ConfigError, read_config
+from runtime.data import Data, open_data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: str
+    recipes: tuple[Recipe, ...] = ("tensorwise", "rowwise")
+    tasks: tuple[str, ...] = ()
+    include: str | None = None
+    limit: int | None = None
+    micro_batch: int | None = None
+    device: str = "auto"
+
+    POSITIONAL: ClassVar = ("run",)
+
+    def __post_init__(self):
+        if not self.recipes or "off" in self.recipes or len(set(self.recipes)) < len(self.recipes):
+            raise ConfigError(f"recipes={','.join(self.recipes)} must name FP8 recipes, each once; BF16 is always there to "
+                              f"compare with")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise ConfigError(f"micro_batch={self.micro_batch} must be at least 1")
+        if self.tasks:
+            self.scoring("off", self.micro_batch or 1)
+        elif self.limit is not None or self.include is not None:
+            raise ConfigError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
+
+    def scoring(self, recipe: str, micro_batch: int) -> harness.Options:
+        return harness.Options(run=self.run, tasks=self.tasks, include=self.include, limit=self.limit, micro_batch=micro_batch,
+                               device=self.device, fp8=recipe)
+
+
+def compare(options: Options) -> dict:
+    """Measure BF16 and every recipe, write what was found, return precision.json's content.
+
+    Raises ConfigError: no such run, recipe or task, a recipe that cannot run here, validation data of another run.
+    """
+    config, device = read_config(options.run), pick_device(options.device)
+    for recipe in options.recipes:      # all of them before the first checkpoint is read
+        check_recipe(config, recipe, device)
+    data = open_data(config, read_tokenizer(config).sha256)
+    _check_identity(Path(options.run), data)
+    micro_batch = options.micro_batch or config.data.micro_batch
+    bf16, reference = _arm("off", options, config, data, micro_batch)
+    arms = {}
+    for recipe in options.recipes:
+        arm, val = _arm(recipe, options, config, data, micro_batch)
+        gap = difference(val, reference)
+        arms[recipe] = {**arm, "difference": gap.loss, "difference_se": gap.standard_error,
+                        "difference_percent": 100 * gap.loss / reference.loss}
+    record = {"run": str(options.run), "step": _step(options.run), "device": str(device), "micro_batch": micro_batch,
+              "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
+              "weights": data.weights, "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
+    harness.replace_file(Path(options.run) / "eval" / "precision.json", harness.as_json(_finite(record)))
+    return record
+
+
+def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
+    """The paired differences as a ValLoss: its loss is the mean difference, its standard error that of the difference."""
+    return ValLoss({source: val.sequences[source] - losses for source, losses in reference.sequences.items()},
+                   reference.weights, reference.n_ctx)
+
+
+def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:
+    """Load, evaluate, score, probe; the model is gone before the next arm's is loaded."""
+    start = time.perf_counter()
+    inference = load_for_inference(options.run, options.device, "bfloat16", recipe)
+    print("".join(f"{line}\n" for line in fp8_lines(inference.layers, recipe, inference.device)[-2:]), end="")
+    val_sets = {source: data.val(source) for source in data.sources}
+    val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
+    arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},
+           "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}, "tasks": {}}
+    print(f"{'bf16' if recipe == 'off' else recipe}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s",
+          flush=True)
+    folder = Path(options.run) / "eval"
+    folder.mkdir(exist_ok=True)
+    if recipe != "off":
+        rows = look(inference, *_batch(val_sets, micro_batch), _step(options.run), config.probe.tokens)
+        harness.replace_file(folder / f"probe_{recipe}.jsonl",
+                             "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        arm["operands"] = summary(rows)
+    if options.tasks:
+        arm["tasks"] = harness.score(options.scoring(recipe, micro_batch), inference)["tasks"]
+    return arm, val
+
+
+def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, step: int, tokens: int) -> list[dict]:
+    """Rows of runtime/probe.py for one forward pass over the first sequences of x and y, at most `tokens` tokens."""
+    recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
+    n = probe.sequences(*x.shape, tokens)
+    with torch.no_grad(), probe.watching(inference.model, recipes, seen):
+        inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
+    return probe.rows(step, seen, recipes)
+
+
+def summary(rows: list[dict]) -> dict[str, dict]:
+    """Over all Linears: the range of scales, then the worst of each loss with the Linear that has it."""
+    out = {}
+    linears = [row for row in rows if row["kind"] == "linear"]
+    for operand in ("weight", "activation") if linears else ():
+        known = {row["layer"]: {k: v for k, v in row[operand].items() if v is not None} for row in linears}
+        out[operand] = {"scale_min": min((s["scale_min"] for s in known.values() if "scale_min" in s), default=None),
+                        "scale_max": max((s["scale_max"] for s in known.values() if "scale_max" in s), default=None)}
+        for name in ("underflow", "saturated", "error"):
+            worst = max(known, key=lambda layer, name=name, known=known: known[layer].get(name, -1.0))
+            out[operand][name] = {"largest": known[worst].get(name), "layer": worst}
+    return out
+
+
+def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first sequences of all sources in turn, (at most micro_batch, n_ctx) each: mixed, as training batches are."""
+    rounds = range(max(map(len, val_sets.values())))
+    order = [(val, i) for i in rounds for val in val_sets.values() if i < len(val)][:micro_batch]
+    x, y = zip(*(val.batch(i, i + 1) for val, i in order), strict=True)
+    return torch.cat(x), torch.cat(y)
+
+
+def _check_identity(run_dir: Path, data: Data) -> None:
+    """Raise ConfigError where the validation tokens are not those that the finished run was measured on."""
+    path = run_dir / "summary.json"
+    try:
+        known = json.loads(path.read_text()).get("val_sha256") if path.is_file() else None
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{path} is damaged ({error}): restore it, or move it away to go on without it") from error
+    if known not in (None, data.val_sha256):
+        raise ConfigError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore the "
+                          f"shards, so that losses here and there mean the same")
+
+
+def _step(run_dir: str) -> int:
+    return int(latest(Path(run_dir)).name.removeprefix("step_"))
+
+
+def _finite(value):
+    """The same with null for what JSON cannot say: a loss that overflowed."""
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --------------------------------------------------------------------------------------------------------------- tables
+
+def tables(record: dict) -> list[str]:
+    """Two Markdown tables as lines: what FP8 costs, then what it does to weights and activations."""
+    bf16, arms = record["bf16"], record["fp8"]
+    lines = _row("measure", "n", "BF16", *arms) + _row(*["---"] * (3 + len(arms)))
+    n = sum(record["sequences"].values())
+    lines += _row("validation loss [nats/token]", n, f"{bf16['loss']:.4f}", *(f"{arm['loss']:.4f}" for arm in arms.values()))
+    lines += _row("minus BF16, paired", n, "", *(
+        _with_error(arm["difference"], arm["difference_se"], "+.5f") for arm in arms.values()))
+    lines += _row("minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values()))
+    for task, row in bf16["tasks"].items():
+        for metric in (key for key in row if f"{key}_se" in row):
+            scores = [arm["tasks"][task] for arm in (bf16, *arms.values())]
+            lines += _row(f"{task} {metric}", row["n"] or "-", *(
+                _with_error(score[metric], score[f"{metric}_se"], ".4f") for score in scores))
+    if record["limit"]:
+        lines.append(f"\nlimit={record['limit']}: a part of each task, not to be compared with published scores")
+    lines += ["", *_row("recipe", "operand", "scales", "underflow", "saturated", "error"), *_row(*["---"] * 6)]
+    for recipe, arm in arms.items():
+        for operand, s in arm["operands"].items():
+            scales = "-" if s["scale_min"] is None else f"{s['scale_min']:.4g} to {s['scale_max']:.4g}"
+            lines += _row(recipe, operand, scales, *(_share(s[name]) for name in ("underflow", "saturated", "error")))
+    lines += ["", "± is one standard error: of losses over the validation sequences, of scores over documents. Underflow,",
+              "saturated: largest share of the values of a Linear; error: largest ||Q(x) - x|| / ||x||; where: the Linear."]
+    return lines
+
+
+def _row(*cells) -> list[str]:
+    return ["| " + " | ".join(map(str, cells)) + " |"]
+
+
+def _with_error(value: float, error: float | None, form: str) -> str:
+    return format(value, form) + ("" if error is None else f" ± {format(error, form.lstrip('+'))}")
+
+
+def _share(worst: dict) -> str:
+    return "-" if worst["largest"] is None else f"{worst['largest']:.2%}" + (f" ({worst['layer']})" if worst["largest"] else "")
+
+
+def main(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments) or not arguments:
+        print(__doc__)
+        return 0 if arguments else 2
+    try:
+        record = compare(read_options(Options, arguments))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(["", *tables(record)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

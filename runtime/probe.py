@@ -1,0 +1,214 @@
+"""Look into a running model now and then: what its values lose to FP8, and how large attention and SwiGLU have grown.
+
+Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own sequences, with hooks
+that are gone afterwards. Training itself is not touched: no hook lies in the compiled step, and losses and weights are
+the same bits with and without. out/<run>/probe.jsonl gets a row per converted Linear and one per block:
+
+    {"kind": "linear", "step", "layer", "recipe", "weight": S, "activation": S, "gradient": S}
+    {"kind": "block", "step", "block", "attention_logit_max", "swiglu_amax", "swiglu_rms"}
+
+    S   amax                            largest magnitude
+        scale_min, scale, scale_max     smallest, median and largest scale; null where the operand stays BF16
+        underflow                       share of the values that are not zero and become zero
+        saturated                       share of the values beyond the format's largest after scaling
+        error                           ||Q(x) - x|| / ||x||
+
+The weight and the input are those of y = x W', the gradient that of the input gradient, each over the axis that its
+matmul sums over. A later row of a step replaces an earlier one (a resumed run repeats steps); null is no finite number.
+Growing logits and SwiGLU outliers come before FP8 runs diverge (2409.12517, 2405.18710), hence the block rows.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+
+from model import GPT, Attention, rotate
+from runtime.gather import full_weight, is_wrapped
+from runtime.quantize import Operand, Recipe, fake_quantise, scale_of
+
+OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
+STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
+LOGITS_AT_ONCE = 2**24      # elements of the attention matrix that exist at a time: 64 MiB
+
+Seen = dict[str, dict[str, torch.Tensor]]       # module name -> statistic's name -> values, on the device
+
+
+class Probe:
+    """Measures `model` on request. All ranks call it together; those with a path write what they see.
+
+    `recipes` holds the recipe of each converted Linear by module name; without any, only blocks are looked at.
+    """
+
+    def __init__(self, path: Path | None, model: GPT, recipes: dict[str, Recipe], tokens: int):
+        self.path, self.model, self.recipes, self.tokens = path, model, recipes, tokens
+        if path is not None and path.exists():
+            data = path.read_bytes()
+            os.truncate(path, data.rfind(b"\n") + 1)    # a line that a kill cut short would spoil the next
+
+    def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
+        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero and are zero again.
+
+        backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
+        """
+        n = sequences(x.size(0), x.size(1), self.tokens)
+        seen: Seen = {}
+        for layer, recipe in self.recipes.items():
+            module = self.model.get_submodule(layer)
+            if is_wrapped(module.weight):   # the forward pass will see float8 alone, from which nothing can be told
+                weight = full_weight(module, torch.float32)     # all ranks
+                if self.path is not None:
+                    seen[layer] = {"weight": statistics(weight, recipe.weight)}
+        with torch.compiler.set_stance("force_eager"), watching(self.model, self.recipes, seen, self.path is not None):
+            with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
+                loss = self.model(x[:n], y[:n]).sum() * backward_scale
+            try:
+                if self.recipes:
+                    loss.backward()
+            finally:
+                for p in self.model.parameters():
+                    p.grad = None
+        if self.path is not None:
+            append(self.path, rows(step, seen, self.recipes))
+
+
+def sequences(B: int, T: int, tokens: int) -> int:
+    """How many of B sequences of T tokens to probe: what fits into `tokens`, at least one, and in all a multiple of
+    32 tokens, or the whole micro-batch where that is none: the weight gradient sums over tokens, in blocks of up to 32."""
+    unit = 32 // math.gcd(T, 32)
+    return min(B, max(unit, tokens // T // unit * unit))
+
+
+@contextmanager
+def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen, on: bool = True) -> Iterator[None]:
+    """Within the block, the next forward pass, and backward pass if there is one, of `model` fills `seen`."""
+    handles = []
+    try:
+        if on:
+            _hook(model, recipes, seen, handles)
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
+    """What was seen, as rows; the only place where the host waits for the device."""
+    places = [(module, name) for module in seen for name in seen[module]]
+    if not places:
+        return []
+    sizes = [seen[module][name].numel() for module, name in places]
+    flat = iter(torch.cat([seen[module][name] for module, name in places]).tolist())
+    values = {place: [_finite(next(flat)) for _ in range(size)] for place, size in zip(places, sizes, strict=True)}
+    linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
+                **{name: _named(values[layer, name], getattr(recipe, field).format)
+                   for name, field in OPERANDS.items() if (layer, name) in values}}
+               for layer, recipe in recipes.items()]
+    blocks = [{"kind": "block", "step": step, "block": int(module.split(".")[1]),
+               "attention_logit_max": values[module, "attention"][0],
+               "swiglu_amax": values[module, "swiglu"][0], "swiglu_rms": values[module, "swiglu"][1]}
+              for module in seen if "attention" in seen[module]]
+    return linears + blocks
+
+
+def append(path: Path, new: list[dict]) -> None:
+    """Add rows in one write, so that a kill leaves all of them or a last line cut short."""
+    with open(path, "a") as file:
+        file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in new))
+
+
+# ----------------------------------------------------------------------------------------------------------- statistics
+
+@torch.no_grad()
+def statistics(x: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,) fp32, on x's device."""
+    x = x.float()
+    amax, zero = x.abs().amax(), x.new_zeros(())
+    if operand.format is None:
+        return torch.stack((amax, zero, zero, zero, zero, zero, zero))
+    scale, q = scale_of(x, operand), fake_quantise(x, operand)
+    underflow = ((q == 0) & (x != 0)).float().mean()
+    largest = torch.finfo(operand.format).max * (1 + 2**-20)    # a scale's own rounding may lift the amax by a hair: no loss
+    saturated = ((x * scale).abs() > largest).float().mean()
+    size = _norm(x)
+    error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
+    return torch.stack((amax, scale.amin(), scale.median(), scale.amax(), underflow, saturated, error))
+
+
+@torch.no_grad()
+def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Largest q k / sqrt(D) that the softmax sees in one sequence, over all heads; qkv (T, (H + 2K) D), result ().
+
+    The values are BF16 before they meet, so that fp32, even as TF32, multiplies them exactly.
+    """
+    T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
+    q, k = (part.view(1, T, -1, D).transpose(1, 2) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q = rotate(q, cos[:T], sin[:T])[0].float().view(K, H // K, T, D)        # query heads by the key head they share
+    k = rotate(k, cos[:T], sin[:T])[0].float()                              # (K, T, D)
+    position = torch.arange(T, device=qkv.device)
+    largest, chunk = [], max(1, LOGITS_AT_ONCE // (H * T))
+    for start in range(0, T, chunk):
+        end = min(T, start + chunk)     # later keys are hidden from all of these queries
+        logits = torch.einsum("kgqd,ksd->kgqs", q[:, :, start:end], k[:, :end])
+        hidden = position[:end] > position[start:end, None]
+        largest.append(logits.masked_fill(hidden, -math.inf).amax())
+    return torch.stack(largest).amax() / math.sqrt(D)
+
+
+def _hook(model: GPT, recipes: dict[str, Recipe], seen: Seen, handles: list) -> None:
+    """Register all hooks. Each looks at the first call alone: a head in chunks is called often, and again to recompute."""
+    modules = dict(model.named_modules())
+
+    def before(module: nn.Module, inputs: tuple, layer: str, recipe: Recipe) -> None:
+        if "activation" not in (now := seen.setdefault(layer, {})):
+            now["activation"] = statistics(inputs[0], recipe.input)
+            if "weight" not in now:
+                now["weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 gathered just now
+
+    def after(output: torch.Tensor, layer: str, recipe: Recipe) -> None:
+        def on_gradient(gradient: torch.Tensor) -> None:
+            seen[layer]["gradient"] = statistics(gradient, recipe.grad)
+
+        if output.requires_grad and layer not in followed:
+            followed.add(layer)
+            handles.append(output.register_hook(on_gradient))
+
+    followed: set[str] = set()
+    for layer, recipe in recipes.items():
+        handles.append(modules[layer].register_forward_pre_hook(
+            lambda module, inputs, layer=layer, recipe=recipe: before(module, inputs, layer, recipe)))
+        handles.append(modules[layer].register_forward_hook(
+            lambda module, inputs, output, layer=layer, recipe=recipe: after(output, layer, recipe)))
+
+    def attention(output: torch.Tensor, name: str, module: Attention) -> None:
+        seen.setdefault(name, {})["attention"] = attention_logit_max(module, output.detach()[0], model.cos, model.sin)[None]
+
+    @torch.no_grad()
+    def swiglu(x: torch.Tensor, name: str) -> None:
+        seen.setdefault(name, {})["swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
+
+    for i, block in enumerate(model.layers):
+        handles.append(block.attn.qkv.register_forward_hook(
+            lambda module, inputs, output, name=f"layers.{i}", attn=block.attn: attention(output, name, attn)))
+        handles.append(block.mlp.down.register_forward_pre_hook(
+            lambda module, inputs, name=f"layers.{i}": swiglu(inputs[0], name)))
+
+
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64)     # squares of small gradients vanish in fp32
+
+
+def _named(values: list[float | None], format: torch.dtype | None) -> dict[str, float | None]:
+    return {name: None if format is None and name.startswith("scale") else value
+            for name, value in zip(STATISTICS, values, strict=True)}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,199 @@
+"""The FP8 recipes as data: how each operand of a Linear's three matmuls is scaled, rounded.
+
+A Linear does three matmuls a step: y = x w', input gradient = g w, weight gradient = g' x. Each recipe says for each
+of their operands which format it takes (E4M3, E5M2: FP8 formats for deep learning, 2209.05433; or none, BF16 kept) and
+what shares one scale. An operand is multiplied by its scale, rounded to the format (saturating), divided after the
+matmul. Training through a recipe: runtime/fp8.py; looking at what it does to tensors: runtime/probe.py.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.nn as nn
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
+BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand becomes FP8; format None leaves it in BF16."""
+    format: torch.dtype | None
+    scaling: Literal["tensor", "row", "block", "constant"] = "tensor"   # what shares a scale
+    power_of_2: bool = False    # scale rounded down to a power of two: scaling itself then rounds nothing
+    exponent: int = 0           # "constant" only: the scale is 2 ** exponent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The operands of y = x w' (input, weight), of input gradient = g w (grad, weight_for_input_grad) and of
+    weight gradient = g' x (grad_for_weight_grad, input_for_weight_grad)."""
+    name: str
+    input: Operand
+    weight: Operand
+    grad: Operand
+    weight_for_input_grad: Operand
+    input_for_weight_grad: Operand
+    grad_for_weight_grad: Operand
+
+    @property
+    def multiple(self) -> int:
+        """Inputs and outputs of a Linear must be multiples of this."""
+        return BLOCK if self.input.scaling == "block" else 16
+
+
+def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand) -> Recipe:
+    """A recipe whose operands are scaled alike in both matmuls that they take part in, but for `changes`."""
+    alike = {"weight_for_input_grad": weight, "input_for_weight_grad": input, "grad_for_weight_grad": grad}
+    return Recipe(name, input, weight, grad, **{**alike, **changes})
+
+
+_BF16 = Operand(None)
+_TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
+_TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
+_ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
+_GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
+# cscale: activations behind an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units
+# of one token's loss, lie around 2^-8. Found with the probe on the demo (LOG.md); never updated.
+_CSCALE = (Operand(E4M3, "constant", exponent=0), Operand(E4M3, "constant", exponent=6),
+           Operand(E5M2, "constant", exponent=8))
+
+RECIPES = {recipe.name: recipe for recipe in (
+    _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
+    _uniform("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, **_GW_HP),
+    _uniform("rowwise", _ROW, _ROW, _ROW),
+    _uniform("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_for_input_grad=_TENSOR_2, **_GW_HP),
+    _uniform("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
+    _uniform("cscale", *_CSCALE),
+    _uniform("mxfp8", _MX, _MX, _MX),
+)}
+
+
+def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
+    """The recipe for a loss that is multiplied by `loss_scale` before the backward pass: constant gradient scales undo it.
+
+    A training loss is a mean over a step's tokens, so that gradients shrink with the batch; dynamic scales follow.
+    """
+    if recipe.grad.scaling != "constant":
+        return recipe
+    grad = replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale)))
+    return replace(recipe, grad=grad, grad_for_weight_grad=grad)
+
+
+# ------------------------------------------------------------------------------------------------------- the rounding
+
+def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
+    """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the axis that the matmul sums over."""
+    if operand.scaling == "constant":
+        return torch.full((), 2.0**operand.exponent, device=x.device)
+    magnitude, largest = x.detach().abs(), torch.finfo(operand.format).max
+    if operand.scaling == "block":
+        axis = dim % x.ndim
+        blocks = magnitude.float().unflatten(axis, (-1, BLOCK))
+        amax = blocks.amax(axis + 1, keepdim=True)
+        # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
+        exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
+        return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
+    amax = magnitude.max() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
+    scale = (largest / amax.double().clamp(min=EPS)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
+
+
+def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
+    """What the matmul sees of `x`: fp32 values of its shape, each one that the format holds, divided by the scale."""
+    if operand.format is None:
+        return x.float()
+    scale = scale_of(x, operand, dim)
+    return _cast(x, scale, operand.format).float() / scale
+
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
+    return (x.float() * scale).clamp(-largest, largest).to(format)
+
+
+# ------------------------------------------------------------------- Linears for what torchao has no float8 recipe for
+
+class QuantisedLinear(nn.Linear):
+    """A Linear without bias whose matmuls follow `recipe`, set by convert(); its weight stays what it was."""
+    recipe: Recipe
+    has_mx: bool = False    # the GPU multiplies MX blocks itself
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])
+        if self.recipe.input.scaling == "constant":
+            y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
+        elif self.has_mx and x.is_cuda:
+            y = _torchao_mx(rows, self.weight)
+        else:
+            y = EmulatedMatmul.apply(rows, self.weight, self.recipe)
+        return y.view(*x.shape[:-1], -1)
+
+
+class ConstantScaleMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N) through float8 matmuls with scales fixed beforehand (2309.17224, FP8-CSCALE)."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        qx, qw = _constant(x, recipe.input), _constant(w, recipe.weight)
+        ctx.save_for_backward(qx[0], w)     # w and not its FP8 copy: FSDP frees w between the passes
+        ctx.recipe, ctx.dtype = recipe, x.dtype
+        return _scaled_mm(qx, (qw[0].t(), qw[1]), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        recipe = ctx.recipe
+        qx, qg = (x, _inverse(recipe.input, x)), _constant(g.contiguous(), recipe.grad)
+        qw = _constant(w, recipe.weight_for_input_grad)
+        grad_x = _scaled_mm(qg, (_column_major(qw[0]), qw[1]), ctx.dtype, fast=False)
+        grad_w = _scaled_mm((qg[0].t().contiguous(), qg[1]), (_column_major(qx[0]), qx[1]), ctx.dtype, fast=False)
+        return grad_x, grad_w.to(w.dtype), None
+
+
+def _inverse(operand: Operand, like: torch.Tensor) -> torch.Tensor:
+    return torch.full((), 2.0**-operand.exponent, device=like.device)
+
+
+def _constant(x, operand):
+    return _cast(x, scale_of(x, operand), operand.format), _inverse(operand, x)
+
+
+def _column_major(x):
+    return x.t().contiguous().t()       # what float8 matmuls want of their second operand
+
+
+def _scaled_mm(a, b, dtype, fast: bool):
+    return torch._scaled_mm(a[0], b[0], scale_a=a[1], scale_b=b[1], out_dtype=dtype, use_fast_accum=fast)
+
+
+class EmulatedMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N): operands rounded as the recipe says, multiplied in x's dtype; numerics only.
+
+    A value of E4M3 times a power of two is exact in BF16, so only sums round, as on real units.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        ctx.save_for_backward(x, w)
+        ctx.recipe = recipe
+        return fake_quantise(x, recipe.input).to(x.dtype) @ fake_quantise(w, recipe.weight).to(x.dtype).t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        recipe, dtype = ctx.recipe, x.dtype
+        gx = fake_quantise(g, recipe.grad).to(dtype) @ fake_quantise(w, recipe.weight_for_input_grad, 0).to(dtype)
+        gw = (fake_quantise(g, recipe.grad_for_weight_grad, 0).to(dtype).t()
+              @ fake_quantise(x, recipe.input_for_weight_grad, 0).to(dtype))
+        return gx, gw.to(w.dtype), None
+
+
+def _torchao_mx(x, w):
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    return _to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), KernelPreference.AUTO, ScaleCalculationMode.RCEIL)
