@@ -125,7 +125,8 @@ class Config:
 
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights depend on."""
-        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk"}      # a resume may need less memory
+        # A resume may need less memory, or find one process, where nothing can be gathered.
+        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
         return {k: v for k, v in keys.items() if k not in free} | {"seed": self.seed, "steps": self.total_steps}
 

@@ -29,6 +29,7 @@ import torch
 import torch.nn as nn
 
 from model import Linear
+from runtime import gather
 from runtime.config import ConfigError, FP8Config
 from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
 from runtime.speed import SpeedError, choose, load_table
@@ -204,14 +205,16 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if _is_converted(m)]
     classes = [type(m) for m in modules]
+    gathered = gather.keep_shards(model, modules)
     for module in modules:
-        module.__class__ = Linear
+        module.__class__ = gather.GatheredLinear if module in gathered else Linear
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for module, cls in zip(modules, classes, strict=True):
             module.__class__ = cls
+            vars(module).pop("shard", None)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -331,6 +331,7 @@ def test_the_device_is_read_once(recipe, tmp_path, monkeypatch):
 
 
 def test_a_compiled_model_is_not_compiled_again(tmp_path):
+    torch._dynamo.reset()
     model, recipes, x, y = build("tensorwise", n_layer=1)
     model.compile(dynamic=False, fullgraph=True, backend="aot_eager")
 
