@@ -92,7 +92,7 @@ def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
 def plan(config: Config, gpu: str) -> list[str]:
     with torch.device("meta"):
         model = GPT(config.model, COMPUTE_DTYPE)
-    layers = fp8.select(model, config.fp8)
+    layers = fp8.select(model, config.fp8, gpu.upper() if gpu else None)
     peak = metrics.peak_flops(gpu) if gpu else None
     if gpu and peak is None:
         raise ConfigError(f"--plan {gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
