@@ -9,7 +9,6 @@ Prints the laws beside the BF16-against-FP8 table; writes DIR/figure.png, figure
 import difflib
 import json
 import math
-import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,7 +20,7 @@ if __name__ == "__main__":
     # script alone lets both import the siblings under one name; two names would mean two RecordError classes.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.figures import draw, human, render
+from scaling.figures import draw, human, render, write
 from scaling.laws import DELTA, Fit, fit_band, fit_power, fit_ray, unfitted
 from scaling.precision import pairs
 from scaling.records import RecordError, check_comparable, read_curve, read_runs, usable
@@ -122,8 +121,8 @@ def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("png", "svg"):
-            _write(folder / f"figure.{name}", render(figure, name))
-        _write(folder / "law.json", (json.dumps(law, indent=1, allow_nan=False) + "\n").encode())
+            write(folder / f"figure.{name}", render(figure, name))
+        write(folder / "law.json", (json.dumps(law, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
     print("\n".join([*alone, "", law_table(groups, ray), "", slope_table(groups), "", pair_table(found)]))
@@ -269,15 +268,6 @@ def _plain(fit: Fit) -> dict:
         fields["ci95"] = {name: [end if math.isfinite(end) else None for end in ends]
                           for name, ends in fit.ci95.items()}
     return fields
-
-
-def _write(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -307,9 +307,9 @@ def test_exit_code_of_the_process(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "law.json"
     target.write_text("old")
-    monkeypatch.setattr(cli.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("scaling.figures.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        cli._write(target, b"new")
+        cli.write(target, b"new")
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
