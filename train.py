@@ -123,7 +123,7 @@ def train(config: Config, world: World) -> None:
     layers = fp8.convert(model, config.fp8, loss_scale)
     identity = {"train": data.train_sha256, "val": data.val_sha256, "fp8": metrics.digest(recipes_by_layer(layers))}
     counts = model.counts()
-    flag_lines = parallel.set_torch_flags(config, world)
+    flag_lines = parallel.set_torch_flags(config, world, recipes_by_layer(layers).values())
     parallel.shard(model, world, COMPUTE_DTYPE)
     if config.parallel.compile:
         parallel.compile_model(model, world)

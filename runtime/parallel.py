@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -88,13 +88,15 @@ def finish(world: World, code: int) -> None:
     os._exit(code)
 
 
-def set_torch_flags(config: Config, world: World) -> list[str]:
-    """Every process-wide switch of torch that a run touches, set here and nowhere else; returns them as lines."""
+def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
+    """Every process-wide switch of torch that a run touches, set here and nowhere else; returns them as lines.
+
+    recipes: those that Linears were converted by, which fp8.recipe=auto does not tell."""
     flags = []
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         flags.append("float32 matmuls in TF32 (none is in the training step)")
-        if config.fp8.recipe.startswith("rowwise") and config.parallel.compile:
+        if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
             import torch._inductor.config as inductor
             inductor.emulate_precision_casts = True
             flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")

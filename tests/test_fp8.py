@@ -6,7 +6,7 @@ import torch
 import torch._inductor.config as inductor
 
 from model import GPT, GPTConfig, Linear
-from runtime import fp8, quantize, speed
+from runtime import fp8, parallel, quantize, speed
 from runtime.config import ConfigError, FP8Config
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
@@ -373,3 +373,19 @@ def test_nan_input_spreads_and_zero_input_does_not():
         assert model(x, y).isfinite().all()
         model.wte.weight[x[0, 0]] = float("nan")
         assert model(x, y).isnan().all()
+
+
+@pytest.mark.parametrize("recipe, chosen, kept", [
+    ("rowwise", ["rowwise"], True), ("auto", ["tensorwise", "rowwise_with_gw_hp"], True), ("auto", ["tensorwise"], False),
+    ("off", [], False)])
+def test_rowwise_by_whatever_name_keeps_its_roundings_on_cuda(tiny, recipe, chosen, kept):
+    """Without, a compiled rowwise Linear behind an RMSNorm turns NaN (pytorch#150859), whoever chose the recipe."""
+    config = dataclasses.replace(tiny, fp8=FP8Config(recipe=recipe), parallel=dataclasses.replace(tiny.parallel, compile=True))
+    precision = torch.get_float32_matmul_precision()
+    try:
+        with inductor.patch(emulate_precision_casts=False):
+            lines = parallel.set_torch_flags(config, parallel.World(0, 0, 1, torch.device("cuda", 0)), chosen)
+            assert inductor.emulate_precision_casts is kept
+    finally:
+        torch.set_float32_matmul_precision(precision)
+    assert any("emulate_precision_casts" in line for line in lines) is kept
