@@ -1,19 +1,18 @@
 # The verbs a newcomer needs. Everything runs in .venv; nothing else is touched.
 PYTHON ?= python3
 PY := .venv/bin/python
-SIZES := s m l
-DEMO_RUNS := $(foreach size,$(SIZES),demo_$(size)_bf16 demo_$(size)_fp8)
 
 .PHONY: demo test setup lint clean
 
-demo: setup                 ## corpus -> six paired runs -> law, figure, score, sample; again: only what is missing
+demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
-	@for run in $(DEMO_RUNS); do $(PY) train.py configs/$$run.py || exit $$?; done
-	$(PY) scaling/fit.py $(addprefix out/,$(DEMO_RUNS)) out=out/demo
-	@for run in demo_l_bf16 demo_l_fp8; do \
-	  test -e out/$$run/eval/demo.json || $(PY) -m eval.harness out/$$run tasks=demo || exit $$?; done
-	$(PY) -m eval.sample out/demo_l_fp8 "def " tokens=100 n=2 seed=1
-	@echo "figure: out/demo/figure.png   law: out/demo/law.json   runs: out/demo_*/summary.json"
+	$(PY) scaling/sweep.py configs/study_demo.py --run jobs=2
+	$(PY) scaling/fit.py out/demo
+	$(PY) scaling/precision.py out/demo
+	@for run in demo_l_bf16_t20_s1337 demo_l_tensorwise_t20_s1337; do \
+	  test -e out/demo/$$run/eval/demo.json || $(PY) -m eval.harness out/demo/$$run tasks=demo || exit $$?; done
+	$(PY) -m eval.sample out/demo/demo_l_tensorwise_t20_s1337 "def " tokens=100 n=2 seed=1
+	@echo "figures: out/demo/law/*.png   laws: out/demo/law/law.json   runs: out/demo/*/summary.json"
 
 test: setup                 ## every test that needs no GPU
 	$(PY) -m pytest -q -m "not gpu"
@@ -31,4 +30,4 @@ setup: .venv/installed      ## the virtual environment alone
 	touch $@
 
 clean:                      ## the demo's data and runs; .venv stays
-	rm -rf data/demo out/demo out/demo_*
+	rm -rf data/demo out/demo

@@ -4,6 +4,7 @@
     torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
     python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
     python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
+    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run, from its checkpoint
     python train.py --help                                                  every key, its default and meaning
 
 A run lives in out/<run>/. The same command again resumes it from its last checkpoint, or says that it is finished.
@@ -23,8 +24,8 @@ import torch
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from model import GPT
 from runtime import fp8, gather, metrics, optim, parallel
-from runtime.checkpoint import Checkpointer, CheckpointError, latest, load, read_manifest
-from runtime.config import Config, ConfigError, help_text, load_config, read_config
+from runtime.checkpoint import Checkpointer, CheckpointError, branch_point, latest, load, read_manifest
+from runtime.config import Config, ConfigError, config_from_dict, help_text, load_config, read_config
 from runtime.data import Data, open_data
 from runtime.guard import Guard, GuardError, Verdict
 from runtime.parallel import World
@@ -133,10 +134,15 @@ def train(config: Config, world: World) -> None:
     tensors = {f"model.{name}": gather.plain(p.detach()) for name, p in model.named_parameters()}
     tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(optimizer, model).items()}
 
-    # Start or resume.
+    # Start, branch off another run, or resume: a run's own checkpoints win over start_from.
     step, guard, train_s, probe_s, checkpoint = 0, Guard(), 0.0, 0.0, latest(config.run_dir)
+    is_branching = checkpoint is None and config.start_from is not None
+    if is_branching:
+        checkpoint = branch_point(config)
     if checkpoint is not None:
         manifest = read_manifest(checkpoint)
+        if is_branching:
+            optim.check_branch(config, config_from_dict(manifest["config"]), manifest["step"])
         load(checkpoint, manifest, tensors, world)
         model.init_buffers()
         step, state = manifest["step"], manifest["state"]
@@ -145,10 +151,12 @@ def train(config: Config, world: World) -> None:
             raise ConfigError("fp8.recipe=auto chose other layers than this run was begun with: name the recipe and "
                               "fp8.include/skip explicitly, or resume on the GPU it was begun on")
         if changed:
-            raise ConfigError(f"{config.data.dir} holds other tokens than {config.run_dir} was begun with: restore the shards, "
-                              f"or choose another run=")
+            raise ConfigError(f"{config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the "
+                              f"shards, or choose another run=")
         optim.set_updates(optimizer, state["updates"])
-        guard, train_s, probe_s = Guard(**state["guard"]), state["train_s"], state["probe_s"]
+        guard = Guard(**state["guard"])
+        if not is_branching:     # the parent's hours are its own
+            train_s, probe_s = state["train_s"], state["probe_s"]
     else:
         model.init_weights(config.seed, assign)
     gather.precompute_scales(model)
@@ -156,12 +164,12 @@ def train(config: Config, world: World) -> None:
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         config.run_dir.mkdir(parents=True, exist_ok=True)
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
-    saver = Checkpointer(config.run_dir, config.checkpoint.keep, world)
+    saver = Checkpointer(config.run_dir, config.checkpoint.keep, world, config.checkpoint.at)
     probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model, fp8.recipes(layers, loss_scale),
                   config.probe.tokens)
     log = None
     if world.is_main:
-        metrics.write_json(config.run_dir / "env.json", metrics.environment(world.device, ROOT))
+        metrics.write_environment(config.run_dir / "env.json", world.device, ROOT)
         log = metrics.Log(config, step, config.total_steps)
         log.say("\n".join([
             f"{config.run}: {counts['params_total']:,} parameters, {config.total_steps:,} steps of "
@@ -170,7 +178,7 @@ def train(config: Config, world: World) -> None:
             f"device: {world.size} x {metrics.device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
             f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
             *flag_lines, *data.describe(), *fp8.table(layers, config.fp8.recipe, world.device.type),
-            f"resuming {checkpoint}" if checkpoint else "starting at step 0",
+            f"{'branching off' if is_branching else 'resuming'} {checkpoint}" if checkpoint else "starting at step 0",
         ]))
 
     def save(done: int) -> None:
@@ -231,7 +239,7 @@ def train(config: Config, world: World) -> None:
             t0 = time.perf_counter()
             probe(step, x, y, loss_scale)
             probe_s += time.perf_counter() - t0
-        if stops or is_due(config.checkpoint.every, step) or step == config.total_steps:
+        if stops or is_due(config.checkpoint.every, step) or step in (*config.checkpoint.at, config.total_steps):
             save(step)      # before the evaluation: a fault there must not cost the steps
         if stops and step < config.total_steps:
             saver.finish()
@@ -321,6 +329,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
     lr_last = optim.learning_rate(steps - 1, steps, config.optim)
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": metrics.pair_id(config),
+        "parent_run": config.parent and config.parent[0], "parent_step": config.parent and config.parent[1],
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
@@ -337,7 +346,7 @@ def summarise(config: Config, world: World, data: Data, counts: dict, layers: li
         "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
         "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
         "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr, "lr_last": lr_last,
-        "warmup_steps": optim.warmup_steps(config.optim, steps),
+        "warmup_steps": config.optim.warmup_steps(steps),
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
             "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,

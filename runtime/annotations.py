@@ -28,7 +28,7 @@ def parse(key: str, text: str, hint):
         if get_origin(hint) is Literal or hint is str:
             return text
         if get_origin(hint) is tuple:
-            return tuple(part for part in text.strip("()[] ").split(",") if part)
+            return tuple(parse(key, part, get_args(hint)[0]) for part in text.strip("()[] ").split(",") if part)
         if get_origin(hint) is dict:    # fineweb_edu:0.8,python:0.1
             return {k.strip(): float(v) for k, v in (part.rsplit(":", 1) for part in text.strip("{} ").split(",") if part)}
     except (ValueError, KeyError, OverflowError):
@@ -91,7 +91,8 @@ def type_name(hint) -> str:
     if origin is Literal:
         return "one of " + ", ".join(get_args(hint))
     if origin is tuple:
-        return f"a list of {type_name(get_args(hint)[0]).removeprefix('a ')}"
+        inner = get_args(hint)[0]
+        return f"a list of {type_name(inner).removeprefix('a ')}{'' if get_origin(inner) is Literal else 's'}"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
         hint, "a table of source:weight" if origin is dict else getattr(hint, "__name__", str(hint)))
 

@@ -36,10 +36,13 @@ class CheckpointError(RuntimeError):
 
 
 class Checkpointer:
-    """Saves one run's checkpoints, one at a time, from all ranks. `world` tells rank, size and process group."""
+    """Saves one run's checkpoints, one at a time, from all ranks. `world` tells rank, size and process group.
 
-    def __init__(self, run_dir: Path, keep: int, world):
+    The newest `keep` stay on disk, and those of the steps `at`."""
+
+    def __init__(self, run_dir: Path, keep: int, world, at: tuple[int, ...] = ()):
         self.dir, self.keep, self.world = run_dir / "checkpoints", keep, world
+        self._stay = {_name(step) for step in at}
         self._pending: Future | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         if world.is_main:
@@ -56,7 +59,7 @@ class Checkpointer:
         """
         self.finish()
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
-        name = f"step_{step:08d}"
+        name = _name(step)
         if (self.dir / name / "DONE").exists():
             return
         tmp = self.dir / f".tmp_{name}"
@@ -89,7 +92,7 @@ class Checkpointer:
             shutil.rmtree(final)
         os.rename(tmp, final)
         _sync_folder(self.dir)
-        for old in checkpoints(self.dir.parent)[:-self.keep]:
+        for old in (path for path in checkpoints(self.dir.parent)[:-self.keep] if path.name not in self._stay):
             trash = old.with_name(f".tmp_{old.name}")   # renamed first: half a deletion must not look like a checkpoint
             os.rename(old, trash)
             shutil.rmtree(trash)
@@ -102,6 +105,20 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def latest(run_dir: Path) -> Path | None:
     return next(reversed(checkpoints(run_dir)), None)
+
+
+def branch_point(config: Config) -> Path:
+    """The checkpoint that config.start_from names. Raises ConfigError: it is the run's own, or not (all) there."""
+    path = Path(config.start_from)
+    run_dir = path.parent.parent
+    if run_dir.resolve() == config.run_dir.resolve():
+        raise ConfigError(f"start_from={path} is a checkpoint of this very run: leave start_from out to resume the run, or "
+                          f"choose another run=")
+    if path not in (there := checkpoints(run_dir)):
+        raise ConfigError(f"start_from={path} is no finished checkpoint; {run_dir} has "
+                          f"{', '.join(p.name for p in there) or 'none'}: train that run past this step with "
+                          f"checkpoint.at={config.parent[1]}, or leave start_from out: the whole run ends in the same weights")
+    return path
 
 
 def read_manifest(path: Path) -> dict:
@@ -195,6 +212,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module, name)
         raise ConfigError(f"the checkpoint's .metadata names {module}.{name}, which no checkpoint of ours contains: "
                           f"it is refused because loading it could run code")
+
+
+def _name(step: int) -> str:
+    return f"step_{step:08d}"
 
 
 def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:

@@ -53,6 +53,7 @@ class Config:
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
     out: str = "out"                        # folder of all runs
+    start_from: str | None = None           # branch off another run: its out/<run>/checkpoints/step_<step>
 
     def __post_init__(self):
         sections = {name: getattr(self, name) for name in SECTIONS}
@@ -75,6 +76,14 @@ class Config:
             out.append(f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
             out.append(f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'")
+        if self.start_from is not None and not PARENT.search(self.start_from):
+            out.append(f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
+                       f"out/<run>/checkpoints/step_00000400")
+        if not out and self.parent and self.parent[1] >= self.total_steps:
+            out.append(f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step "
+                       f"{self.total_steps}: take an earlier checkpoint, or give more steps")
+        if not out and max(self.checkpoint.at, default=0) > self.total_steps:
+            out.append(f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}")
         if d.tokens_per_step % (m.n_ctx * d.micro_batch):
             out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
                        f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
@@ -111,6 +120,14 @@ class Config:
     def run_dir(self) -> Path:
         return Path(self.out) / self.run
 
+    @property
+    def parent(self) -> tuple[str, int] | None:
+        """Of a branch: the run it starts from, and after which of that run's steps; None for a run from scratch."""
+        if self.start_from is None:
+            return None
+        run, step = PARENT.search(self.start_from).groups()
+        return run, int(step)
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError where the ranks do not divide a step evenly."""
         per_micro = self.data.micro_batch * self.model.n_ctx * world_size
@@ -128,9 +145,12 @@ class Config:
         # A resume may need less memory, or find one process, where nothing can be gathered.
         free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
-        return {k: v for k, v in keys.items() if k not in free} | {"seed": self.seed, "steps": self.total_steps}
+        return {k: v for k, v in keys.items() if k not in free} | {
+            "seed": self.seed, "steps": self.total_steps,
+            "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
 
+PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
 SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
             "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig, "probe": ProbeConfig}
 

@@ -57,8 +57,24 @@ def environment(device: torch.device, root: Path) -> dict:
     }
 
 
+def write_environment(path: Path, device: torch.device, root: Path) -> None:
+    """env.json: where the run goes on now, yet t_start stays that of its very first start.
+
+    A prediction counts only if it is older than that. Raises ConfigError where the file no longer tells it."""
+    first = {}
+    if path.exists():
+        try:
+            first = {"t_start": json.loads(path.read_text())["t_start"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}), so it no longer tells when the run was "
+                              f"begun: restore it, or choose another run=") from error
+    write_json(path, environment(device, root) | first)
+
+
 class Log:
-    """Writes one run's rows. Only the main process has one."""
+    """Writes one run's rows. Only the main process has one.
+
+    A branch's begin after its first step; the rows before are its parent's (parent_run in summary.json)."""
 
     def __init__(self, config: Config, resume_step: int, total_steps: int):
         self.config, self.total_steps, self.first_step = config, total_steps, resume_step
@@ -174,8 +190,10 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 
 
 def pair_id(config: Config) -> str:
-    """What a BF16 and an FP8 run must share to be compared: all that the weights depend on, except the fp8 section."""
-    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.")}
+    """What a BF16 and an FP8 run must share to be compared: all that the weights depend on, except the fp8 section.
+
+    A branch ends in the weights of the same run from scratch, so where it starts from is no part of it."""
+    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
 
 

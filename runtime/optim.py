@@ -5,7 +5,10 @@ import math
 import torch
 import torch.nn as nn
 
-from runtime.config import OptimConfig
+from runtime.config import Config, ConfigError, OptimConfig
+
+# What a branch may have of its own: as long as it is trained at its parent's rates up to where it leaves it.
+BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "optim.decay_share", "optim.min_lr_ratio"}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
@@ -17,25 +20,49 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
 
 
-def warmup_steps(config: OptimConfig, steps: int) -> int:
-    return round(config.warmup_share * steps)
-
-
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     """The rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
     wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
     """
-    warmup = warmup_steps(config, steps)
+    warmup = config.warmup_steps(steps)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     if config.schedule == "cosine":
         down = 0.5 - 0.5 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
     else:
-        decay = max(1, round(config.decay_share * steps))
+        decay = config.decay_steps(steps)
         down = max(0.0, (step + 1 - (steps - decay)) / decay)
     return config.lr * (1 - (1 - config.min_lr_ratio) * down)
+
+
+def check_branch(config: Config, parent: Config, step: int) -> None:
+    """That `config`, trained from scratch, would have come by the state of `parent` after `step` updates.
+
+    Raises ConfigError: another model, data, seed, optimizer or FP8 recipe; another learning rate at a step before."""
+    if step != config.parent[1]:
+        raise ConfigError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
+    before, now = parent.identity(), config.identity()
+    if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now
+                   if key not in BRANCH_FREE and before[key] != now[key]]:
+        raise ConfigError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
+                          f"parent in run, out, budget and decay alone")
+    for k in range(step):
+        old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
+        if old != new:
+            raise ConfigError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
+                              f"this run it would have {new:g}: {_remedy(config, parent)}")
+
+
+def _remedy(config: Config, parent: Config) -> str:
+    if {config.optim.schedule, parent.optim.schedule} != {"wsd"}:
+        return "branches need optim.schedule=wsd in both runs"
+    warmup = parent.optim.warmup_steps(parent.total_steps)
+    if warmup != config.optim.warmup_steps(config.total_steps):
+        return f"give it the same {warmup} steps of warm-up, optim.warmup_share={warmup / config.total_steps!r}"
+    stable = min(c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
+    return f"the decay has begun there; take a checkpoint of step {stable} or before"
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -48,6 +48,13 @@ class OptimConfig:
     eps: float = 1e-8                       # added to the root of the second moment
     clip: float = 1.0                       # largest global gradient norm
 
+    def warmup_steps(self, steps: int) -> int:
+        return round(self.warmup_share * steps)
+
+    def decay_steps(self, steps: int) -> int:
+        """Updates of the wsd schedule's last part: a branch of `steps` leaves its trunk so many before its end."""
+        return max(1, round(self.decay_share * steps))
+
     def problems(self):
         yield from positive(self, "optim", "lr", "eps", "clip")
         for name in ("min_lr_ratio", "warmup_share", "decay_share", "weight_decay"):
@@ -97,9 +104,13 @@ class ParallelConfig:
 class CheckpointConfig:
     every: int | None = 1000                # steps between checkpoints; none = only the last
     keep: int = 3                           # newest checkpoints that stay on disk
+    at: tuple[int, ...] = ()                # more steps to save at; these checkpoints stay for good, to branch off from
 
     def problems(self):
         yield from positive(self, "checkpoint", "every", "keep")
+        for step in self.at:
+            if step < 1:
+                yield f"checkpoint.at names step {step}: steps are counted from 1"
 
 
 @dataclass(frozen=True, kw_only=True)

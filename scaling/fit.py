@@ -1,274 +1,281 @@
-"""Fit scaling laws to finished runs, one precision recipe at a time.
+"""Fit scaling laws to finished runs, one precision recipe at a time, or to a table of published points.
 
-    python scaling/fit.py out out=out/demo              # every finished run under out/
+    python scaling/fit.py out/study                     # every finished run under it -> out/study/law/
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
+    python scaling/fit.py out/study --predict gpt1p5b_fp8       # freezes a prediction before that run is started
+    python scaling/fit.py out/study --score                     # compares it once the run is there
+    python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
+    python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4 dataset=rw --where lr=0.003 --out DIR
 
-Prints the laws beside the BF16-against-FP8 table; writes DIR/figure.png, figure.svg, then law.json.
+Prints the headline first, then every law with its certificate, the counting conventions and what other choices would have
+given; writes figure.png, figure.svg, then law.json. A table is comma-, tab-, semicolon- or |-separated text with a header;
+its losses are taken as nats per token, its counts as they stand, and nothing is converted or guessed.
 """
 
 import difflib
 import json
-import math
+import os
 import sys
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-
-import numpy as np
 
 if __name__ == "__main__":
     # `python scaling/fit.py` puts scaling/ on sys.path, tests put the repository root there. Adding the root for the
     # script alone lets both import the siblings under one name; two names would mean two RecordError classes.
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from scaling.figures import draw, human, render, write
-from scaling.laws import DELTA, Fit, fit_band, fit_power, fit_ray, unfitted
+from dataclasses import asdict
+
+import numpy as np
+
+from scaling import predict, robustness, tables
+from scaling.figures import draw, render, write
+from scaling.groups import CONVENTIONS, fit_group, fit_points, on_one_ray, ray_of, seed_noise
+from scaling.laws import DELTA
+from scaling.points import read_points
 from scaling.precision import pairs
-from scaling.records import RecordError, check_comparable, read_curve, read_runs, usable
+from scaling.records import LAW_FOLDER, RecordError, check_comparable, read_runs, usable
 
-OPTIONS = {
-    "out": "DIR that receives law.json, figure.png and figure.svg (required)",
+RUNS = {
+    "out": f"DIR that receives law.json, figure.png and figure.svg (default for one folder of runs: its {LAW_FOLDER}/)",
     "loss": "bf16 (default: weights evaluated through BF16 matmuls) or as_trained",
-    "seed_sd": "standard deviation of ln(loss) between seeds, a floor under the residuals in the intervals (default 0)",
+    "seed_sd": "standard deviation of ln(loss) between seeds, a floor under the residuals in the intervals (default: estimated "
+               "from runs that differ in the seed alone)",
+    "predict": "NAME of a run to come: freezes its prediction in DIR",
+    "score": "no value: compares the predictions in DIR with the runs that have come",
 }
-ONE_RAY = 1.05              # tokens-per-parameter ratios within 5 % count as one
-# The first convention of each is the one that is fitted; the others are in the table of slopes.
-CONVENTIONS = {
-    "N": ("params_total", "params_nonembed", "params_matmul"),
-    "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
-          "flops_per_token_6n_matmul"),
+TABLE = {
+    "points": "FILE with one header line and a line for each point, instead of runs",
+    "n": "its column of parameter counts (required)",
+    "loss": "its column of losses in nats per token (required); rows where it is empty or not finite are left out",
+    "d": "its column of training tokens: C = 6 N D",
+    "c": "its column of training FLOPs: D = C / (6 N). Not both; with neither only the power law in N is fitted",
+    "where": "COLUMN=VALUE ... keeps rows with that value; two values for one column keep either. Numbers compare as numbers",
+    "drop_highest": "how many of the highest losses to leave out (default 0)",
+    "cluster": "its column that names the training run: points of one run are not independent, so intervals count runs",
+    "out": "DIR that receives law.json, figure.png and figure.svg (required)",
 }
-
-
-@dataclass(frozen=True)
-class Group:
-    """The runs of one precision recipe, smallest compute first, with their laws; arrays have shape (runs,)."""
-
-    recipe: str
-    records: tuple
-    x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" training tokens
-    loss: np.ndarray                    # nats per token
-    laws: dict[str, Fit]                # ray, power_n, power_d, power_c
-    lines: dict[str, Fit]               # axis -> the law to draw: a ray law where identified, else the power law
-    bands: dict[str, list[Fit]]         # axis -> forms whose spread is the model-form band
-    gammas_left_out: list[float]        # members of the band that would need E below zero
-    slopes: dict[str, float | None]     # convention -> -d ln L / d ln x of the power law
-    curves: list                        # (tokens, loss) of each run's training
+FLAGS = {"score"}
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the data or the arguments."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(__doc__ + "\nOptions, as name=value or --name value:")
-        print("\n".join(f"    {name:8} {meaning}" for name, meaning in OPTIONS.items()))
+        print(__doc__)
+        for title, options in (("Options for runs", RUNS), ("Options for a table", TABLE)):
+            print(f"{title}, as name=value or --name value:")
+            print("\n".join(f"    {name.replace('_', '-'):12} {meaning}" for name, meaning in options.items()))
         return 0
     try:
-        paths, folder, arm, seed_sd = _parse(arguments)
-        _run(paths, folder, f"loss_{arm}", seed_sd)
+        paths, options = _parse(arguments)
+        # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
+        with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
+            if "points" in options:
+                _fit_table(options)
+            else:
+                _fit_runs(paths, options)
     except RecordError as error:
         print(f"scaling/fit.py: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parse(arguments):
-    paths, options, words = [], {"loss": "bf16", "seed_sd": "0"}, list(arguments)
+# --------------------------------------------------------------------------------------------------- the command line
+
+
+def _parse(words) -> tuple[list[str], dict]:
+    """Paths and {option: value}; `where` is a list, flags are True."""
+    paths, options, words = [], {}, list(words)
+    is_table = any(word.removeprefix("--").split("=")[0] == "points" for word in words)
+    meanings = RUNS | TABLE if is_table else TABLE | RUNS       # loss and out mean something in both
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--") and (not equals or Path(word).exists()):
             paths.append(word)
             continue
-        if key.replace("-", "_") not in OPTIONS:
-            near = difflib.get_close_matches(key, OPTIONS, n=1)
-            raise RecordError(f"{word!r} is no option; {f'did you mean {near[0]}?' if near else 'there are'} "
-                              f"{'' if near else ', '.join(OPTIONS)}".rstrip())
-        if not equals and not words:
-            raise RecordError(f"{word} lacks its value: {OPTIONS[key.replace('-', '_')]}")
-        options[key.replace("-", "_")] = value if equals else words.pop(0)
+        key = key.replace("-", "_")
+        if key not in meanings:
+            near = difflib.get_close_matches(key, meanings, n=1)
+            raise RecordError(f"{word!r} is no option; " + (
+                f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(RUNS | TABLE)}"))
+        if key in FLAGS:
+            if equals:
+                raise RecordError(f"{word!r}: {key} takes no value")
+            options[key] = True
+            continue
+        if not equals:
+            if not words or words[0].startswith("--"):
+                raise RecordError(f"{word} lacks its value: {meanings[key]}")
+            value = words.pop(0)
+        if key == "where":
+            options.setdefault(key, []).append(value)
+            # Further conditions follow the first, up to the next option.
+            while words and not words[0].startswith("--") and "=" in words[0] and words[0].split("=")[0] not in meanings:
+                options[key].append(words.pop(0))
+        elif key in options:
+            raise RecordError(f"{word!r}: {key} is given twice; a condition on a column of that name needs its own --where")
+        else:
+            options[key] = value
+    _check(paths, options)
+    return paths, options
+
+
+def _check(paths, options) -> None:
+    """Refuse what does not go together, and fill in defaults; numbers become numbers."""
+    is_table = "points" in options
+    for key in options:
+        if key not in (TABLE if is_table else RUNS):
+            raise RecordError(f"{key.replace('_', '-')} is for {'runs' if is_table else 'a table of points (--points FILE)'}: "
+                              f"{(RUNS | TABLE)[key]}")
+    if is_table:
+        if paths:
+            raise RecordError(f"{paths[0]!r} stands beside --points: give runs or one table, not both; conditions and names "
+                              "with spaces want quotes")
+        for key in ("n", "loss"):
+            if not options.get(key):
+                raise RecordError(f"{key}=COLUMN is missing: {TABLE[key]}")
+        if "d" in options and "c" in options:
+            raise RecordError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
+        options["drop_highest"] = _number(options, "drop_highest", "0", int, TABLE)
+    else:
+        if not paths:
+            raise RecordError("no runs given: name run folders such as out/<run>, a folder that holds them, or a table with "
+                              "--points FILE")
+        for path in paths:
+            if Path(path).is_file():
+                raise RecordError(f"{path} is a file: a table of points is given as --points {path} --n COL --loss COL, runs as "
+                                  "their folders")
+        options.setdefault("loss", "bf16")
+        if options["loss"] not in ("bf16", "as_trained"):
+            raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
+        if "seed_sd" in options:
+            options["seed_sd"] = _number(options, "seed_sd", "0", float, RUNS)
+        if "out" not in options and len(paths) == 1 and not (Path(paths[0]) / "summary.json").exists():
+            options["out"] = str(Path(paths[0]) / LAW_FOLDER)
     if not options.get("out"):
         raise RecordError("out=DIR is missing: name the folder that receives law.json and the figure")
     if Path(options["out"]).exists() and not Path(options["out"]).is_dir():
         raise RecordError(f"out={options['out']} is a file: name a folder")
-    if not paths:
-        raise RecordError("no runs given: name run folders such as out/<run>, or a folder that holds them")
-    if options["loss"] not in ("bf16", "as_trained"):
-        raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
+
+
+def _number(options, key, default, kind, meanings):
+    text = options.get(key, default)
     try:
-        seed_sd = float(options["seed_sd"])
+        value = kind(text)
     except ValueError:
-        seed_sd = math.nan
-    if not 0 <= seed_sd < math.inf:
-        raise RecordError(f"seed_sd={options['seed_sd']!r} must be a number, at least 0: {OPTIONS['seed_sd']}")
-    return paths, Path(options["out"]), options["loss"], seed_sd
+        value = -1
+    if not 0 <= value < float("inf"):
+        raise RecordError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number, at least 0: {meanings[key]}")
+    return value
 
 
-def _run(paths, folder: Path, loss_key: str, seed_sd: float) -> None:
+# ------------------------------------------------------------------------------------------------------- the two inputs
+
+
+def _fit_table(options) -> None:
+    chosen = read_points(options["points"], options["n"], options["loss"], options.get("d"), options.get("c"),
+                         options.get("where", ()), options["drop_highest"], options.get("cluster"))
+    group, folder = fit_points(chosen.points, Path(options["points"]).name, chosen.axes), Path(options["out"])
+    rows = _variants(group)
+    ray = ray_of(group.points) if "D" in group.x else None
+    law = {"format_version": 2, "source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes,
+           **_ray_json(ray), **_group_json(group, rows)}
+    figure = draw([group], [], "loss", ray if on_one_ray(ray) else None)
+    _write(folder, figure, law)
+    _print(["\n".join(chosen.notes)], [group], {group.recipe: rows}, [_wrote(folder)])
+
+
+def _fit_runs(paths, options) -> None:
+    folder, loss_key = Path(options["out"]), f"loss_{options['loss']}"
     records, notes = read_runs(paths)
     records, left_out = usable(records)
+    check_comparable(records)
+    roots = {Path(path) for path in paths} | {record.folder.parent for record in records}
+    predictions, named = predict.load(folder), predict.named_held_out(roots)
+    everything, records = records, [r for r in records if not predict.is_held(r, predictions, named)]
     notes += left_out
+    notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
     print("".join(note + "\n" for note in notes), end="")
     if not records:
         raise RecordError("no run is left to fit")
-    check_comparable(records)
+    seed_sd, degrees = seed_noise(records, loss_key)
+    noise = {"estimate": seed_sd, "degrees_of_freedom": degrees, "used": options.get("seed_sd", seed_sd or 0.0)}
+    recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
+    groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, noise["used"],
+                        predict.held_of(recipe, everything, predictions, named, loss_key)) for recipe in recipes]
+    found, alone = pairs(records)
+    variants = {group.recipe: _variants(group) for group in groups}
     ratios = [record.tokens / record.params_total for record in records]
     ray = (min(ratios), max(ratios))
-    recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
-    groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, ray, seed_sd) for recipe in recipes]
-    found, alone = pairs(records)
-    law = law_json(groups, found, notes + alone, loss_key, ray, seed_sd)
-    figure = draw(groups, found, loss_key, ray if _on_one_ray(ray) else None)
+    law = {"format_version": 2,
+           "conventions": {"N": "params_total", "D": "tokens", "C": "flops_per_token * tokens", "loss": loss_key,
+                           "loss_unit": "nats per token"},
+           "seed_noise": noise, **_ray_json(ray), "notes": notes + alone,
+           "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
+                       "N": r.params_total, "D": r.tokens, "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key),
+                       "summary_sha256": r.summary_sha256} for group in groups for r in group.records],
+           "groups": {group.recipe: _group_json(group, variants[group.recipe]) for group in groups},
+           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {}),
+           "pairs": [{"pair_id": pair.bf16.pair_id, "bf16": pair.bf16.run_id, "fp8": pair.fp8.run_id,
+                      "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
+                      "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found]}
+    figure = draw(groups, found, loss_key, ray if on_one_ray(ray) else None)
+    more = [tables.seeds(noise), tables.pairs(found), _wrote(folder)]
+    if "predict" in options:
+        frozen = predict.freeze(options["predict"], groups, folder, loss_key, roots=roots)
+        more.append("\n".join(predict.describe(frozen)))
+    if "score" in options:
+        more.append("\n".join(predict.score(folder, everything)))
+    _write(folder, figure, law)
+    _print(["\n".join(alone)], groups, variants, more)
+
+
+def _variants(group) -> list[dict]:
+    """The robustness table of the headlined law; over the counts of the runs, where there are runs."""
+    axis = "C" if group.headline in ("ray", "power_c") else "N"
+    return robustness.rows(group.points, group.headline, {name: group.counts[name] for name in CONVENTIONS[axis][1:]
+                                                          if name in group.counts})
+
+
+# ----------------------------------------------------------------------------------------------------- what comes out
+
+
+def _print(before, groups, variants, after) -> None:
+    parts = [*before, *(tables.headline(group) for group in groups), tables.laws(groups), tables.conventions(groups),
+             tables.variants(groups, variants), *after]
+    print("\n\n".join(part for part in parts if part))
+
+
+def _wrote(folder: Path) -> str:
+    return f"wrote {folder / 'law.json'}, figure.png, figure.svg"
+
+
+def _ray_json(ray) -> dict:
+    return {"delta": DELTA, "tokens_per_param": None if ray is None else list(ray), "one_ray": on_one_ray(ray)}
+
+
+def _group_json(group, rows) -> dict:
+    return {"runs": list(group.names), "n": len(group.loss),
+            "headline": {"form": group.headline, "reason": group.headline_reason},
+            "laws": {form: fit.plain() for form, fit in group.laws.items()},
+            "band": {axis: [fit.plain() for fit in forms] for axis, forms in group.bands.items()},
+            "gammas_left_out": group.gammas_left_out, "slopes": group.slopes,
+            "by_convention": {name: fit.plain() for name, fit in group.by_convention.items()}, "robustness": rows}
+
+
+def _write(folder: Path, figure, law) -> None:
+    """The figure, then law.json: whoever finds law.json finds all of it."""
+    content = (json.dumps(law, indent=1, allow_nan=False) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in ("png", "svg"):
             write(folder / f"figure.{name}", render(figure, name))
-        write(folder / "law.json", (json.dumps(law, indent=1, allow_nan=False) + "\n").encode())
+        write(folder / "law.json", content)
     except OSError as error:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
-    print("\n".join([*alone, "", law_table(groups, ray), "", slope_table(groups), "", pair_table(found)]))
-    print(f"\nwrote {folder / 'figure.png'}, figure.svg, law.json")
-
-
-def fit_group(records, loss_key: str, ray: tuple[float, float], seed_sd: float = 0.0) -> Group:
-    """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
-
-    ray: smallest and largest tokens per parameter of all runs, which decides whether the ray law makes sense."""
-    records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
-    loss = np.array([getattr(record, loss_key) for record in records])
-    x = {name: _axis(records, name) for name in ("flops_per_token", "params_total", "tokens")}
-    x = dict(zip("CND", x.values(), strict=True))
-    laws = {"ray": _fit(fit_ray, "ray", x["C"], loss, seed_sd)}
-    if laws["ray"].identified and not _on_one_ray(ray):
-        laws["ray"] = replace(laws["ray"], identified=False, se=None, ci95=None, reason=(
-            f"the runs lie at {ray[0]:.3g} to {ray[1]:.3g} tokens per parameter; the ray law needs one ratio"))
-    for axis in "NDC":
-        laws[f"power_{axis.lower()}"] = _fit(fit_power, "power", x[axis], loss, seed_sd)
-    lines, bands, left_out = {}, {}, []
-    for axis in "NDC":
-        power = laws[f"power_{axis.lower()}"]
-        if power.objective is None:
-            continue
-        lines[axis] = power
-        if axis == "C" or _on_one_ray(ray):
-            if laws["ray"].identified:
-                lines[axis] = fit_ray(x[axis], loss)
-            # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
-            factor = float(np.polyfit(np.log(x[axis]), np.log(x["C"]), 1)[0])
-            bands[axis], left_out = fit_band(x[axis], loss, factor)
-    slopes = {name: _fit(fit_power, "power", _axis(records, name), loss, 0.0).parameters["exponent"]
-              for name in CONVENTIONS["N"] + CONVENTIONS["C"]}
-    return Group(records[0].recipe, tuple(records), x, loss, laws, lines, bands, left_out, slopes,
-                 [read_curve(record) for record in records])
-
-
-def _fit(fit, form, x, loss, seed_sd) -> Fit:
-    try:
-        return fit(x, loss, seed_sd=seed_sd)
-    except RecordError as error:
-        return unfitted(form, len(loss), str(error))
-
-
-def _axis(records, name: str) -> np.ndarray:
-    """(runs,) the named count; FLOPs per token times tokens where it is one of FLOPs."""
-    return np.array([getattr(r, name) * (r.tokens if name in CONVENTIONS["C"] else 1) for r in records], dtype=float)
-
-
-def _on_one_ray(ray) -> bool:
-    return ray[1] / ray[0] <= ONE_RAY
-
-
-# ------------------------------------------------------------------------------------------- for people, for programs
-
-
-def law_table(groups, ray) -> str:
-    """Markdown table of every law of every recipe, with what the model-form band says beyond the runs."""
-    lines = ["| precision | law (N = params_total, D = tokens, C = flops_per_token * tokens) | runs | 95 % interval "
-             "| rms % | starts at best |", "|---" * 6 + "|"]
-    for group in groups:
-        for name, fit in group.laws.items():
-            if fit.objective is None:
-                lines.append(f"| {group.recipe} | {name}: not fitted | {fit.n} | {fit.reason} | | |")
-                continue
-            interval = "none: " + fit.reason if not fit.identified else "; ".join(
-                f"{key} {low:.4g} to {high:.4g}" for key, (low, high) in fit.ci95.items())
-            rms = "" if fit.residual_rms is None else f"{100 * fit.residual_rms:.3f}"
-            formula = fit.formula("C" if name == "ray" else name[-1].upper())
-            lines.append(f"| {group.recipe} | {name}: {formula} | {fit.n} | {interval} | {rms} "
-                         f"| {fit.starts_at_best} of {fit.starts} |")
-    lines.append("")
-    for group in groups:
-        if forms := group.bands.get("C"):
-            far = 10 * group.x["C"].max()
-            values = sorted(float(form.predict(far)) for form in forms)
-            kept = [form.parameters["gamma"] for form in forms[1:]]
-            lines.append(f"{group.recipe}, model-form band (power law" + (
-                f"; rays with gamma {min(kept):.2f} to {max(kept):.2f}" if kept else "") + (
-                f"; gamma {', '.join(f'{g:.2f}' for g in group.gammas_left_out)} would need E below 0"
-                if group.gammas_left_out else "") +
-                f"): at ten times the largest compute {values[0]:.4g} to {values[-1]:.4g} nats per token.")
-    lines.append(f"Tokens per parameter: {ray[0]:.4g} to {ray[1]:.4g}. " + (
-        "With one ratio L(N), L(D) and L(C) are one curve under three labels." if _on_one_ray(ray) else
-        "With several ratios each of L(N), L(D) and L(C) mixes the effects of size and of data."))
-    return "\n".join(lines)
-
-
-def slope_table(groups) -> str:
-    """Markdown table of the power law's slope under each way of counting parameters and FLOPs."""
-    lines = ["| -dlnL/dlnx of the power law, x = | " + " | ".join(group.recipe for group in groups) + " |",
-             "|---" * (len(groups) + 1) + "|"]
-    for name in CONVENTIONS["N"] + CONVENTIONS["C"]:
-        cells = ["" if group.slopes[name] is None else f"{group.slopes[name]:.4f}" for group in groups]
-        lines.append(f"| {name}{' * tokens' if name in CONVENTIONS['C'] else ''} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def pair_table(found) -> str:
-    """Markdown table of BF16 against FP8, one line a pair, with what the standard error does and does not hold."""
-    if not found:
-        return "No BF16/FP8 pair among these runs."
-    lines = ["| FP8 run | N | tokens | loss BF16 arm | loss FP8 arm as trained | loss FP8 arm in BF16 | gap as trained "
-             "[nats] | [%] | gap in BF16 [nats] | [%] | tok/s FP8/BF16 |", "|---" * 11 + "|"]
-    for pair in found:
-        gaps = [f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}") + f" | {gap.percent:+.3f}"
-                for gap in (pair.as_trained, pair.in_bf16)]
-        ratio = "other machine" if pair.tok_per_s_ratio is None else f"{pair.tok_per_s_ratio:.2f}"
-        lines.append(f"| {pair.fp8.run_id} ({pair.fp8.recipe}) | {human(pair.fp8.params_total)} | "
-                     f"{human(pair.fp8.tokens)} | {pair.bf16.loss_bf16:.5f} | {pair.fp8.loss_as_trained:.5f} | "
-                     f"{pair.fp8.loss_bf16:.5f} | {gaps[0]} | {gaps[1]} | {ratio} |")
-    return "\n".join([*lines, "", "Gap: FP8 minus BF16. ± is one standard error over the validation sequences: "
-                      "evaluation noise only, not run-to-run noise, which needs several seeds."])
-
-
-def law_json(groups, found, notes, loss_key, ray, seed_sd) -> dict:
-    """The content of law.json: strict JSON, None where there is no number."""
-    return {
-        "format_version": 1,
-        "conventions": {"N": "params_total", "D": "tokens", "C": "flops_per_token * tokens", "loss": loss_key,
-                        "loss_unit": "nats per token"},
-        "delta": DELTA, "seed_sd": seed_sd, "tokens_per_param": list(ray), "one_ray": _on_one_ray(ray),
-        "notes": notes,
-        "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256}
-                   for group in groups for r in group.records],
-        "groups": {group.recipe: {
-            "runs": [record.run_id for record in group.records],
-            "laws": {name: _plain(fit) for name, fit in group.laws.items()},
-            "band": {axis: [_plain(fit) for fit in forms] for axis, forms in group.bands.items()},
-            "gammas_left_out": group.gammas_left_out,
-            "slopes": group.slopes,
-        } for group in groups},
-        "pairs": [{"pair_id": pair.bf16.pair_id, "bf16": pair.bf16.run_id, "fp8": pair.fp8.run_id,
-                   "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
-                   "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found],
-    }
-
-
-def _plain(fit: Fit) -> dict:
-    fields = {name: value for name, value in vars(fit).items() if name != "parameters"} | fit.parameters
-    if fit.ci95:                        # K's upper end may overflow: no number, then
-        fields["ci95"] = {name: [end if math.isfinite(end) else None for end in ends]
-                          for name, ends in fit.ci95.items()}
-    return fields
-
 
 if __name__ == "__main__":
     sys.exit(main())

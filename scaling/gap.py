@@ -37,7 +37,7 @@ def draw_gap(run: Path) -> tuple[Figure | None, list[str]]:
     twins = [folder for folder, summary in others.items()
              if all(summary.get(key) is not None and summary.get(key) == own.get(key) for key in TWINS)]
     nulls = [pair for pair in itertools.combinations(twins, 2) if others[pair[0]].get("seed") != others[pair[1]].get("seed")]
-    caption = (f"Above zero: FP8 is worse. Line: mean over {_window(train[0])} steps of training; faint: single steps. "
+    caption = (f"Above zero: FP8 is worse. Line: mean over {window_of(train[0])} steps of training; faint: single steps. "
                "Diamonds: validation, each run as it was trained. ")
     if nulls:
         caption += (f"Grey: null band, mean |difference| of BF16 runs that differ in the seed alone (n = {len(nulls)} "
@@ -50,9 +50,9 @@ def draw_gap(run: Path) -> tuple[Figure | None, list[str]]:
     figure, panels = page(3.3, 1, 1, f"Loss of {run.resolve().name} ({own['precision']['recipe']}) minus loss of {partner.name} "
                            f"(BF16), n = 1 pair", caption + "The first 5 % of the steps may leave the axis.", top=0.3, left=0.1)
     panel = panels[0, 0]
-    smooth, late, reach = _smooth(train[1]), train[0] >= 0.05 * train[0][-1], [1e-6]
+    smooth, late, reach = running_mean(train[1]), train[0] >= 0.05 * train[0][-1], [1e-6]
     band, bars = ([_difference(*pair, kind) for pair in nulls] for kind in ("train", "val"))
-    if band := [(steps, _smooth(abs(_smooth(gap)), STEADY)) for steps, gap in band if len(steps)]:
+    if band := [(steps, running_mean(abs(running_mean(gap)), STEADY)) for steps, gap in band if len(steps)]:
         # Between the steps of the shorter run nothing is made up: beyond its end there is no band.
         band = np.array([np.interp(train[0], *pair, left=math.nan, right=math.nan) for pair in band])
         band = np.fmax.reduce(band, axis=0)
@@ -100,11 +100,11 @@ def _losses(folder: Path, kind: str) -> dict[int, float]:
     return losses
 
 
-def _window(values) -> int:
+def window_of(values) -> int:
     return max(1, len(values) // WINDOW)
 
 
-def _smooth(values: np.ndarray, times: int = 1) -> np.ndarray:
-    """Running mean over so many times _window values; the window is cut where it would leave the ends."""
-    kernel = np.ones(min(times * _window(values), len(values)))
+def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
+    """Running mean over so many times window_of values; the window is cut where it would leave the ends."""
+    kernel = np.ones(min(times * window_of(values), len(values)))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")

@@ -1,117 +1,93 @@
 """Fit a law's parameters to arrays of points, with a certificate that the optimum was found.
 
 The objective is Huber's loss on log-loss residuals, summed (Hoffmann et al. 2022, appendix D.3), in logarithms of the
-parameters with the abscissa's logarithm centred: uncentred, K and gamma are almost one parameter and solvers stall.
-Many tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 in the shell.
+factors with each abscissa's logarithm centred: uncentred, a factor and its exponent are almost one parameter and
+solvers stall. Many tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 in the shell.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
-from scipy.optimize import least_squares
-from scipy.special import expit
 from scipy.stats import t as student
 
+from scaling.forms import FACTORS, NAMES, Fit, Optimum, back, exponents, natural, terms
 from scaling.records import RecordError
+from scaling.solver import DELTA, inefficiency, minimise
 
-DELTA = 1e-3                # Huber's threshold on log-loss residuals
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
-CONVERGED = 1e-9            # gradient norm below which a fit counts as converged; away from an optimum it is ~DELTA
+CONVERGED = 1e-6            # gradient norm over its largest, n delta, below which a fit counts as converged
+SINGULAR = 1e-9             # smallest over largest singular value of the Jacobian, below which points do not separate parameters
+ONE_RAY = 1.05              # tokens-per-parameter ratios within 5 % count as one
 COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
+AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
 
 
-@dataclass(frozen=True)
-class Fit:
-    """L = E + K x^-gamma, or A x^-exponent, with the certificate of its optimum; all None where not fitted."""
+@dataclass(frozen=True, eq=False)
+class Points:
+    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label.
 
-    form: str                               # "ray" or "power"
-    parameters: dict[str, float | None]     # E, K, gamma; or A, exponent
-    n: int
-    identified: bool                        # the points determine the parameters; reason says what is lacking
-    reason: str | None
-    objective: float | None = None          # summed Huber of log-loss residuals
-    starts: int | None = None
-    starts_at_best: int | None = None       # starts that end at the best objective
-    gradient_norm: float | None = None
-    singular_values: tuple[float, ...] | None = None    # of the Jacobian in (ln E, ln K at the centre, gamma)
-    residual_rms: float | None = None       # of log-loss, over n - parameters
-    se: dict[str, float] | None = None
-    ci95: dict[str, tuple[float, float]] | None = None
+    Raises RecordError where shapes differ or a value is not finite or not above zero."""
 
-    def predict(self, x):
-        """The law's loss (nats per token) at x, of x's shape."""
-        p = self.parameters
-        if self.form == "power":
-            return p["A"] * np.asarray(x, dtype=float) ** -p["exponent"]
-        return p["E"] + p["K"] * np.asarray(x, dtype=float) ** -p["gamma"]
+    N: np.ndarray
+    D: np.ndarray
+    C: np.ndarray
+    loss: np.ndarray
+    cluster: np.ndarray
 
-    def formula(self, symbol: str) -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
-        p = self.parameters
-        if self.form == "power":
-            return f"L = {p['A']:.3g} {symbol}^{-p['exponent']:.3g}"
-        return f"L = {p['E']:.3g} + {p['K']:.3g} {symbol}^{-p['gamma']:.3g}"
+    def __post_init__(self):
+        for name in ("N", "D", "C", "loss"):
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        object.__setattr__(self, "cluster", np.asarray(self.cluster))
+        for name in ("N", "D", "C", "cluster"):
+            if getattr(self, name).shape != self.loss.shape:
+                raise RecordError(f"{name} has {getattr(self, name).size} values for {self.loss.size} losses; a point "
+                                  "needs one of each")
+
+    def axes(self, form: str) -> tuple[np.ndarray, ...]:
+        """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
+        return (getattr(self, AXIS[form]),) if form in AXIS else (self.N, self.D)
+
+    def take(self, index) -> "Points":
+        """The points at `index`, which numpy must accept as one."""
+        return Points(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
 # ---------------------------------------------------------------------------------------------------------- the laws
 
 
-def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0) -> Fit:
+def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
     """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed.
 
     seed_sd: standard deviation of ln L between seeds, a floor under the residuals when intervals are drawn.
+    delta: Huber's threshold on ln L; None for plain squares.
     Raises RecordError for points that are not finite, not positive, or fewer than the parameters."""
-    x, y, centre = _centred_logs(C, L, distinct=3 if gamma is None else 2)
-    free = [True, True, gamma is None]
-
-    def residual(theta):
-        e, k, g = unpack(theta)
-        return np.logaddexp(e, k - g * x) - y
-
-    def jacobian(theta):
-        e, k, g = unpack(theta)
-        reducible = expit(k - g * x - e)        # share of the predicted loss above E
-        return np.column_stack([1 - reducible, reducible, -x * reducible])[:, free]
-
-    def unpack(theta):
-        return theta if gamma is None else (*theta, gamma)
-
+    logs, y, centres = centred_logs((C,), L, distinct=3 if gamma is None else 2)
     starts = []
     for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
         floor = share * np.exp(y.min())
         height = np.mean(np.log(np.exp(y) - floor))
         for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
-            starts.append(np.array([np.log(floor), height, g])[free])
-    solution, certificate = _minimise(residual, jacobian, starts)
-    e, k, g = unpack(solution)
-    natural = {"E": (e, [1, 0, 0], np.exp), "K": (k + g * centre, [0, 1, centre], np.exp),
-               "gamma": (g, [0, 0, 1], float)}
-    lacking = None
-    if e < y.min() + np.log(COLLAPSED):
-        lacking = "E runs to zero: the points fall at least as fast as a pure power law"
-    elif g <= 0:
-        lacking = "gamma is not above zero: the loss does not fall with x"
-    return _certified("ray", natural, free, jacobian(solution), certificate, seed_sd, lacking)
+            starts.append([np.log(floor), height, g][:3 if gamma is None else 2])
+    return solve("ray", logs, y, centres, starts, seed_sd, delta, gamma)
 
 
-def fit_power(x, L, seed_sd: float = 0.0) -> Fit:
-    """Fit L = A x^-exponent to x, L of shape (n,). Raises RecordError as fit_ray does."""
-    x, y, centre = _centred_logs(x, L, distinct=2)
-    slope, height = np.polyfit(x, y, 1)
-    columns = np.column_stack([np.ones_like(x), -x])
-    starts = [np.array([height + shift, -slope * tilt]) for shift in (-0.3, 0, 0.3) for tilt in (0, 1, 3)]
-    solution, certificate = _minimise(lambda theta: columns @ theta - y, lambda theta: columns, starts)
-    a, s = solution
-    natural = {"A": (a + s * centre, [1, centre], np.exp), "exponent": (s, [0, 1], float)}
-    return _certified("power", natural, [True, True], columns, certificate, seed_sd, None)
+def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
+    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
+
+    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises RecordError as fit_ray does."""
+    logs, y, centres = centred_logs((x,), L, distinct=2)
+    slope, height = np.polyfit(logs[0], y, 1)
+    starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
+    return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
 
 
-def fit_band(x, L, factor: float = 1.0) -> tuple[list[Fit], list[float]]:
+def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> tuple[list[Fit], list[float]]:
     """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS.
 
     Also gives the gammas left out because they would need E below zero. The spread of these forms beyond the points is
     the honest uncertainty of few points; residuals know nothing of it."""
-    forms, left_out = [fit_power(x, L)], []
+    forms, left_out = [fit_power(x, L, axis)], []
     for gamma in GAMMAS:
         fit = fit_ray(x, L, gamma=factor * gamma)
         if fit.parameters["E"] < COLLAPSED * np.min(L):
@@ -123,69 +99,107 @@ def fit_band(x, L, factor: float = 1.0) -> tuple[list[Fit], list[float]]:
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
     """A Fit that says why there is none."""
-    return Fit(form, dict.fromkeys(("A", "exponent") if form == "power" else ("E", "K", "gamma")), n, False, reason)
+    names = ("a", "b") if form == "isoflop" else NAMES[form]
+    return Fit(form, dict.fromkeys(names), n, False, reason)
 
 
 # -------------------------------------------------------------------------------------------- one optimum, certified
 
 
-def _centred_logs(x, L, distinct: int):
-    x, L = np.asarray(x, dtype=float), np.asarray(L, dtype=float)
-    if x.ndim != 1 or x.shape != L.shape:
-        raise RecordError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
-    for name, values in (("point", x), ("loss", L)):
-        for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
-            raise RecordError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
-    if len(np.unique(x)) < distinct:
-        raise RecordError(f"{len(np.unique(x))} distinct point(s); this law needs at least {distinct}")
-    x = np.log(x)
-    return x - x.mean(), np.log(L), x.mean()
+def checked(name: str, values) -> np.ndarray:
+    """`values` as floats of shape (n,). Raises RecordError where one is not finite or not above zero."""
+    try:
+        values = np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        raise RecordError(f"{name} must be numbers; a law needs finite values above zero") from None
+    if values.ndim != 1:
+        raise RecordError(f"{name} must be a list of numbers; found shape {values.shape}")
+    for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
+        raise RecordError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
+    return values
 
 
-def _minimise(residual, jacobian, starts):
-    """Best of many starts for the sum of Huber_DELTA(residual), which is least_squares' own robust cost, exactly.
-
-    Each start descends by plain squares, then by Huber: far from the points Huber's gradient does not grow with the
-    distance, which costs a hundred steps. The objective is about DELTA^2, so default tolerances would stop at once."""
-    options = {"jac": jacobian, "x_scale": "jac", "max_nfev": 500}
-    near = [least_squares(residual, start, **options) for start in starts]
-    options |= {"loss": "huber", "f_scale": DELTA, "ftol": 1e-13, "xtol": 1e-13, "gtol": 1e-12}
-    solutions = [least_squares(residual, solution.x, **options) for solution in near]
-    best = min(solutions, key=lambda solution: solution.cost)
-    # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding (r ~ 1e-7).
-    at_best = sum(bool(solution.cost <= best.cost * (1 + 1e-6) + 1e-14) for solution in solutions)
-    return best.x, {"objective": float(best.cost), "starts": len(starts), "starts_at_best": at_best,
-                    "gradient_norm": float(np.linalg.norm(best.grad)), "residual": residual(best.x)}
+def centred_logs(axes, L, distinct: int):
+    """([ln x - centre per axis], ln L, centres). Raises RecordError as `checked`, and for too few distinct points."""
+    axes, L = [checked("point", x) for x in axes], checked("loss", L)
+    for x in axes:
+        if x.shape != L.shape:
+            raise RecordError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
+    if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
+        raise RecordError(f"{found} distinct point(s); this law needs at least {distinct}")
+    logs = [np.log(x) for x in axes]
+    centres = tuple(float(x.mean()) for x in logs)
+    return [x - centre for x, centre in zip(logs, centres, strict=True)], np.log(L), centres
 
 
-def _certified(form, natural, free, jacobian, certificate, seed_sd, lacking) -> Fit:
-    """The Fit of a solution: `natural` maps a name to (value in solver's terms, its gradient there, back-transform)."""
-    residual = certificate.pop("residual")
-    n, p = jacobian.shape
-    singular = np.linalg.svd(jacobian, compute_uv=False)
-    parameters = {name: float(back(value)) for name, (value, _, back) in natural.items()}
-    rms = float(np.sqrt(residual @ residual / (n - p))) if n > p else None
-    if certificate["gradient_norm"] > CONVERGED:
-        lacking = f"the best of {certificate['starts']} starts did not converge"
-    elif n <= p:
-        lacking = f"{n} points for {p} parameters leave 0 degrees of freedom"
-    elif lacking is None and singular[-1] < 1e-9 * singular[0]:
-        lacking = "the points do not separate the parameters (singular Jacobian)"
-    se = ci95 = None
-    if lacking is None:
-        covariance = max(rms, seed_sd) ** 2 * np.linalg.inv(jacobian.T @ jacobian)
-        quantile = student.ppf(0.975, n - p)
-        se, ci95 = {}, {}
-        for name, (value, gradient, back) in natural.items():
-            gradient = np.array(gradient, dtype=float)[free]
-            if not gradient.any():              # held fixed
-                continue
-            width = float(np.sqrt(gradient @ covariance @ gradient))
-            # E, K, A are positive, so their intervals are drawn on the logarithm; gamma's on itself.
-            se[name] = width * parameters[name] if back is np.exp else width
-            with np.errstate(over="ignore"):
-                ci95[name] = tuple(float(back(value + sign * quantile * width)) for sign in (-1, 1))
-        if "gamma" in ci95 and ci95["gamma"][0] <= 0:
-            lacking = "the 95 % interval of gamma contains 0, so E is not determined"
-    return Fit(form, parameters, n, lacking is None, lacking, singular_values=tuple(map(float, singular)),
-               residual_rms=rms, se=se, ci95=ci95, **certificate)
+def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, lacking=None, raw=False) -> Fit:
+    """The best of many starts for the sum of Huber_delta(ln law - y), or for squares of law - exp(y) where `raw`, as a
+    certified Fit. `lacking`: a sentence that is known beforehand to make the parameters unidentified."""
+    slopes, offsets = terms(form, logs, gamma)
+    theta, jac, left, certificate = minimise(slopes, offsets, y, np.array(starts, dtype=float), delta, raw)
+    n, p = jac.shape
+    singular = np.linalg.svd(jac, compute_uv=False)
+    values = natural(form, theta, centres, gamma)
+    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
+    stuck = _stuck(certificate, n * (delta or DELTA))
+    why = lacking or _lacking(form, values, y, n, p) or stuck       # a valley without a minimum is the cause, not the solver
+    if why is None and singular[-1] < SINGULAR * singular[0]:
+        why = "the points do not separate the parameters (singular Jacobian)"
+    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms)
+    fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
+              singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
+    if n <= p or singular[-1] < SINGULAR * singular[0]:
+        return fit
+    sigma = max(rms, seed_sd)
+    covariance = sigma**2 * inefficiency(sigma, delta) * np.linalg.inv(jac.T @ jac)
+    return with_covariance(replace(fit, optimum=replace(optimum, sigma=sigma)), covariance, n - p, "t")
+
+
+def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
+    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t of dof degrees.
+
+    An unidentified fit keeps none; one whose exponents' intervals hold 0 becomes unidentified."""
+    best = replace(fit.optimum, covariance=covariance, dof=dof)
+    fit = replace(fit, optimum=best)
+    if not fit.identified:
+        return fit
+    quantile, se, ci95 = student.ppf(0.975, dof), {}, {}
+    for name, (value, gradient) in natural(fit.form, best.theta, best.centres, best.gamma).items():
+        if not gradient.any():              # held fixed
+            continue
+        width = float(np.sqrt(gradient @ covariance @ gradient))
+        se[name] = width * fit.parameters[name] if name in FACTORS else width
+        ci95[name] = tuple(back(name, value + side * quantile * width) for side in (-1, 1))
+    fit = replace(fit, se=se, ci95=ci95, interval=interval)
+    return judged(fit)
+
+
+def judged(fit: Fit) -> Fit:
+    """The fit, unidentified where an exponent's interval holds 0: its term is then a constant, as E is."""
+    for name in exponents(fit.form):
+        if name in fit.ci95 and fit.ci95[name][0] <= 0:
+            so = "so E is not determined" if "E" in fit.parameters else "so the points do not show that the loss falls"
+            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0, {so}")
+    return fit
+
+
+def _stuck(certificate, largest) -> str | None:
+    """Why the solver's answer is no optimum, or None."""
+    if certificate.pop("stuck"):
+        return f"the best of {certificate['starts']} starts is a start itself: the solver did not move"
+    if certificate["gradient_norm"] > CONVERGED * largest:
+        return f"the best of {certificate['starts']} starts did not converge"
+    return None
+
+
+def _lacking(form, values, y, n, p) -> str | None:
+    """What the points lack to determine the parameters, or None."""
+    if n <= p:
+        return f"{n} points for {p} parameters leave 0 degrees of freedom"
+    if "E" in values and values["E"][0] < y.min() + math.log(COLLAPSED):
+        return "E runs to zero: the points fall at least as fast as a pure power law"
+    for name in exponents(form):
+        if name in values and values[name][0] <= 0:
+            axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
+            return f"{name} is not above zero: the loss does not fall with {axis}"
+    return None

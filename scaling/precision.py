@@ -1,16 +1,20 @@
 """Measure what FP8 costs against BF16, run beside paired run on the same validation sequences.
 
-    python scaling/precision.py out/recipes             # every finished run under it
+    python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
+    python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
 
-prints, per size and recipe, the mean gap over paired seeds with its 95 % t-interval, and beside it the null: how far
-BF16 runs lie apart that differ in nothing but their seed. A single gap's standard error is over validation sequences:
-evaluation noise alone, which says nothing of another seed.
+Prints the common gap, the gap per size beside the null (BF16 against BF16 with another seed), what the gap costs in
+compute under two laws, then each pair. A single pair's standard error is over validation sequences: evaluation noise
+alone. Intervals are over independent pairs and hold for this validation set.
 """
 
+import difflib
+import json
 import math
 import sys
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +23,19 @@ from scipy.stats import t as student
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.records import Record, RecordError, check_comparable, read_runs, usable
+from scaling.equivalence import Estimate, clusters, estimate, fit_trend, judged, read_margin
+from scaling.figures import render, write
+from scaling.gap_figure import draw_pair, draw_precision
+from scaling.gap_tables import tables
+from scaling.published import costs, surfaces, throughput
+from scaling.records import LAW_FOLDER, Record, RecordError, check_comparable, read_runs, usable
 
+OPTIONS = {
+    "out": "DIR that receives precision.json, precision.png, pair.png and their .svg (default: PATH/law of the one PATH)",
+    "loss": "bf16 (default: both arms evaluated through BF16 matmuls) or as_trained; the one that is judged",
+    "margin": "per cent of the loss within which FP8 counts as equivalent; default: the one declared in the study.json "
+              "beside the runs. Given here it counts as declared after the fact",
+}
 # How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
 LOSS_TOLERANCE = 1e-4
 
@@ -70,16 +85,20 @@ def pairs(records) -> tuple[list[Pair], list[str]]:
 
 def _pair(bf16: Record, fp8: Record) -> Pair:
     check_comparable([bf16, fp8])
-    losses = [load_val_losses(record) for record in (bf16, fp8)]
-    for name in ("source", "n_tokens"):
-        if not np.array_equal(losses[0][name], losses[1][name]):
-            raise RecordError(f"{bf16.folder / 'val_losses.npz'} and {fp8.folder / 'val_losses.npz'} differ in "
-                              f"{name!r}: a paired gap needs the same validation sequences in the same order")
-    gaps = [_gap(losses[1][arm] - losses[0][arm], losses[0], list(bf16.weights.values()), reference)
-            for arm, reference in (("as_trained", bf16.loss_as_trained), ("bf16", bf16.loss_bf16))]
+    gaps = _gaps(bf16, fp8, *map(load_val_losses, (bf16, fp8)))
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
     ratio = fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None
-    return Pair(bf16, fp8, *gaps, ratio)
+    return Pair(bf16, fp8, gaps["as_trained"], gaps["bf16"], ratio)
+
+
+def _gaps(base: Record, other: Record, base_losses, other_losses) -> dict[str, Gap]:
+    """other minus base under both evaluations. Raises RecordError where they are not of the same sequences."""
+    for name in ("source", "n_tokens"):
+        if not np.array_equal(base_losses[name], other_losses[name]):
+            raise RecordError(f"{base.folder / 'val_losses.npz'} and {other.folder / 'val_losses.npz'} differ in "
+                              f"{name!r}: a paired gap needs the same validation sequences in the same order")
+    return {arm: _gap(other_losses[arm] - base_losses[arm], base_losses, list(base.weights.values()),
+                      getattr(base, f"loss_{arm}")) for arm in ("as_trained", "bf16")}
 
 
 def _gap(difference, losses, weights, reference: float) -> Gap:
@@ -124,67 +143,150 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     return losses
 
 
-# ------------------------------------------------------------------------------------------------- several seeds a size
+# ------------------------------------------------------------------------------------------------------------ analysis
+
+
+def analyse(records, found, arm: str, margin) -> dict:
+    """Everything that precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss.
+
+    found: Pairs of `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
+    laws, sources, reason = surfaces([run for run in records if run.recipe == "bf16"], f"loss_{arm}")
+    sizes, common = [], {}
+    for N, D, recipe in sorted({(p.fp8.params_total, p.fp8.tokens, p.fp8.recipe) for p in found}):
+        chosen = [p for p in found if (p.fp8.params_total, p.fp8.tokens, p.fp8.recipe) == (N, D, recipe)]
+        nats, tput = _over(chosen, lambda p: _arm(p, arm).nats), throughput(chosen)
+        sizes.append({"params_total": N, "tokens": D, "recipe": recipe, "runs": [p.fp8.run_id for p in chosen],
+                      **{name: _over(chosen, lambda p, name=name: _arm(p, name).percent) for name in ("bf16", "as_trained")},
+                      "nats": nats, "throughput": tput, "costs": [costs(one, N, D, nats, **tput) for one in laws[N]]})
+        sizes[-1] |= judged(sizes[-1][arm], margin)
+    for recipe in sorted({p.fp8.recipe for p in found}):
+        chosen = [p for p in found if p.fp8.recipe == recipe]
+        logs = {name: _over(chosen, lambda p, name=name: 100 * math.log1p(_arm(p, name).percent / 100))
+                for name in ("bf16", "as_trained")}
+        grouped = clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])
+        effect = logs[arm].mean if logs[arm].se and abs(logs[arm].mean) > logs[arm].half else margin and margin.percent
+        trend = fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.params_total) for i in own])) for own in grouped],
+                          [np.mean([_arm(chosen[i], arm).percent for i in own]) for own in grouped], effect and abs(effect))
+        common[recipe] = {**logs, "pairs": len(chosen), "sizes": len({p.fp8.params_total for p in chosen}),
+                          "trend": trend, **judged(logs[arm], margin)}
+    return {"loss": arm, "margin": margin, "null": _null(records, arm), "common": common, "sizes": sizes,
+            "laws": sources, "no_own_law": reason,
+            "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
+                       "params_total": p.fp8.params_total, "tokens": p.fp8.tokens, "gap_bf16": p.in_bf16,
+                       "gap_as_trained": p.as_trained, "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device,
+                       "extra_tokens": {one.name: one.extra_tokens(_arm(p, arm).nats, p.fp8.tokens)
+                                        for one in laws[p.fp8.params_total]}} for p in found]}
+
+
+def _arm(pair: Pair, arm: str) -> Gap:
+    return pair.in_bf16 if arm == "bf16" else pair.as_trained
+
+
+def _over(chosen, value) -> Estimate:
+    """Estimate over pairs; those that share a trunk, such as branches of one long run, count once, with their mean."""
+    values = np.array([value(pair) for pair in chosen])
+    return estimate([values[own].mean() for own in clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])])
+
+
+def _null(records, arm: str) -> dict:
+    """BF16 against BF16 of another seed: per size and tokens, then pooled in per cent.
+
+    k runs give k (k - 1) / 2 differences but k - 1 degrees of freedom; each difference has variance 2 SD^2. Pooled,
+    branches of one trunk add none."""
+    rows, freedom = [], {}
+    for N, D in sorted({(r.params_total, r.tokens) for r in records}):
+        alike = {r.trunk: r for r in records if (r.params_total, r.tokens, r.recipe) == (N, D, "bf16")}
+        runs = list(alike.values())
+        if len(runs) < 2:
+            continue
+        losses = [load_val_losses(run) for run in runs]
+        differences = [{"first": runs[i].run_id, "second": runs[j].run_id, **asdict(
+            _gaps(runs[i], runs[j], losses[i], losses[j])[arm])} for i, j in combinations(range(len(runs)), 2)]
+        sd = 100 * math.sqrt(2) * float(np.std(np.log([getattr(run, f"loss_{arm}") for run in runs]), ddof=1))
+        rows.append({"params_total": N, "tokens": D, "runs": len(runs), "dof": len(runs) - 1, "sd_percent": sd,
+                     "differences": differences})
+        trunks, total = freedom.get(N, (set(), 0))
+        freedom[N] = (trunks | set(alike), total + len(runs) - 1)
+    dof = sum(min(total, len(trunks) - 1) for trunks, total in freedom.values())
+    if not rows:
+        return {"sizes": [], "pooled": None}
+    sd = math.sqrt(sum(row["dof"] * row["sd_percent"]**2 for row in rows) / sum(row["dof"] for row in rows))
+    return {"sizes": rows, "pooled": {"runs": sum(row["runs"] for row in rows), "dof": dof, "sd_percent": sd,
+                                      "band": float(student.ppf(0.975, dof)) * sd}}
+
+
+# ------------------------------------------------------------------------------------------------------------- command
+
 
 def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        print(__doc__ + "\nOptions, as name=value or --name value:")
+        print("\n".join(f"    {name:8} {meaning}" for name, meaning in OPTIONS.items()))
         return 0 if arguments else 2
     try:
-        records, notes = read_runs(arguments)
-        records, left_out = usable(records)
-        found, alone = pairs(records)
+        paths, options = _parse(arguments)
+        _run(paths, **options)
     except RecordError as error:
         print(f"scaling/precision.py: {error}", file=sys.stderr)
         return 2
-    print("".join(note + "\n" for note in [*notes, *left_out, *alone]), end="")
-    print(seed_table(records, found))
     return 0
 
 
-def interval(values) -> tuple[float, float | None]:
-    """Mean of `values` and the half-width of its 95 % t-interval; None with fewer than two."""
-    n = len(values)
-    half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n) if n > 1 else None
-    return float(np.mean(values)), None if half is None else float(half)
+def _parse(words) -> tuple[list[str], dict]:
+    paths, options = [], {"out": None, "loss": "bf16", "margin": None}
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") and (not equals or Path(word).exists()):
+            paths.append(word)
+            continue
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key, OPTIONS, n=1)
+            raise RecordError(f"{word!r} is no option; " + (f"did you mean {near[0]}?" if near else
+                              f"there are {', '.join(OPTIONS)}"))
+        if not value and (equals or not words):
+            raise RecordError(f"{word} lacks its value: {OPTIONS[key]}")
+        options[key] = value if equals else words.pop(0)
+    if not paths:
+        raise RecordError("no runs given: name a folder of runs such as out/study, or run folders")
+    if options["loss"] not in ("bf16", "as_trained"):
+        raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
+    if options["out"] is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
+        raise RecordError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
+                          "precision.json and the figures")
+    folder = Path(options["out"] or Path(paths[0]) / LAW_FOLDER)
+    if folder.exists() and not folder.is_dir():
+        raise RecordError(f"{folder} is a file: name a folder with out=DIR")
+    return paths, {"folder": folder, "arm": options["loss"], "margin": options["margin"]}
 
 
-def seed_table(records, found) -> str:
-    """Markdown: a line per size and recipe over its paired seeds, a line per size for BF16 against BF16."""
-    lines = ["| N | tokens | recipe | pairs | gap in BF16 [%] | gap as trained [%] | reading |", "|---" * 7 + "|"]
-    for size in sorted({(r.params_total, r.tokens) for r in records}):
-        alike = [r for r in records if (r.params_total, r.tokens) == size]
-        losses = np.array([r.loss_bf16 for r in alike if r.recipe == "bf16"])
-        head = f"| {size[0]:,} | {size[1]:,} |"
-        if len(losses) > 1:
-            # Every difference of two seeds has variance 2 SD^2: the null of an unpaired comparison of two runs.
-            null = 100 * math.sqrt(2) * np.std(losses, ddof=1) / losses.mean()
-            lines.append(f"{head} bf16, two seeds | {len(losses)} runs | SD {null:.3f} | SD {null:.3f} | null |")
-        else:
-            lines.append(f"{head} bf16 | {len(losses)} run | | | no null: one BF16 seed |")
-        chosen = [pair for pair in found if (pair.fp8.params_total, pair.fp8.tokens) == size]
-        for recipe in sorted({pair.fp8.recipe for pair in chosen}):
-            arms = [(pair.in_bf16.percent, pair.as_trained.percent) for pair in chosen if pair.fp8.recipe == recipe]
-            bf16, trained = (interval([arm[i] for arm in arms]) for i in (0, 1))
-            lines.append(f"{head} {recipe} | {len(arms)} | {_shown(bf16)} | {_shown(trained)} | {_reading(*bf16)} |")
-    return "\n".join([*lines, "", "gap: FP8 minus BF16 of runs that share seed and data order, mean ± half a 95 % "
-                      "t-interval over pairs. null: SD of the difference of two BF16 runs with other seeds."])
-
-
-def _shown(mean_half) -> str:
-    mean, half = mean_half
-    return f"{mean:+.3f}" + ("" if half is None else f" ± {half:.3f}")
-
-
-def _reading(mean: float, half: float | None) -> str:
-    """Never "no loss": an interval that holds 0 says only how large a loss it could have missed."""
-    if half is None:
-        return "one pair: no interval"
-    if abs(mean) > half:
-        return "costs" if mean > 0 else "gains"
-    return f"undecided: {mean - half:+.2f} to {mean + half:+.2f}"
+def _run(paths, folder: Path, arm: str, margin: str | None) -> None:
+    records, notes = read_runs(paths)
+    records, left_out = usable(records)
+    if not records:
+        raise RecordError("\n".join(["no run is left to compare", *left_out]))
+    check_comparable(records)
+    found, alone = pairs(records)
+    notes += left_out + alone
+    result = analyse(records, found, arm, read_margin(records, margin))
+    figures = {}
+    if found:
+        figures["precision"] = draw_precision(result)
+        figures["pair"], more = draw_pair(max(found, key=lambda pair: pair.fp8.flops_per_token * pair.fp8.tokens))
+        notes += more
+    inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
+    content = json.dumps({"format_version": 1, **result, "notes": notes, "inputs": inputs}, indent=1, allow_nan=False,
+                         default=asdict)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() if figure for form in ("png", "svg")}
+        for name, data in {**files, "precision.json": (content + "\n").encode()}.items():
+            write(folder / name, data)
+    except OSError as error:
+        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+    print("\n".join([tables(result), "", *notes, *[""] * bool(notes)]) + f"wrote {folder}/precision.json, " + ", ".join(files))
 
 
 if __name__ == "__main__":

@@ -7,11 +7,13 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 import hashlib
 import json
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
 SCHEMA_VERSION = 1
+LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
 LARGEST = 1e300             # JSON knows whole numbers of any length; sums of what lies above do not fit a float
 
 
@@ -51,6 +53,14 @@ class Record:
     loss_bf16: float                    # the same weights through plain BF16 matmuls
     tok_per_s_median: float
     weights: dict[str, float]           # source -> its share of the loss; they add to 1
+    parent_run: str | None = None       # run whose checkpoint this one branched off; None from scratch
+    parent_step: int | None = None      # optimizer step of that checkpoint
+    t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
+
+    @property
+    def trunk(self) -> str:
+        """The run that this one shares its training with: branches of one trunk are one cluster, not several runs."""
+        return self.parent_run or self.run_id
 
 
 def read_runs(paths) -> tuple[list[Record], list[str]]:
@@ -67,8 +77,10 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
                 records.append(read_record(folder))
             elif _is_begun(folder):
                 notes.append(f"skipped {folder}: the run is unfinished (it has no summary.json)")
-            else:
-                notes.append(f"skipped {folder}: it is no run (neither summary.json nor config.json in it)")
+            elif folder.name != LAW_FOLDER and not (folder / "law.json").exists():
+                holds = any(folder.glob("*/summary.json"))
+                notes.append(f"skipped {folder}: it is no run" + (
+                    f" but holds runs: give {folder} itself" if holds else " (neither summary.json nor config.json in it)"))
     if not records:
         raise RecordError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
                                      "summary.json, which train.py writes at the end of a run", *notes]))
@@ -105,6 +117,7 @@ def read_record(folder) -> Record:
         raise RecordError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
                           "so the run comes from another version of train.py")
     values = {key: _checked(path, summary, key, kind) for key, kind in _KINDS.items()}
+    values |= {key: _checked(path, summary, key, kind) for key, kind in _OPTIONAL.items() if summary.get(key) is not None}
     precision = _checked(path, summary, "precision", "object")
     recipe = _checked(path, precision, "recipe", "text", "precision.")
     is_compiled = _checked(path, precision, "compile", "flag", "precision.")
@@ -115,8 +128,20 @@ def read_record(folder) -> Record:
         weights[name] = _checked(path, source, "weight", "number", f"sources.{name}.")
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
+    if "t_start" in values and _utc(values["t_start"]) is None:
+        raise RecordError(f"{path}: t_start is {values['t_start']!r}; expected a UTC time such as 2026-11-21T15:44:05Z")
+    if ("parent_run" in values) != ("parent_step" in values):
+        raise RecordError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
     return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
                   is_compiled=is_compiled, weights=weights, **values)
+
+
+def _utc(text: str) -> datetime | None:
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time if time.utcoffset() == timedelta(0) else None
 
 
 _EXPECTED = {
@@ -137,6 +162,7 @@ _KINDS = {
     "is_annealed": "flag",
     "seed": "seed",
 }
+_OPTIONAL = {"parent_run": "text", "parent_step": "count", "t_start": "text"}      # null or absent: not known, no parent
 
 
 def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):

@@ -13,6 +13,11 @@ def law(C):
     return 0.9 + 330.0 * C**-0.2
 
 
+def surface(N, D):
+    """A known L(N, D), small numbers as in the demo."""
+    return 0.8 + 40.0 * N**-0.35 + 60.0 * D**-0.3
+
+
 def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, noise_seed=0,
               curve=True, per_source=12, **changes):
     """Write one finished run; `loss` (nats/token) is law(C) by default, `gap` is added to it in the FP8 arm.
@@ -41,7 +46,9 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
              n_tokens=np.full(3 * per_source, per_sequence))
     summary = {
         "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
-        "git_commit": "0" * 40, "git_dirty": False, "device": "cpu test", "n_gpu": 1, "seed": seed, "val_sha256": "v" * 64,
+        "git_commit": "0" * 40, "git_dirty": False,
+        "parent_run": None, "parent_step": None, "t_start": "2026-11-20T09:00:00Z",
+        "device": "cpu test", "n_gpu": 1, "seed": seed, "val_sha256": "v" * 64,
         "tokenizer": "byte", "tokenizer_sha256": "t" * 64, "vocab_size": 257, "vocab_padded": 384,
         "params_total": params, "params_nonembed": nonembed, "params_matmul": params,
         "flops_per_token": flops, "flops_per_token_causal": flops - attention // 2,
@@ -74,4 +81,24 @@ def write_ladder(folder, sizes=SIZES, gap=0.012, **changes):
         write_run(folder / f"{letter}_bf16", params=params, **changes)
         write_run(folder / f"{letter}_fp8", recipe="tensorwise", params=params,
                   gap=gap * (params / sizes[0])**-0.3, **changes)
+    return folder
+
+
+def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ratios=(5, 10, 20, 40), seeds=(1, 2),
+                   recipes=("bf16", "tensorwise"), noise=5e-4, gap=0.004, **changes):
+    """Write a warm-up-stable-decay study from `surface`: per size, recipe and seed one trunk trained to the largest ratio
+    of tokens per parameter, the other ratios as branches of it; every run's ln loss has its own noise and its trunk's."""
+    rng = np.random.default_rng(0)
+    for params in sizes:
+        for seed in seeds:
+            shared = {ratio: noise * rng.normal() for ratio in ratios}      # the pair sees one data order
+            for recipe in recipes:
+                trunk = f"s{params}_{recipe}_{seed}"
+                for ratio in ratios:
+                    is_trunk = ratio == max(ratios)
+                    lineage = {} if is_trunk else {"parent_run": trunk, "parent_step": 80 * ratio}
+                    loss = surface(params, params * ratio) * math.exp(shared[ratio] + 0.3 * noise * rng.normal())
+                    write_run(folder / (trunk if is_trunk else f"{trunk}_d{ratio}"), recipe=recipe, params=params, seed=seed,
+                              tokens=params * ratio, loss=loss, gap=gap if recipe != "bf16" else 0.0, **lineage,
+                              **{"curve": is_trunk, **changes})
     return folder

@@ -17,7 +17,8 @@ from runtime.config import (
 )
 from tests.conftest import ROOT
 
-ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py") if p.stem not in ("demo", "mixture"))
+ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
+                     if p.stem not in ("demo", "mixture") and not p.stem.startswith("study_"))
 
 
 @pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda p: p.stem)
@@ -57,6 +58,8 @@ def test_sizes_are_the_documented_ones(size, layers, width, ffn, heads, millions
     ("model.tied=false", "model.tied", False), ("model.n_kv_head=none", "model.n_kv_head", None),
     ("fp8.skip=head,layers.0.*", "fp8.skip", ("head", "layers.0.*")), ("fp8.recipe=rowwise", "fp8.recipe", "rowwise"),
     ("data.mixture=web:0.5,code:2", "data.mixture", {"web": 0.5, "code": 2.0}), ("run=other", "run", "other"),
+    ("checkpoint.at=2,4", "checkpoint.at", (2, 4)), ("start_from=o/r/checkpoints/step_00000002", "start_from",
+                                                   "o/r/checkpoints/step_00000002"),
 ])
 def test_overrides_are_parsed_by_annotation(tiny, text, key, value):
     extra = ["fp8.recipe=tensorwise"] if key == "fp8.skip" else []

@@ -34,6 +34,29 @@ def test_skips_are_said(tmp_path):
     assert notes == [f"skipped {tmp_path / 'begun'}: the run is unfinished (it has no summary.json)"]
 
 
+def test_what_fit_py_and_a_study_leave_beside_the_runs_is_no_news(tmp_path):
+    write_run(tmp_path / "good")
+    (tmp_path / "study.json").write_text("{}")
+    (tmp_path / "law").mkdir()                          # begun, killed before its law.json
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "law.json").write_text("{}")
+    records, notes = read_runs([tmp_path])
+    assert [record.run_id for record in records] == ["good"] and notes == []
+    write_run(tmp_path / "more" / "law")                # a run may be called so
+    assert [record.run_id for record in read_runs([tmp_path / "more"])[0]] == ["law"]
+
+
+def test_branches_know_their_trunk(tmp_path):
+    write_run(tmp_path / "long", params=106_624)
+    write_run(tmp_path / "short", params=106_624, tokens=10**6, parent_run="long", parent_step=400)
+    write_run(tmp_path / "old", **dict.fromkeys(("parent_run", "parent_step", "t_start"), ...))
+    branch, trunk, old = (read_record(tmp_path / name) for name in ("short", "long", "old"))
+    assert (branch.parent_run, branch.parent_step, branch.trunk) == ("long", 400, "long")
+    assert (trunk.parent_run, trunk.parent_step, trunk.trunk) == (None, None, "long")
+    assert (old.parent_run, old.parent_step, old.t_start, old.trunk) == (None, None, None, "old")
+    assert trunk.t_start == "2026-11-20T09:00:00Z"
+
+
 def test_no_runs_at_all(tmp_path):
     with pytest.raises(RecordError, match="does not exist: give a run's folder such as out/<run>"):
         read_runs([tmp_path / "nowhere"])
@@ -62,6 +85,15 @@ def test_no_runs_at_all(tmp_path):
     ("precision", {"compile": True}, "key 'precision.recipe' is missing; expected a text that is not empty"),
     ("sources", {"a.b": {"loss": 1}}, "key 'sources.a.b.weight' is missing; expected a finite number above zero"),
     ("sources", {"a": 3}, "sources.a is 3; expected an object that is not empty"),
+    ("parent_run", "", 'parent_run is ""; expected a text that is not empty'),
+    ("parent_run", "a", "parent_run and parent_step go together; one of them is missing or null"),
+    ("parent_step", 3, "parent_run and parent_step go together; one of them is missing or null"),
+    ("parent_step", -1, "parent_step is -1; expected a whole number above zero"),
+    ("t_start", 1763740000, "t_start is 1763740000; expected a text that is not empty"),
+    ("t_start", "yesterday", "t_start is 'yesterday'; expected a UTC time such as 2026-11-21T15:44:05Z"),
+    ("t_start", "2026-11-21T15:44:05", "t_start is '2026-11-21T15:44:05'; expected a UTC time such as 2026-11-21T15:44:05Z"),
+    ("t_start", "2026-11-21T15:44:05+02:00",
+     "t_start is '2026-11-21T15:44:05+02:00'; expected a UTC time such as 2026-11-21T15:44:05Z"),
     ("schema_version", 2, "schema_version is 2; expected 1, so the run comes from another version of train.py"),
 ])
 def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
@@ -221,3 +253,9 @@ def test_runs_without_partner_are_said(tmp_path):
     write_run(tmp_path / "d", pair_id="pair38912_778240_1337", seed=3)
     with pytest.raises(RecordError, match="a and d are both the BF16 run of pair pair38912_778240_1337: leave one out"):
         pairs(read_runs([tmp_path])[0])
+
+
+def test_a_folder_of_studies_points_to_the_study(tmp_path):
+    write_run(tmp_path / "out" / "demo" / "a_bf16")
+    with pytest.raises(RecordError, match=r"out/demo: it is no run but holds runs: give .*out/demo itself"):
+        read_runs([tmp_path / "out"])

@@ -1,0 +1,191 @@
+"""Draw the paired analysis of precision.py: gap against size, training curves of one pair."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+
+from scaling.figures import RC, human, page
+from scaling.gap import running_mean, window_of
+from scaling.gap_tables import ARMS, freedom
+from scaling.published import PRECISION_LAWS
+from scaling.records import read_curve
+
+# Okabe-Ito, one colour, marker for each recipe; BF16 is blue in every figure of this project.
+BF16_COLOR = "#0072B2"
+STYLES = (("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
+LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
+FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
+
+
+# ------------------------------------------------------------------------------------------------- gap against size
+
+
+def draw_precision(result: dict):
+    """The figure of precision.analyse's result, which holds at least one pair: gap [%], then nats beside published laws."""
+    arm, sizes, margin, pooled = result["loss"], result["sizes"], result["margin"], result["null"]["pooled"]
+    recipes, n, free = list(result["common"]), len(result["pairs"]), sum(one[arm].n for one in result["common"].values())
+    ratios = [row["tokens"] / row["params_total"] for row in sizes]
+    ratio = float(np.exp(np.mean(np.log(ratios))))
+    parts = [f"Both arms evaluated {ARMS[arm]}." if arm == "bf16" else "Each arm evaluated as it was trained.",
+             "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis. "
+             "Coloured bands: the common gap's interval."]
+    if len({(row["params_total"], row["tokens"]) for row in sizes}) > len({row["params_total"] for row in sizes}):
+        parts.append("At each size further right: more tokens per parameter.")
+    parts.append(f"Grey: null, 95 % of the differences of two BF16 runs with other seeds (n = {pooled['runs']} runs, "
+                 f"{freedom(pooled['dof'])})." if pooled else "No null band: no two BF16 seeds at one size.")
+    parts.append(f"Margin {'' if margin.is_declared else 'not '}declared before the runs." if margin else "No margin.")
+    parts.append(f"Right: published laws at {ratio:.3g} tokens per parameter, dotted outside the sizes they were fitted to; "
+                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). N = params_total.")
+    with matplotlib.rc_context(RC):
+        title = f"Loss of FP8 minus loss of BF16 against size (n = {n} pair{'s' * (n > 1)}{f', {free} independent' * (free < n)})"
+        figure, panels = page(3.5, 1, 2, title, " ".join(parts), top=0.52, wspace=0.24)
+        left, right = panels[0]
+        place = _places(sizes)
+        _draw_percent(left, sizes, place, arm, result["common"], margin, pooled)
+        _draw_nats(right, sizes, place, recipes, ratio)
+        handles, names = left.get_legend_handles_labels()
+        figure.legend(handles, names, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / figure.get_figheight()), ncols=6,
+                      frameon=False, borderpad=0, borderaxespad=0, columnspacing=1.5)
+        FigureCanvasAgg(figure).draw()          # ticks take these settings now, not savefig's
+    return figure
+
+
+def _places(sizes) -> list[float]:
+    """x of each row, sorted by N: its N, moved aside where several rows share it."""
+    places, widest = [], np.diff(np.log(sorted({row["params_total"] for row in sizes})))
+    room = min(0.9, 0.6 * widest.min()) if len(widest) else 0.6
+    for N, rows in itertools.groupby(row["params_total"] for row in sizes):
+        n = len(list(rows))
+        places += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
+    return places
+
+
+def _draw_percent(panel, sizes, place, arm, common, margin, pooled):
+    reach = [abs(row[arm].mean) for row in sizes] + ([margin.percent] if margin else [])
+    reach += [max(abs(row[arm].low), abs(row[arm].high)) for row in sizes if row[arm].half and row[arm].n > 2]
+    limit = 1.2 * max([*reach, 1e-3])
+    if pooled and pooled["band"] < 2.5 * limit:
+        limit = max(limit, 1.15 * pooled["band"])
+    if pooled:
+        panel.axhspan(-min(pooled["band"], 2 * limit), min(pooled["band"], 2 * limit), color="#DDDDDD", linewidth=0, zorder=0,
+                      label=f"null, ±{pooled['band']:.2g} %" + (" (beyond the axis)" if pooled["band"] > limit else ""))
+    if margin:
+        for i, y in enumerate((-margin.percent, margin.percent)):
+            panel.axhline(y, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1,
+                          label=None if i else f"margin, ±{margin.percent:g} %")
+    panel.axhline(0, color=BF16_COLOR, linewidth=1.2, zorder=2.5)
+    for recipe, (color, marker) in zip(common, itertools.cycle(STYLES), strict=False):
+        if common[recipe][arm].half:
+            panel.axhspan(common[recipe][arm].low, common[recipe][arm].high, color=color, alpha=0.25, linewidth=0, zorder=2)
+        rows = [(x, row[arm]) for x, row in zip(place, sizes, strict=True) if row["recipe"] == recipe]
+        panel.errorbar([x for x, _ in rows], [found.mean for _, found in rows], yerr=[found.half or 0 for _, found in rows],
+                       linestyle="none", color=color, marker=marker, markersize=4.5, capsize=2.5, elinewidth=1.1, zorder=3,
+                       label=f"FP8 {recipe}")
+    panel.set(ylim=(-limit, limit), ylabel="gap [%]")
+    _size_axis(panel, min(place) / 1.5, 1.5 * max(place))
+    # Labels at the sizes themselves, where they have room: the points stand beside them.
+    spacing, ticks = 0.1 * math.log(2.25 * max(place) / min(place)), []
+    for N in sorted({row["params_total"] for row in sizes}):
+        ticks += [N] if not ticks or math.log(N / ticks[-1]) > spacing else []
+    panel.xaxis.set_major_locator(FixedLocator(ticks))
+    panel.xaxis.set_minor_locator(NullLocator())
+
+
+def _draw_nats(panel, sizes, place, recipes, ratio):
+    shown, values = [], []
+    for recipe, (color, marker) in zip(recipes, itertools.cycle(STYLES), strict=False):
+        for x, row in zip(place, sizes, strict=True):
+            found = row["nats"]
+            high = found.mean if found.high is None else found.high
+            if row["recipe"] != recipe or high <= 0:
+                continue
+            above = found.mean > 0
+            panel.plot(x, found.mean if above else high, marker=marker if above else "v", color=color, markersize=4.5,
+                       markerfacecolor=color if above else "none", linestyle="none", zorder=3)
+            if found.high is not None:
+                panel.plot([x, x], [found.low if found.low > 0 else 1e-9, high], color=color, linewidth=1.1, zorder=2)
+            shown += [found.mean if above else high, min(high, 10 * max(found.mean, high / 10))]
+    low, high = min(place) / 2, max(1.5 * max(place), 1.3 * FARTHEST)
+    for (name, law, fitted), (color, dash) in zip(PRECISION_LAWS, LAW_STYLES, strict=True):
+        N = np.geomspace(low, high, 200)
+        nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
+        panel.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
+        panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
+        values += [nats.min(), nats.max()]
+    panel.set_yscale("log")
+    panel.set(ylim=(min(values + shown) / 2.5, 8 * max(values + shown)), ylabel="gap [nats/token]")
+    panel.yaxis.set_major_locator(LogLocator(10, numticks=9))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+    panel.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
+    _size_axis(panel, low, high)
+
+
+def _size_axis(panel, low, high):
+    panel.set_xscale("log")
+    panel.set(xlim=(low, high), xlabel="parameters N")
+    panel.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if math.log10(high / low) < 2.5 else (1,), numticks=12))
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+    panel.xaxis.set_minor_formatter(NullFormatter())
+    panel.grid(True, color="#EEEEEE", linewidth=0.5)
+    panel.set_axisbelow(True)
+
+
+# ---------------------------------------------------------------------------------------------- one pair's training
+
+
+def draw_pair(pair):
+    """Smoothed training loss of both arms of a precision.Pair over tokens, their difference below; or None with a note."""
+    curves = [dict(zip(*_whole_curve(record), strict=True)) for record in (pair.bf16, pair.fp8)]
+    tokens = np.array(sorted(curves[0].keys() & curves[1].keys()))
+    if len(tokens) < 2:
+        return None, [f"pair.png is not drawn: {pair.fp8.run_id} and {pair.bf16.run_id} have no training step in common in "
+                      "metrics.jsonl"]
+    loss = [np.array([curve[t] for t in tokens]) for curve in curves]
+    gap, window = loss[1] - loss[0], window_of(tokens)
+    late = tokens >= 0.05 * tokens[-1]
+    caption = (f"Lines: mean over {window} step{'s' * (window > 1)}; faint: single steps. Same data in the same order, so the "
+               "batches' own difficulty cancels below. Diamonds: validation at the end, in BF16 (filled), as trained (hollow). "
+               "One pair says nothing of another seed. The first 5 % of the steps may leave the axes.")
+    with matplotlib.rc_context(RC):
+        title = f"Training loss of {human(pair.fp8.params_total)} parameters in BF16 and FP8 {pair.fp8.recipe} (n = 1 pair)"
+        figure, panels = page(3.6, 2, 1, title, caption, top=0.3, left=0.11, hspace=0.12,
+                              sharex=True, gridspec_kw={"height_ratios": (1.5, 1)})
+        top, below = panels[:, 0]
+        for values, color, width, dash, name in ((loss[0], BF16_COLOR, 2.4, "-", f"BF16: {pair.bf16.run_id}"),
+                                                 (loss[1], STYLES[0][0], 1.1, (0, (3.2, 1.6)), f"FP8: {pair.fp8.run_id}")):
+            top.plot(tokens, running_mean(values), color=color, linewidth=width, linestyle=dash, label=name)
+        smooth = [running_mean(values)[late] for values in loss]
+        low, high = min(map(np.min, smooth)), max(map(np.max, smooth))
+        top.set(ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)), ylabel="training loss\n[nats/token]")
+        top.legend(loc="upper right", frameon=False)
+        below.axhline(0, color="#444444", linewidth=0.8)
+        below.plot(tokens, gap, color=STYLES[0][0], alpha=0.25, linewidth=0.5)
+        below.plot(tokens, running_mean(gap), color=STYLES[0][0], linewidth=1.4)
+        ends = [pair.in_bf16.nats, pair.as_trained.nats]
+        for nats, face in zip(ends, (BF16_COLOR, "none"), strict=True):
+            below.plot(tokens[-1], nats, "D", color=BF16_COLOR, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=4)
+        limit = 1.3 * max(np.abs(running_mean(gap)[late]).max(), *map(abs, ends), 1e-9)
+        below.set(ylim=(-limit, limit), ylabel="FP8 − BF16\n[nats/token]", xlabel="training tokens")
+        below.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
+        below.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x > 0 else "0"))
+        for panel in (top, below):
+            panel.grid(True, color="#EEEEEE", linewidth=0.5)
+            panel.set_axisbelow(True)
+        figure.align_ylabels()
+        FigureCanvasAgg(figure).draw()
+    return figure, []
+
+
+def _whole_curve(record):
+    """read_curve, before a branch's first step continued by the run that it branched off, where that lies beside it."""
+    tokens, loss = read_curve(record)
+    if record.parent_run is None or not len(tokens):
+        return tokens, loss
+    earlier, height = read_curve(replace(record, folder=record.folder.parent / record.parent_run, parent_run=None))
+    before = earlier < tokens[0]
+    return np.concatenate([earlier[before], tokens]), np.concatenate([height[before], loss])

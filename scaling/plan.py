@@ -1,0 +1,271 @@
+"""Say what a budget of GPU hours buys in BF16 and in FP8, and which extra run would narrow the 1.5B prediction most.
+
+    python scaling/plan.py --gpus 8 --hours 24 --gpu h100
+    python scaling/plan.py gpus=8 hours=24 gpu=h100 law=out/chinchilla/law/law.json runs=out/chinchilla
+    python scaling/plan.py gpus=8 hours=24 gpu=h100 study=configs/study_chinchilla.py
+
+FP8 trains more tokens in the same hours and pays for it with a loss gap: both are counted. Whatever was not measured on
+that very GPU is assumed or bounded, and printed as such.
+"""
+
+import difflib
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+if __name__ == "__main__":      # `python scaling/plan.py` puts scaling/ on sys.path, where it would find no sibling
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from model import GPT
+from runtime import fp8, metrics
+from runtime.config import ConfigError, FP8Config, load_config
+from runtime.plan import ASSUMED_MFU
+from runtime.sections import RecipeName
+from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
+from scaling.design import Candidate, bound, rank
+from scaling.records import RecordError, read_runs, usable
+from scaling.study import expand, load_study
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = {
+    "gpus": "number of GPUs (required)", "hours": "hours on them (required)",
+    "gpu": "their name, as in runtime/metrics.py (required)",
+    "law": "law.json of scaling/fit.py; without one, Epoch's published law",
+    "runs": "a folder of runs, whose measured speed on that GPU counts in place of an assumed one",
+    "gap": "FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0",
+    "recipe": "the FP8 recipe (default tensorwise)",
+    "study": "a study file whose runs are the candidates; without one, the repository's sizes at 5, 10, 20, 40",
+}
+TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
+RATIOS = (5, 10, 20, 40)        # of the candidates where no study names them
+SIGMA = 1e-3                    # noise of ln(loss) that the design is judged at
+SHOWN = 12                      # candidates printed
+
+
+def main(arguments=None) -> int:
+    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(__doc__ + "\nOptions, as name=value or --name value:")
+        print("\n".join(f"    {name:8} {meaning}" for name, meaning in OPTIONS.items()))
+        return 0 if arguments else 2
+    try:
+        print("\n".join(_plan(_parse(arguments))))
+    except (RecordError, ConfigError) as error:
+        print(f"scaling/plan.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parse(arguments) -> dict:
+    options, words = {"recipe": "tensorwise"}, list(arguments)
+    while words:
+        word = words.pop(0)
+        key, equals, value = word.removeprefix("--").partition("=")
+        if key not in OPTIONS:
+            near = difflib.get_close_matches(key, OPTIONS, n=1)
+            raise RecordError(f"{word!r} is no option; "
+                              + (f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"))
+        if not equals and not words:
+            raise RecordError(f"{word} lacks its value: {OPTIONS[key]}")
+        options[key] = value if equals else words.pop(0)
+    for key in ("gpus", "hours", "gpu"):
+        if key not in options:
+            raise RecordError(f"{key}= is missing: {OPTIONS[key]}; as in gpus=8 hours=24 gpu=h100")
+    for key in ("gpus", "hours", "gap"):
+        if key in options:
+            options[key] = _number(key, options[key])
+    if not (options["gpus"] >= 1 and options["gpus"] == int(options["gpus"])):
+        raise RecordError(f"gpus={options['gpus']:g} must be a whole number, at least 1")
+    if options["hours"] <= 0:
+        raise RecordError(f"hours={options['hours']:g} must be above 0")
+    if not -5 < options.get("gap", 0) < 50:
+        raise RecordError(f"gap={options['gap']:g} must be FP8's loss over BF16's in per cent, such as 0.3")
+    recipes = [name for name in get_args(RecipeName) if name not in ("off", "auto")]
+    if options["recipe"] not in recipes:
+        raise RecordError(f"recipe={options['recipe']!r} must be one of {', '.join(recipes)}")
+    options["peak"] = metrics.peak_flops(options["gpu"])
+    if options["peak"] is None:
+        raise RecordError(f"gpu={options['gpu']}: the peak of that GPU is not in runtime/metrics.py; there are "
+                          f"{', '.join(metrics.PEAK_FLOPS)}")
+    return options
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise RecordError(f"{key}={text!r} must be a number: {OPTIONS[key]}")
+    return value
+
+
+def _plan(options) -> list[str]:
+    law, gap = read_law(options.get("law")), read_gap(options.get("law"), options["recipe"], options.get("gap"))
+    sizes, speed_notes = read_sizes(options)
+    seconds, gpus, (_, fp8_peak) = options["hours"] * 3600, int(options["gpus"]), options["peak"]
+    lines = [f"{gpus} x {options['gpu']} for {options['hours']:g} h", "", "law: " + law.note, *speed_notes]
+    arms = {"BF16": (False, (0.0, 0.0, 0.0))}
+    if fp8_peak is None:
+        lines.append(f"FP8: {options['gpu']} has no FP8 matmuls, so there is BF16 alone")
+    else:
+        arms["FP8"] = (True, gap[0])
+        lines.append("FP8's loss gap: " + gap[1])
+    lines += ["", "compute-optimal for the budget", f"  {'':6}{'N*':>9}{'D*':>9}{'D/N':>8}  predicted loss"]
+    best = {}
+    for arm, (in_fp8, its_gap) in arms.items():
+        N, D = optimum(law.surface, sizes, gpus * options["peak"][0] * seconds, in_fp8)
+        best[arm] = law.surface.loss(N, D) * (1 + its_gap[0])
+        lines.append(f"  {arm:6}{_human(N):>9}{_human(D):>9}{D / N:8.1f}  {_loss(law, N, D, its_gap)}{_reach(law, N, D, sizes)}")
+    if "FP8" in best:
+        even = best["BF16"] / best["FP8"] * (1 + arms["FP8"][1][0]) - 1
+        lines.append(f"  FP8 is level with BF16 at a gap of {100 * even:.2f} % when each arm trains its own best size")
+    lines += ["", "the repository's sizes for the whole budget", f"  {'':9}{'N':>7}{'D':>8}{'D/N':>8}  {'BF16 loss':24}"
+              + (f"{'D/N FP8':>8}  {'FP8 loss':24}{'speed-up':>9}{'break-even gap':>16}" if "FP8" in arms else "")]
+    for size in sizes:
+        D = float(tokens(size.N, [size], gpus * options["peak"][0] * seconds, False))
+        line = f"  {size.name:9}{_human(size.N):>7}{_human(D):>8}{D / size.N:8.1f}  {_loss(law, size.N, D, (0, 0, 0)):24}"
+        if "FP8" in arms:
+            line += (f"{D * size.speedup / size.N:8.1f}  {_loss(law, size.N, D * size.speedup, gap[0]):24}{size.speedup:9.3f}"
+                     f"{100 * break_even(law.surface, size.N, D, size.speedup):15.2f}%")
+        lines.append(line)
+    return lines + ["", *advice(law, sizes, options)]
+
+
+def _loss(law: Law, N: float, D: float, gap) -> str:
+    """The predicted loss, with the 95 % interval of one run where law (and gap) have one."""
+    loss = law.surface.loss(N, D)
+    text = f"{loss * (1 + gap[0]):.4f}"
+    around = law.fit.interval_at(N, D, new_run=True) if law.fit else None
+    if around is None:
+        return text
+    return text + f" ({float(around[1]) * (1 + gap[1]):.4f} to {float(around[2]) * (1 + gap[2]):.4f})"
+
+
+def _reach(law: Law, N: float, D: float, sizes) -> str:
+    far = 6 * N * D / law.largest if law.largest else 1
+    return (f"   {far:.3g} times the largest run's compute" if far > 1.5 else "") + (
+        "   beyond the sizes that speed is known for" if not sizes[0].N <= N <= sizes[-1].N else "")
+
+
+def _human(value: float) -> str:
+    power = min(int(math.log10(value)) // 3, 4)
+    return f"{value / 1000**power:.3g}{['', 'k', 'M', 'B', 'T'][power]}"
+
+
+# -------------------------------------------------------------------------------------------------------------- inputs
+
+
+def read_sizes(options) -> tuple[list[Size], list[str]]:
+    """The repository's sizes with exact counts; MFU and FP8's speed-up as measured on that GPU, else assumed and bounded."""
+    measured, notes = _measured(options)
+    sizes, (bf16_peak, fp8_peak) = [], options["peak"]
+    for path in sorted((ROOT / "configs").glob("gpt*_bf16.py")):
+        config = load_config(path)
+        with torch.device("meta"):
+            model = GPT(config.model)
+        counts = model.counts()
+        speedup = None
+        if fp8_peak is not None:
+            layers = fp8.select(model, replace(FP8Config(), recipe=options["recipe"]), options["gpu"].upper())
+            # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
+            per_param = 4 if options["recipe"].endswith("gw_hp") else 6
+            share = per_param * sum(layer.params for layer in layers if layer.reason is None) / counts["flops_per_token"]
+            speedup = 1 / (1 - share * (1 - bf16_peak / fp8_peak))
+        name = path.stem.removesuffix("_bf16")
+        sizes.append(Size(name, counts["params_total"], counts["flops_per_token"], ASSUMED_MFU, speedup))
+    sizes.sort(key=lambda size: size.N)
+    sizes = [replace(size, mfu=_near(measured.get("bf16"), size.N) or size.mfu) for size in sizes]
+    notes.append("speed: mfu_bf16 measured, between sizes by interpolation" if measured.get("bf16") else
+                 f"speed: an assumed mfu_bf16 of {ASSUMED_MFU:.0%}, nothing measured on {options['gpu']}")
+    base = measured.get("bf16", {})
+    both = {N: mfu / base[N] for N, mfu in measured.get(options["recipe"], {}).items() if N in base}
+    if both:
+        sizes = [replace(size, speedup=_near(both, size.N)) for size in sizes]
+        notes.append(f"FP8's speed-up: measured, {options['recipe']} against bf16 at {len(both)} size{'s' * (len(both) > 1)}")
+    elif fp8_peak is not None:
+        notes.append("FP8's speed-up: an upper bound, from the share of FLOPs in FP8 with casts free; small sizes can be slower "
+                     "than BF16")
+    return sizes, notes
+
+
+def _measured(options) -> tuple[dict[str, dict[int, float]], list[str]]:
+    """recipe -> N -> median MFU of the BF16 peak, of runs on that GPU; notes on the others."""
+    if "runs" not in options:
+        return {}, []
+    records, _ = read_runs([options["runs"]])
+    here = [record for record in usable(records)[0] if metrics.peak_flops(record.device) == options["peak"]
+            and options["gpu"].lower() in record.device.lower()]
+    found: dict[str, dict[int, list[float]]] = {}
+    for record in here:
+        mfu = record.tok_per_s_median * record.flops_per_token / (record.n_gpu * options["peak"][0])
+        found.setdefault(record.recipe, {}).setdefault(record.params_total, []).append(mfu)
+    away = sorted({record.device for record in records} - {record.device for record in here})
+    return ({recipe: {N: float(np.median(values)) for N, values in by_size.items()} for recipe, by_size in found.items()},
+            [f"speed: runs on {', '.join(away)} say nothing of a {options['gpu']}; left out"] if away else [])
+
+
+def _near(values: dict[int, float] | None, N: float) -> float | None:
+    """The value at N, by interpolation in ln N."""
+    if not values:
+        return None
+    at = sorted(values)
+    return float(np.interp(math.log(N), np.log(at), [values[one] for one in at]))
+
+
+# ------------------------------------------------------------------------------------------------------------- the advice
+
+
+def advice(law: Law, sizes, options) -> list[str]:
+    """Which candidate run narrows the prediction of TARGET most, in all and per GPU-hour."""
+    goal = next(size for size in sizes if size.name == TARGET[0])
+    target = (goal.N, TARGET[1] * goal.N)
+    candidates = [one for one in _candidates(sizes, options, goal)
+                  if not any(abs(one.N / N - 1) < 0.05 and abs(one.D / D - 1) < 0.05 for N, D in zip(law.N, law.D, strict=True))]
+    if not candidates:
+        return [f"every candidate is done: nothing is left that would narrow {TARGET[0]}"]
+    now, prior, ranked = rank(law.surface, law.N, law.D, candidates, target, SIGMA)
+    N, D = (np.concatenate([mine, [getattr(one, axis) for one in candidates]]) for axis, mine in (("N", law.N), ("D", law.D)))
+    every = bound(law.surface, N, D, target, SIGMA, prior)
+
+    def hours(one):
+        return one.flops / (options["peak"][0] * _near({size.N: size.mfu for size in sizes}, one.N)) / 3600
+
+    def per_hour(pair):
+        return (now.prediction - pair[1].prediction) / hours(pair[0])
+
+    lines = [f"which extra run would narrow the prediction of {TARGET[0]} at {TARGET[1]} tokens per parameter most",
+             f"  least standard error of its loss (Cramer-Rao), for {100 * SIGMA:.1f} % noise a run and a law of the right form"
+             + ("; a branch's hours are without its trunk's:" if "study" in options else ":"),
+             f"  {100 * now.prediction:.2f} % after the {len(law.N)} BF16 runs done" + (
+                 " (they identify no law, so a wide prior stands in); " if prior else "; ")
+             + f"{100 * every.prediction:.2f} % after all {len(candidates)} candidates too"]
+    for one, after in ranked[:SHOWN]:
+        lines.append(f"  {one.name:36} {100 * after.prediction:7.2f} %  {100 * (after.prediction - now.prediction):+8.3f}  "
+                     f"{hours(one):9.1f} GPU-hours  {-100 * per_hour((one, after)):+.4f} per GPU-hour")
+    if len(ranked) > SHOWN:
+        lines.append(f"  and {len(ranked) - SHOWN} that narrow it less")
+    return [*lines, f"  most in all: {ranked[0][0].name}; most per GPU-hour: {max(ranked, key=per_hour)[0].name}"]
+
+
+def _candidates(sizes, options, goal: Size) -> list[Candidate]:
+    if "study" in options:
+        rows = [row for row in expand(load_study(options["study"])) if row.recipe == "bf16" and not row.held_out]
+        first = {}
+        for row in rows:                # another seed of a point is no other candidate
+            first.setdefault((row.params_total, row.tokens), row)
+        return [Candidate(row.run + (" (branch)" if row.parent else ""), row.params_total, row.tokens,
+                          row.own_flops) for row in first.values()]
+    return [Candidate(f"{size.name} at {ratio}", size.N, ratio * size.N, size.flops_per_token * ratio * size.N)
+            for size in sizes if size.N < goal.N for ratio in RATIOS]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

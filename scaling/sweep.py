@@ -1,0 +1,241 @@
+"""Run a study: print its grid with costs and states, run what is missing, or print one Slurm array script.
+
+    python scaling/sweep.py configs/study_chinchilla.py                     the grid; starts nothing, writes nothing
+    python scaling/sweep.py configs/study_chinchilla.py --run gpus=8        what is missing, each run on 8 GPUs of this machine
+    python scaling/sweep.py configs/study_demo.py --run jobs=2              two runs side by side
+    python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8      an array task for each trunk with its branches
+
+    only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; the only way to run what is held out
+    gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
+    limit=SECONDS       then have the runs save and leave; the same command goes on
+    out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
+    gpu=h100            whose peak the hours are estimated with where no run of that size and recipe has been timed
+
+Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at once. The next --run tries again what failed.
+Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
+"""
+
+import fcntl
+import fnmatch
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import get_type_hints
+
+if __name__ == "__main__":      # `python scaling/sweep.py` puts scaling/ on sys.path, where it would find no sibling
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from runtime import metrics
+from runtime.annotations import nearest, parse
+from runtime.checkpoint import latest
+from runtime.config import ConfigError
+from runtime.sections import positive
+from scaling.grid import ENDED, can_lock, state_of, summary_of, table
+from scaling.study import ROOT, Row, checkpoint_of, declare, expand, load_study, write_declaration
+
+POLL_S = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    study: str
+    run: bool = False
+    slurm: bool = False
+    only: str | None = None
+    gpus: int = 1
+    jobs: int = 1
+    limit: float | None = None
+    out: str = "out"
+    gpu: str = "h100"
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__.strip())
+        return 0 if arguments else 2
+    try:
+        options = read_options(arguments)
+        study = load_study(options.study)
+        rows = expand(study)
+        folder = Path(options.out) / study.name
+        chosen = choose(rows, options)
+        checked = declare(study, rows, folder)
+        if options.slurm:
+            print(slurm_script(chosen, options))
+        elif options.run:
+            gpus = visible_gpus(options)
+            write_declaration(folder, checked)
+            return run(chosen, folder, options, gpus)
+        else:
+            print("\n".join(table(chosen, folder, options.gpu)))
+    except ConfigError as error:
+        print(f"sweep.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"sweep.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def read_options(arguments: list[str]) -> Options:
+    """The Options in `name=value`, `--name value` and the flags. Raises ConfigError."""
+    hints, given, rest = get_type_hints(Options), {}, iter(arguments)
+    for argument in rest:
+        name, equals, value = argument.removeprefix("--").partition("=")
+        if argument in ("--run", "--slurm"):
+            value = "true"
+        elif not equals and argument.startswith("--"):
+            value = next(rest, None)
+        elif not equals:
+            name, value = "study", argument
+        if name not in hints:
+            raise ConfigError(f"there is no option {name!r}{nearest(name, [f.name for f in fields(Options)])}")
+        if name in given:
+            raise ConfigError(f"{name} is given twice: {given[name]!r} and {value!r}")
+        if value is None:
+            raise ConfigError(f"--{name} needs a value: write {name}=VALUE")
+        try:
+            given[name] = parse(name, value, hints[name])
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    if "study" not in given:
+        raise ConfigError("a study file is missing: give one such as configs/study_demo.py")
+    options = Options(**given)
+    if options.run and options.slurm:
+        raise ConfigError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
+    if problems := list(positive(options, "", "gpus", "jobs", "limit")):
+        raise ConfigError(problems[0])
+    if metrics.peak_flops(options.gpu) is None:
+        raise ConfigError(f"gpu={options.gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
+    return options
+
+
+def choose(rows: list[Row], options: Options) -> list[Row]:
+    """The rows that only= names and the trunks they need; without it all, except that nothing held out is run."""
+    if options.only is None:
+        return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
+    names = set()
+    for pattern in options.only.split(","):
+        if not (found := [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]):
+            raise ConfigError(f"only={pattern!r} matches no run of {options.study}{nearest(pattern, [row.run for row in rows])}")
+        names |= {row.run for row in found} | {row.parent for row in found}
+    return [row for row in rows if row.run in names]
+
+
+# ------------------------------------------------------------------------------------------------------------------ run
+
+def visible_gpus(options: Options) -> list[str]:
+    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES; none on a CPU. Raises ConfigError where they are too few."""
+    there = torch.cuda.device_count()
+    if there and options.gpus * options.jobs > there:
+        raise ConfigError(f"gpus={options.gpus} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
+    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
+
+
+def start(row: Row, folder: Path, options: Options, slot: int, gpus: list[str]):
+    """The process of one run and its log, or None where another sweep has the run.
+
+    The log is the lock: the run inherits it open, so it stays locked for as long as the run lives, though the sweep be
+    killed."""
+    log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
+    if not can_lock(log, fcntl.LOCK_EX):
+        log.close()
+        return None
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)]
+    env = dict(os.environ)
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * options.gpus:(slot + 1) * options.gpus])
+    elif (processes := options.gpus * options.jobs) > 1:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    # A session of its own: a terminal's Ctrl-C would reach torchrun and its workers beside our signal, and a second one ends
+    # a run unsaved.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
+
+
+def run(rows: list[Row], folder: Path, options: Options, gpus: list[str]) -> int:
+    """Run what is not done, a branch as soon as its trunk has passed its step; returns the exit code."""
+    asked = []      # signals so far
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: asked.append(number))
+    waiting = [row for row in rows if not summary_of(row, folder)]
+    running, failed, began, passed_on = {}, [], time.monotonic(), 0
+    say(f"{len(waiting)} of {len(rows)} runs to do in {folder}")
+
+    def is_ready(row: Row) -> bool:
+        return (row.parent is None or latest(folder / row.run) is not None or (folder / row.parent / "summary.json").exists()
+                or (checkpoint_of(row, folder) / "DONE").exists())
+
+    while running or (waiting and not asked):
+        for row in [row for row in waiting if is_ready(row)][:0 if asked else options.jobs - len(running)]:
+            slot = min(set(range(options.jobs)) - {slot for slot, _ in running.values()}) if running else 0
+            waiting.remove(row)
+            if started := start(row, folder, options, slot, gpus):
+                running[row] = slot, started
+                say(f"{row.run} starts" + (f" from step {row.parent_step} of {row.parent}" if row.parent else ""))
+            else:
+                say(f"{row.run} is being run by another sweep: left to it")
+        if not running:
+            break
+        time.sleep(POLL_S)
+        if options.limit and time.monotonic() - began > options.limit and not asked:
+            asked.append("limit")
+        for _ in range(passed_on, passed_on := len(asked)):
+            say("asking the runs to save and leave")
+            for _, (process, _) in running.values():
+                process.terminate()
+        for row, (_, (process, log)) in list(running.items()):
+            if process.poll() is not None:
+                code = 0 if asked else process.returncode   # one asked to leave before it could save has not failed
+                print(f"{ENDED}{code}", file=log, flush=True)
+                log.close()
+                del running[row]
+                state = state_of(row, folder)
+                failed += [row.run] if state.startswith("failed") else []
+                loss = f", validation loss {summary['loss_bf16']:.4f}" if (summary := summary_of(row, folder)) else ""
+                say(f"{row.run} {state}{loss}")
+    todo = [row.run for row in rows if not summary_of(row, folder)]
+    if failed:
+        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
+    if todo:
+        say(f"{len(todo)} of {len(rows)} runs are not done, {todo[0]} the first; the same command goes on")
+    return 1 if failed else 3 if todo else 0
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------- slurm
+
+def slurm_script(rows: list[Row], options: Options) -> str:
+    """One array task for each trunk, which runs it with its branches; requeued until they are done."""
+    families = {}
+    for row in rows:
+        families.setdefault(row.parent or row.run, []).append(row.run)
+    sweep = [sys.executable, str(Path(__file__).resolve()), options.study, "--run", f"gpus={options.gpus}", f"out={options.out}"]
+    return "\n".join([
+        "#!/bin/bash",
+        f"#SBATCH --array=0-{len(families) - 1}",
+        f"#SBATCH --nodes=1 --ntasks=1 --gpus-per-node={options.gpus} --requeue --open-mode=append",
+        "# Five minutes before its time is over the run saves, and the task is requeued.",
+        "#SBATCH --time=24:00:00 --signal=B:TERM@300",
+        "families=(", *(f"  {shlex.quote(','.join(names))}" for names in families.values()), ")",
+        f"{shlex.join(sweep)} only=\"${{families[$SLURM_ARRAY_TASK_ID]}}\" &",
+        "sweep=$!",
+        "trap 'kill -TERM $sweep' TERM",
+        "wait $sweep; code=$?",
+        "if [ $code -gt 128 ]; then wait $sweep; code=$?; fi    # the trap ended the first wait",
+        "if [ $code -eq 3 ]; then scontrol requeue $SLURM_JOB_ID; fi",
+        "exit $code"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
