@@ -16,6 +16,7 @@ import math
 import signal
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
 def say_error(error: Exception | str, world: World | None) -> None:
     """Once where all ranks see the same mistake; an error that one rank met alone carries a note and is told by it."""
     if world is None or world.is_main:
-        print(f"{'' if world is None else chr(10)}train.py: {error}", file=sys.stderr, flush=True)
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
     elif getattr(error, "__notes__", None):
         print(f"\ntrain.py: rank {world.rank}: {error}", file=sys.stderr, flush=True)
 
@@ -104,6 +105,11 @@ def plan(config: Config, gpu: str) -> list[str]:
 
 def train(config: Config, world: World) -> None:
     """Build, resume, loop, evaluate, summarise. Raises ConfigError, CheckpointError or GuardError with a sentence."""
+    with ExitStack() as ending:     # closes the log however the run ends: an error begins on a line of its own
+        _train(config, world, ending)
+
+
+def _train(config: Config, world: World, ending: ExitStack) -> None:
     started = time.perf_counter()
     try:
         tokenizer = load_tokenizer(config.data.tokenizer)
@@ -171,6 +177,7 @@ def train(config: Config, world: World) -> None:
     if world.is_main:
         metrics.write_environment(config.run_dir / "env.json", world.device, ROOT)
         log = metrics.Log(config, step, config.total_steps)
+        ending.callback(log.close)
         log.say("\n".join([
             f"{config.run}: {counts['params_total']:,} parameters, {config.total_steps:,} steps of "
             f"{config.data.tokens_per_step:,} tokens = {config.total_tokens:,} tokens "
@@ -245,7 +252,6 @@ def train(config: Config, world: World) -> None:
             saver.finish()
             if log:
                 log.say(f"stopped on request at step {step}; saved. To go on: run the same command again")
-                log.close()
             return
         if is_due(config.eval.every, step) and step < config.total_steps:
             validate(step)
@@ -268,7 +274,6 @@ def train(config: Config, world: World) -> None:
         probes = f", {summary['probe_share']:.1%} of it probes" if probe_s else ""
         log.say(f"{config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, {summary['loss_bf16']:.4f} "
                 f"in BF16; {summary['tok_per_s_median']:,.0f} tok/s; {wall_s:.0f} s{probes} -> {config.run_dir}/summary.json")
-        log.close()
 
 
 def next_batch(batches, world: World):

@@ -3,9 +3,11 @@
     python scaling/sweep.py configs/study_chinchilla.py                 what it costs, what is done
     python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    everything but the held-out size
 
-Why these. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data, and the law's prediction
-of 1.5B then has a standard error of 1.24 % of the loss per 0.1 % of noise (three sizes at 10 and 20). Budgets of 5, 10,
-20 and 40 and a size as small as 50M bring it to 0.33 %; a branch off a trunk makes three of the four nearly free.
+Why these. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data. 125M, 250M and 350M at 10 and
+20 leave the law's prediction of 1.5B a standard error of at least 1.46 % of the loss per 0.1 % of noise a run, where the
+points of one trunk share half of it (the Cramer-Rao bound of scaling/design.py). Budgets of 5, 10, 20 and 40 and a size as
+small as 50M bring that to 0.46 %, the further seeds to 0.29 %; a branch off a trunk makes three of the four budgets nearly
+free.
 
 Seeds. BF16 runs that differ in the seed alone are the null pairs: what a difference of precision is held against. Pairs
 share seed and order of the tokens. Three seeds at 50M and 125M, where they are cheap, and two at 250M and 350M make

@@ -7,23 +7,48 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from scaling.bootstrap import with_bootstrap
+from scaling.captions import human
 from scaling.chinchilla import fit_chinchilla
 from scaling.forms import Fit
 from scaling.frozen import read_json
+from scaling.laws import Points
 from scaling.published import EPOCH, Surface
 from scaling.records import RecordError
+
+# Smallest and largest 6 N D (FLOPs), and tokens per parameter, of the 240 points of Epoch's law.
+EPOCH_COMPUTE, EPOCH_RATIO = (1.397e18, 1.296e22), (0.456, 341.0)
+FAR_COMPUTE, FAR_RATIO = 100, 3         # times beyond a law's points from where on its prediction is called an extrapolation
 
 
 @dataclass(frozen=True)
 class Law:
-    """L(N, D) with where it comes from; fit is None where the law brings no interval."""
+    """L(N, D) with where it comes from, and the BF16 runs that are done; fit is None where the law brings no interval."""
 
     surface: Surface
     note: str
     fit: Fit | None
-    N: np.ndarray               # of the BF16 runs that are done; (0,) where none is known
+    N: np.ndarray               # of the runs that are done; (0,) where none is known
     D: np.ndarray
-    largest: float | None       # the largest 6 N D among them
+    trunks: tuple[str, ...]     # the trajectory that each belongs to
+    names: tuple[str, ...]
+    compute: tuple[float, float] | None     # smallest and largest 6 N D of the law's points; None where they are not known
+    ratio: tuple[float, float] | None       # their tokens per parameter
+
+    def beyond(self, N: float, D: float) -> str:
+        """How far N, D lie beyond the law's points, "" where they do not."""
+        if self.compute is None:
+            return ""
+        said, is_far = [], False
+        times, share = 6 * N * D / self.compute[1], 6 * N * D / self.compute[0]
+        if times > 1.5:
+            said, is_far = [f"{times:.3g} times the law's largest compute"], times > FAR_COMPUTE
+        elif share * FAR_COMPUTE < 1:
+            said, is_far = [f"{share:.2g} of the law's smallest compute"], True
+        if not self.ratio[0] / FAR_RATIO <= D / N <= self.ratio[1] * FAR_RATIO:
+            said, is_far = [*said, f"{D / N:{',.0f' if D > N else '.2g'}} tokens per parameter, the law's points have "
+                                   f"{self.ratio[0]:.3g} to {self.ratio[1]:.3g}"], True
+        return "extrapolation: " * is_far + "; ".join(said)
 
 
 @dataclass(frozen=True)
@@ -74,48 +99,68 @@ def break_even(surface: Surface, N: float, D: float, speedup: float) -> float:
 def read_law(path: str | None) -> Law:
     """The BF16 runs' own Chinchilla law from a law.json, fitted anew to its inputs for the interval; else Epoch's, saying so.
 
-    Raises RecordError for a file that cannot be read."""
-    nothing = np.array([])
+    Raises RecordError for a file that is not there or cannot be read."""
     published = f"{EPOCH.source}: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
-        return Law(EPOCH, published, None, nothing, nothing, None)
+        return Law(EPOCH, published, None, *(np.array([]),) * 2, (), (), EPOCH_COMPUTE, EPOCH_RATIO)
+    if not Path(path).is_file():
+        inside = next((one for one in (Path(path) / "law.json", Path(path) / "law" / "law.json") if one.is_file()), None)
+        raise RecordError(f"law={path} is {'a folder' if Path(path).is_dir() else 'not there'}: give "
+                          f"{inside or 'the law.json that python scaling/fit.py writes, such as out/chinchilla/law/law.json'}")
     content = read_json(Path(path))
     try:
         groups = content.get("groups", {})
         recipe = "bf16" if "bf16" in groups else next(iter(groups), None)
         runs = [one for one in content.get("inputs", []) if one["recipe"] == recipe]
         N, D, loss = (np.array([float(run[key]) for run in runs]) for key in ("N", "D", "loss"))
+        done = (N, D, *(tuple(str(run[key]) for run in runs) for key in ("trunk", "run_id")))
         said = (groups[recipe] if recipe else content)["laws"]["chinchilla"]
-        largest = float((6 * N * D).max()) if runs else None
         if not said["identified"]:
             note = f"{path} identifies no L(N, D) ({said['reason']}), so"
-            return Law(EPOCH, f"{note} {published}", None, N, D, None)
+            return Law(EPOCH, f"{note} {published}", None, *done, EPOCH_COMPUTE, EPOCH_RATIO)
         surface = Surface(str(path), str(path), **{key: float(said[key]) for key in ("E", "A", "B", "alpha", "beta")})
         if not runs:
-            return Law(surface, f"{path}, {said['n']} points; without the points themselves it has no interval", None, N, D, None)
-        fit = fit_chinchilla(N, D, loss, seed_sd=float(content.get("seed_noise", {}).get("used") or 0.0))
+            note = f"{path}, {said['n']} points; without the points themselves it has neither an interval nor a known range"
+            return Law(surface, note, None, *done, None, None)
+        fit = with_bootstrap(fit_chinchilla(N, D, loss, seed_sd=float(content.get("seed_noise", {}).get("used") or 0.0)),
+                             Points(N, D, 6 * N * D, loss, np.array(done[2])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"{path} is no law.json of this version ({type(error).__name__}: {error}): make it with "
                           "python scaling/fit.py") from None
-    return Law(surface, f"{path}, {len(runs)} runs in {recipe}; intervals are this law's for one run, without the doubt in its "
-                        "form (fit.py --predict has both)", fit, N, D, largest)
+    where = f"{path}, {len(runs)} runs of {len(set(done[2]))} trajectories in {recipe}; "
+    note = (f"no interval, because {fit.reason}" if not fit.identified else
+            "intervals are this law's for one run, without the doubt in its form (fit.py --predict has both)")
+    return Law(surface, where + note, fit if fit.identified else None, *done, _ends(6 * N * D), _ends(D / N))
 
 
-def read_gap(law: str | None, recipe: str, given: float | None = None) -> tuple[tuple[float, float, float], str]:
+def _ends(values) -> tuple[float, float]:
+    return float(values.min()), float(values.max())
+
+
+def read_gap(law: str | None, recipe: str, given: float | None = None,
+             within: tuple[float, float] = (0.0, math.inf)) -> tuple[tuple[float, float, float], str]:
     """FP8's relative loss gap as (mean, low, high) and where it comes from: as given in per cent, else the precision.json
-    beside law.json, else 0. Raises RecordError for a file that cannot be read."""
+    beside law.json if it has a size with a parameter count in `within`, else 0.
+
+    Raises RecordError for a file that cannot be read."""
+    none = (0.0, 0.0, 0.0)
     if given is not None:
         return (given / 100,) * 3, f"{given:g} %, as given"
     path = Path(law).parent / "precision.json" if law else None
     if path is not None and path.is_file():
         try:
-            said = read_json(path)["common"].get(recipe)
+            content = read_json(path)
+            said = content["common"].get(recipe)
+            at = [row["params_total"] for row in content["sizes"] if row["recipe"] == recipe]
+            if said and not any(within[0] <= N <= within[1] for N in at):
+                return none, (f"{path} has one at {human(min(at))} to {human(max(at))} parameters alone, which says little of "
+                              f"the sizes here: FP8's losses count none; give one with gap=")
             if said:
                 ends = [said["bf16"][key] for key in ("mean", "low", "high")]
                 values = tuple((ends[0] if value is None else value) / 100 for value in ends)
                 text = "one pair, no interval" if ends[1] is None else f"{ends[1]:+.3f} to {ends[2]:+.3f} %"
                 return values, f"{ends[0]:+.3f} % for {recipe} ({text}), from {path}"
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RecordError(f"{path} is no precision.json of this version ({type(error).__name__}: {error}): make it with "
                               "python scaling/precision.py") from None
-    return (0.0, 0.0, 0.0), f"not measured for {recipe}, so FP8's losses count none: hold its true gap against the break-even gap"
+    return none, f"not measured for {recipe}, so FP8's losses count none: hold its true gap against the break-even gap"

@@ -1,6 +1,6 @@
 """Put the loss figure's content into words: its title, its caption, names of groups, round counts."""
 
-from scaling.curves import floor_of, is_spread, is_surface, rest_of
+from scaling.curves import floor_of, is_cut, is_spread, is_surface, rest_of
 from scaling.forms import NAMES
 
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
@@ -31,20 +31,24 @@ def caption(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> st
         parts.append(f"One ray = one curve: at {low if low == high else f'{low} to {high}'} tokens per parameter in every "
                      f"{'run' if has_runs else 'point'}, the panels are one curve under three labels.")
     parts.append(SURFACE * surface + "With 95 % intervals, " * any("[" in law for law in laws) + "; ".join(laws) + ".")
-    parts += [f"{reason[0].upper()}{reason[1:]}." for reason in dict.fromkeys(
-        group.headline_reason for group in groups if group.headline not in ("chinchilla", "ray"))]
+    if any(law is not None and law.interval == "bootstrap" for law in map(_drawn, groups)):
+        parts.append("In brackets: percentiles of a bootstrap; drawn bands: from its covariance.")
+    parts += _reasons(groups)
     parts.append("N = params_total, D = tokens, C = flops_per_token × D.".replace(" = ", f"{GLUE}={GLUE}") if has_runs else
                  "N, D, C as the table counts them, C as 6 N D where it lacks one of the two.")
     if any(is_spread(group) and not is_surface(group) for group in groups):
         parts.append("Over tokens and parameters, lines join the points of one size, of one number of tokens per parameter (×).")
     if surface:
-        parts.append("Lines: lowest loss for a compute, loss of one size, loss at one number of tokens per parameter (×).")
+        parts.append("Lines: lowest loss for a compute (on C = 6 N D, drawn at the runs' own FLOPs), loss of one size, loss at "
+                     "one number of tokens per parameter (×).".replace("C = 6 N D", f"C{GLUE}={GLUE}6{GLUE}N{GLUE}D"))
     if any(len(tokens) for group in groups for tokens, _ in group.curves):
         parts.append("Training loss is smoothed; thick: the lowest reached by each compute, from size (pale: small) to size.")
     if any(group.bands for group in groups):
         parts.append("Hatched: power law and rays with gamma fixed in 0.10 to 0.22.")
     if held:
-        parts.append(f"Star: {' and '.join(held)}, in no fit (hollow: still to come); bar: prediction frozen before, 95 %.")
+        parts.append(f"Star: {' and '.join(held)}, in no fit (hollow: still to come)" + "; tick and bar: prediction frozen "
+                     "before, 95 %" * any(one.prediction for group in groups for one in group.held_out)
+                     + ("; arrow heads: the bar goes on beyond the axis." if is_cut(groups) else "."))
     if any(map(floor_of, groups)):
         parts.append("Reducible: what the law's term in that variable leaves of each loss; straight if the law holds.")
         if hidden := sum(int((~rest_of(group, axis)[1]).sum()) for group in groups if floor_of(group) for axis in group.x):
@@ -54,11 +58,26 @@ def caption(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> st
     return " ".join(parts).replace(" × ", f"{GLUE}×{GLUE}").replace(" %", f"{GLUE}%")
 
 
+def _reasons(groups) -> list[str]:
+    """Why a group is headed by a power law, with the groups' names unless all have that reason."""
+    names = {}
+    for group in groups:
+        if group.headline not in ("chinchilla", "ray"):
+            names.setdefault(group.headline_reason, []).append(name_of(group))
+    return [f"{reason[0].upper()}{reason[1:]}." if len(some) == len(groups) else f"{' and '.join(some)}: {reason}."
+            for reason, some in names.items()]
+
+
+def _drawn(group):
+    """The law behind the line over compute, or over parameters where there is no compute; None where none is fitted."""
+    return group.laws["chinchilla"] if is_surface(group) else group.lines.get("C" if "C" in group.x else "N")
+
+
 def _law(group) -> str:
     """n of the group and the law that is drawn, with its intervals; spaces that must not be broken are GLUE."""
     n, own = len(group.loss), len(set(group.points.cluster.tolist()))
     count = f"{name_of(group)} (n{GLUE}={GLUE}{n}" + (f" on {own} trajectories" if own < n and group.records else "") + "): "
-    law = group.laws["chinchilla"] if is_surface(group) else group.lines.get("C" if "C" in group.x else "N")
+    law = _drawn(group)
     if law is None:
         return count + "no law can be fitted"
     p, ends = law.parameters, law.ci95 or {}

@@ -4,6 +4,8 @@ import numpy as np
 
 from scaling.laws import DELTA, ONE_RAY, Fit, centred_logs, solve
 
+SPREAD = 2                  # largest over smallest tokens per parameter that the law needs: nearer, alpha and beta trade places
+FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
 FLOORS, ALPHAS, BETAS = (0.3, 0.6, 0.9), (0.15, 0.35, 0.7), (0.15, 0.35, 0.7)   # starts: E as a share of the lowest loss
 
 
@@ -49,6 +51,9 @@ def _design(N, D, tied) -> str | None:
     if ratio.max() <= ONE_RAY * ratio.min():
         return (f"all points lie on one ray of {np.median(ratio):.3g} tokens per parameter, where A/N^alpha and B/D^beta "
                 "are one curve: alpha and beta need runs at other ratios")
+    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
+        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, nearly one ray: alpha and beta "
+                f"need ratios at least {SPREAD}x apart")
     needed = 2 if tied else 3
     for name, values, factor, exponent in (("N", N, "A", "alpha"), ("D", D, "B", "beta")):
         levels = []
@@ -58,4 +63,7 @@ def _design(N, D, tied) -> str | None:
         if len(levels) < needed:
             return (f"the points hold {len(levels)} distinct {name}: {factor} and {exponent} cannot be told from E with fewer "
                     f"than {needed}")
+    points = len({*zip(np.asarray(N).tolist(), np.asarray(D).tolist(), strict=True)})
+    if not tied and points < FEWEST:
+        return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
     return None

@@ -84,7 +84,7 @@ def _line(law, x, N, D, each, where):
     with np.errstate(over="ignore"):
         interval = law.interval_at(*where) if law.identified else None
     loss, low, high = (law.predict(*where), None, None) if interval is None else interval
-    return x, N, D, loss, low, None if high is None else np.minimum(high, 1e9), each
+    return x, N, D, loss, low, None if high is None else np.minimum(high, 1e9 * loss), each
 
 
 def _flops_over_6n(group, N):
@@ -122,6 +122,63 @@ def rest_of(group, axis: str) -> tuple:
     rest = reducible(group, axis, points.N, points.D, group.loss)
     law = group.laws["chinchilla"].predict(points.N, points.D) if is_surface(group) else group.lines[axis].predict(group.x[axis])
     return rest, rest > 0.3 * reducible(group, axis, points.N, points.D, law).min()
+
+
+def predictions(groups, axis: str, reduced: bool = False) -> list[tuple]:
+    """(index of the group, x, predicted, low, high) of every frozen prediction; `reduced` by what its law's other terms are."""
+    found = []
+    for i, group in enumerate(groups):
+        for held in group.held_out:
+            if held.prediction is not None and (not reduced or floor_of(group) is not None):
+                off = reducible(group, axis, held.N, held.D, 0.0) if reduced else 0.0
+                said = held.prediction
+                found.append((i, getattr(held, axis), said.loss + off, said.low + off, said.high + off))
+    return found
+
+
+def loss_limits(groups) -> tuple[float, float]:
+    """Around the points and what is predicted; training curves may leave it at the top, where they began."""
+    losses = np.concatenate([group.loss for group in groups])
+    far = [one.loss for group in groups for one in group.held_out if one.loss]
+    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
+    low, high = _with_bars(min([losses.min(), *far]), losses.max(), predictions(groups, "C"))
+    room = max(np.log(high / low), 0.02)
+    return low * np.exp(-0.08 * room), high * np.exp(0.3 * room)
+
+
+def reducible_limits(groups) -> tuple[float, float]:
+    """Around all that `reducible` leaves of points, held-out runs and laws, over every axis."""
+    values, bars = [], []
+    for axis in "CDN":
+        low, high = span(groups, axis)
+        for group in groups:
+            if floor_of(group) is not None:
+                rest, shown = rest_of(group, axis)
+                _, N, D, loss, *_ = law_lines(group, axis, np.geomspace(low / 1.6, high, 20))[0]
+                values += [rest[shown], reducible(group, axis, N, D, loss)]
+                values += [[reducible(group, axis, one.N, one.D, one.loss)] for one in group.held_out if one.loss]
+        bars += predictions(groups, axis, True)
+    values = np.concatenate(values)
+    low, high = _with_bars(values[values > 0].min(), values.max(), bars)
+    return low * (low / high) ** 0.05, high * (high / low) ** 0.05
+
+
+def _with_bars(low, high, bars):
+    """Limits that hold the bars too, except those wider than all else: they would squeeze the data."""
+    room, ends = max(np.log(high / low), 0.02), [low, high]
+    for *_, middle, bottom, top in bars:
+        ends += [middle] if middle > 0 else []
+        ends += [bottom, top] if bottom > 0 and np.log(top / bottom) <= room else []
+    return min(ends), max(ends)
+
+
+def is_cut(groups) -> bool:
+    """Whether some prediction's interval leaves its axis."""
+    rows = [(False, loss_limits(groups))]
+    if any(floor_of(group) is not None for group in groups):
+        rows.append((True, reducible_limits(groups)))
+    return any(low < ends[0] or high > ends[1] for reduced, ends in rows for axis in groups[0].x
+               for *_, low, high in predictions(groups, axis, reduced))
 
 
 def smooth_curves(group) -> list[tuple]:

@@ -211,6 +211,8 @@ def fit_trend(N, gaps, size_of_effect: float | None) -> Trend:
     slope = float((x - x.mean()) @ y / spread)
     residual = y - y.mean() - slope * (x - x.mean())
     sd = math.sqrt(residual @ residual / (n - 2))
+    if sd <= 1e-12 * np.abs(y).max():
+        return Trend(None, None, f"the {n} gaps lie on one line to the last digit: copies, not independent pairs")
     half = float(student.ppf(1 - ALPHA / 2, n - 2)) * sd / math.sqrt(spread)
     if size_of_effect is None:
         return Trend(None, half, f"known to ±{half:.3g} per decade only, and no gap is established that could have a trend")

@@ -22,9 +22,10 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.captions import AXES, caption, human, title
-from scaling.curves import BEYOND, floor_of
-from scaling.panels import LABEL, draw_gaps, draw_losses, draw_reducible, label_sizes, legend
+from scaling.captions import AXES, SUPERSCRIPT, caption, human, title
+from scaling.command import run
+from scaling.curves import floor_of, loss_limits, reducible_limits
+from scaling.panels import LABEL, draw_gaps, draw_losses, draw_predictions, draw_reducible, label_sizes, legend
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
@@ -54,17 +55,22 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
                 panel.set_axisbelow(True)
             panels[-1, column].set_xlabel(AXES[axis])
             _log_ticks(panels[-1, column].xaxis, _power_of_ten if axis == "C" else lambda m, e: human(m * 10.0**e),
-                       4.5 if axis == "C" else 4)
+                       5.5 if axis == "C" else 3.6)
         _set_loss_axis(panels[0, 0], groups)
         for panel, label in zip(panels[:, 0], [LABELS[fill] for fill in rows], strict=True):
             panel.set_ylabel(label)
         if draw_reducible in rows:
-            _log_ticks(panels[1, 0].yaxis, lambda m, e: f"{m * 10.0**e:.6g}", 6)
+            panels[1, 0].set_ylim(reducible_limits(groups))
+            _log_ticks(panels[1, 0].yaxis, _plain_or_power, 6)
         figure.align_ylabels()
-        for panel, axis in zip(panels[0], axes, strict=True):
-            label_sizes(panel, groups, axis)
+        for column, axis in enumerate(axes):
+            draw_predictions(panels[0, column], groups, axis)
+            if draw_reducible in rows:
+                draw_predictions(panels[1, column], groups, axis, reduced=True)
         FigureCanvasAgg(figure).draw()  # ticks and labels take these settings now, not savefig's
         _make_room_for_ylabels(figure, panels[:, 0])
+        for panel, axis in zip(panels[0], axes, strict=True):
+            label_sizes(panel, groups, axis)
         figure.canvas.draw()
     return figure
 
@@ -133,22 +139,22 @@ def main(arguments=None) -> int:
     """Draw one run's FP8 figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
     from scaling.dynamics import draw_run  # here, because it imports this module
     from scaling.records import RecordError
-    run, folder, words = None, None, list(sys.argv[1:] if arguments is None else arguments)
+    source, folder, words = None, None, list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
     try:
         while words:
             word = words.pop(0)
-            if word == "--fp8" and words and run is None:
-                run = Path(words.pop(0))
+            if word == "--fp8" and words and source is None:
+                source = Path(words.pop(0))
             elif word.startswith("out=") and word != "out=" and folder is None:
                 folder = Path(word[4:])
             else:
                 raise RecordError(f"{word!r} is not understood here: give --fp8 out/RUN once and, if wanted, out=DIR")
-        if run is None:
+        if source is None:
             raise RecordError("no run given: name one such as --fp8 out/RUN")
-        draw_run(run, folder)
+        draw_run(source, folder)
     except RecordError as error:
         print(f"scaling/figures.py: {error}", file=sys.stderr)
         return 2
@@ -177,38 +183,45 @@ def steps_axis(panel) -> None:
 
 
 def _set_loss_axis(panel, groups):
-    """Log y around the points and what is predicted; training curves may leave it at the top, where they began."""
-    losses = np.concatenate([group.loss for group in groups])
-    held = [one for group in groups for one in group.held_out]
-    far = [one.loss for one in held if one.loss] + [one.prediction.low for one in held if one.prediction]
-    far += [float(form.predict(BEYOND * group.x["C"].max())) for group in groups for form in group.bands.get("C", ())]
-    low, high = min([losses.min(), *far]), losses.max()
-    room = max(np.log(high / low), 0.02)
-    panel.set_ylim(low * np.exp(-0.08 * room), high * np.exp(0.3 * room))
-    _value_ticks(panel.yaxis, *panel.get_ylim())
+    low, high = loss_limits(groups)
+    panel.set_ylim(low, high)
+    if high > 10 * low:         # evenly spaced values would crowd at the top
+        _log_ticks(panel.yaxis, _plain_or_power, 8)
+    else:
+        _value_ticks(panel.yaxis, low, high)
 
 
 def _value_ticks(axis, low, high):
     """Round values, evenly spaced in the value: a decade's ticks would leave a loss axis with one label or none."""
-    step = next(m * 10.0**e for e in range(-9, 9) for m in (1, 2, 5) if (high - low) / (m * 10.0**e) <= 6)
+    e = int(np.floor(np.log10((high - low) / 6)))
+    step = next(m * 10.0**e for m in (1, 2, 5, 10, 20) if (high - low) / (m * 10.0**e) <= 6)
     ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
     axis.set_major_locator(FixedLocator(ticks))
     axis.set_minor_locator(NullLocator())
-    decimals = max(0, -int(np.floor(np.log10(step) + 1e-9)))
-    axis.set_major_formatter(FixedFormatter([f"{tick:.{decimals}f}" for tick in ticks]))
+    power = int(np.floor(np.log10(high))) if high >= 1e6 or high < 1e-4 else 0
+    decimals = max(0, power - int(np.floor(np.log10(step) + 1e-9)))
+    unit = f"·10{str(power).translate(SUPERSCRIPT)}" if power else ""
+    axis.set_major_formatter(FixedFormatter([f"{tick / 10.0**power:.{decimals}f}{unit}" for tick in ticks]))
 
 
 def _log_ticks(axis, label, room: float):
     """As many round values as have room for their labels, `room` of them at most: 1-2-5-10, 1-3-10, or decades."""
     low, high = axis.get_view_interval()
     decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    for steps in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        # A label at the right end would reach into the next panel.
-        ticks = [(m, e) for e in decades for m in steps if low <= m * 10.0**e <= high * (low / high) ** 0.04]
-        gaps = np.diff(np.log([m * 10.0**e for m, e in ticks])) / np.log(high / low)
-        if len(ticks) < 2 or gaps.min() >= 1 / room:
+    edge, finer = (high / low) ** (0.08 if axis.axis_name == "x" else 0.05), []     # a label there would reach the next panel's
+
+    def spacing(ticks):
+        return np.diff(np.log([m * 10.0**e for m, e in ticks])).min() / np.log(high / low)
+
+    for steps in ([i / 10 for i in range(10, 100)], (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = [(m, e) for e in decades for m in steps if low * edge <= m * 10.0**e <= high / edge]
+        if len(ticks) < 2:
+            ticks = [finer[0], finer[-1]] if finer else ticks
             break
-    while len(ticks) > room:
+        if spacing(ticks) >= 1 / room:
+            break
+        finer = ticks
+    while len(ticks) > 2 and spacing(ticks) < 1 / room:
         ticks = ticks[len(ticks) % 2 == 0::2]
     axis.set_major_locator(FixedLocator([m * 10.0**e for m, e in ticks]))
     axis.set_minor_locator(FixedLocator([m * 10.0**e for e in decades for m in range(1, 10)]))
@@ -216,9 +229,13 @@ def _log_ticks(axis, label, room: float):
     axis.set_tick_params(which="minor", length=2, labelbottom=False, labelleft=False)
 
 
+def _plain_or_power(m, e) -> str:
+    return f"{m * 10.0**e:.6g}" if -5 < e < 5 else _power_of_ten(m, e)
+
+
 def _power_of_ten(m, e) -> str:
-    return f"$10^{{{e}}}$" if m == 1 else f"${m}{{\\cdot}}10^{{{e}}}$"
+    return f"$10^{{{e}}}$" if m == 1 else f"${m:g}{{\\cdot}}10^{{{e}}}$"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

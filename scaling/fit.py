@@ -30,8 +30,9 @@ from dataclasses import asdict
 import numpy as np
 
 from scaling import predict, robustness, tables
+from scaling.command import run
 from scaling.figures import draw, render, write
-from scaling.groups import CONVENTIONS, fit_group, fit_points, on_one_ray, ray_of, seed_noise
+from scaling.groups import CONVENTIONS, allocation, fit_group, fit_points, on_one_ray, ray_of, seed_noise
 from scaling.laws import DELTA
 from scaling.points import read_points
 from scaling.precision import pairs
@@ -137,6 +138,9 @@ def _check(paths, options) -> None:
         for key in ("n", "loss"):
             if not options.get(key):
                 raise RecordError(f"{key}=COLUMN is missing: {TABLE[key]}")
+        named = [options[key] for key in ("n", "loss", "d", "c") if key in options]
+        if twice := next((name for name in named if named.count(name) > 1), None):
+            raise RecordError(f"column {twice!r} is given for two things: N, tokens or compute, loss are a column each")
         if "d" in options and "c" in options:
             raise RecordError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
         options["drop_highest"] = _number(options, "drop_highest", "0", int, TABLE)
@@ -179,6 +183,9 @@ def _fit_table(options) -> None:
     chosen = read_points(options["points"], options["n"], options["loss"], options.get("d"), options.get("c"),
                          options.get("where", ()), options["drop_highest"], options.get("cluster"))
     group, folder = fit_points(chosen.points, Path(options["points"]).name, chosen.axes), Path(options["out"])
+    if all(fit.objective is None for fit in group.laws.values()):
+        raise RecordError(f"{options['points']}: {len(group.loss)} point{'s' * (len(group.loss) > 1)} carry no law "
+                          f"({group.laws['power_n'].reason}): give points of several sizes")
     rows = _variants(group)
     ray = ray_of(group.points) if "D" in group.x else None
     law = {"format_version": 2, "source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes,
@@ -206,13 +213,16 @@ def _fit_runs(paths, options) -> None:
     recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
     groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, noise["used"],
                         predict.held_of(recipe, everything, predictions, named, loss_key)) for recipe in recipes]
-    found, alone = pairs(records)
+    try:
+        found, alone = pairs(records)
+    except RecordError as error:        # the laws do not need the losses of single sequences
+        found, alone = [], [f"no paired gap: {error}"]
     variants = {group.recipe: _variants(group) for group in groups}
     ratios = [record.tokens / record.params_total for record in records]
     ray = (min(ratios), max(ratios))
     law = {"format_version": 2,
            "conventions": {"N": "params_total", "D": "tokens", "C": "flops_per_token * tokens", "loss": loss_key,
-                           "loss_unit": "nats per token"},
+                           "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
            "seed_noise": noise, **_ray_json(ray), "notes": notes + alone,
            "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
                        "N": r.params_total, "D": r.tokens, "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key),
@@ -262,7 +272,8 @@ def _group_json(group, rows) -> dict:
             "headline": {"form": group.headline, "reason": group.headline_reason},
             "laws": {form: fit.plain() for form, fit in group.laws.items()},
             "band": {axis: [fit.plain() for fit in forms] for axis, forms in group.bands.items()},
-            "gammas_left_out": group.gammas_left_out, "slopes": group.slopes,
+            "gammas_left_out": group.gammas_left_out, "form_doubt": group.form_doubt, "slopes": group.slopes,
+            "allocation": allocation(group),
             "by_convention": {name: fit.plain() for name, fit in group.by_convention.items()}, "robustness": rows}
 
 
@@ -278,4 +289,4 @@ def _write(folder: Path, figure, law) -> None:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -10,13 +10,16 @@ import numpy as np
 from scipy.stats import f as fisher
 from scipy.stats import t as student
 
+from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Points, fit_power, fit_ray
 from scaling.records import RecordError
 
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
-FREE_RAY, OFF_RAY = 5, 9    # points that the ray law with free gamma, and Chinchilla's law, need to enter the interval
-REFUTED, JUDGED = 0.01, 4   # chance of refuting a true form; sizes from which Chinchilla's law may judge others
+FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
+REFUTED = 0.01              # chance of refuting a true form
+SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
+RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
 GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
 
 
@@ -24,9 +27,9 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     """What the points say of one new run at target = (N, D, C): loss, 95 % interval and its parts, strict JSON.
 
     The interval is the union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the
-    target's tokens per parameter; the ray with free gamma from FREE_RAY such points; Chinchilla's law from OFF_RAY points
-    at several ratios, which from JUDGED sizes on also refutes forms that miss the points while it meets them (F-test of the
-    residuals): three sizes fix E, A and alpha, so nothing would show that one of them was badly tuned.
+    target's tokens per parameter; the ray with free gamma from FREE_RAY such points; Chinchilla's law where all points, by
+    their trajectories, identify it. That law also refutes forms that miss the points while it meets them, by an F-test whose
+    freedom is that of sizes, not of runs: seeds and branches of a badly tuned size all agree, and agree wrongly.
     Noise is the largest of seed_sd, FLOOR and residuals; on the ray the residuals of the form that fits best, for all: a
     form that misses the points is wrong by its point, it does not make the runs noisier (with its own residuals it would:
     `own_residuals`). Raises RecordError where no form has an interval."""
@@ -55,11 +58,10 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
             f"{next(one['reason'] for one in left_out if one['form'] == 'chinchilla')}); add runs")
     _share_noise(rows, floor)
     judge = next((row for row in rows if row["form"] == "chinchilla"), None)
-    if len(np.unique(points.N)) < JUDGED:
-        judge = None
+    freedom = len(np.unique(points.N)) - SIZE_TERMS
     kept = []
     for row in rows:
-        if why := judge and _refuted(row, judge):
+        if why := judge and freedom > 0 and _refuted(row, judge, freedom):
             left_out.append({"form": row["form"], "reason": why})
         else:
             kept.append(row)
@@ -89,10 +91,10 @@ def _share_noise(rows: list[dict], floor: float) -> None:
         row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
 
 
-def _refuted(row: dict, judge: dict) -> str | None:
-    """Why the points refute a form: `judge`, Chinchilla's law, meets them far better."""
+def _refuted(row: dict, judge: dict, freedom: int) -> str | None:
+    """Why the points refute a form: `judge`, Chinchilla's law with so many sizes to spare, meets them far better."""
     share = (row["residual_rms"] / judge["sigma"]) ** 2
-    if row is judge or share <= fisher.ppf(1 - REFUTED, row["dof"], judge["dof"]):
+    if row is judge or share <= fisher.ppf(1 - REFUTED, row["dof"], freedom):
         return None
     return (f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
             f"{100 * judge['sigma']:.2f} %")
@@ -120,7 +122,8 @@ def _forms(ray: Points, points: Points, floor: float) -> dict:
     for gamma in GAMMAS:
         forms[ray_name(gamma)] = lambda gamma=gamma: fit_ray(ray.C, ray.loss, gamma=gamma, seed_sd=floor)
     forms["ray"] = lambda: fit_ray(ray.C, ray.loss, seed_sd=floor)
-    forms["chinchilla"] = lambda: fit_chinchilla(points.N, points.D, points.loss, seed_sd=floor)
+    forms["chinchilla"] = lambda: with_bootstrap(fit_chinchilla(points.N, points.D, points.loss, seed_sd=floor), points,
+                                                 RESAMPLES)
     return forms
 
 
@@ -134,7 +137,7 @@ def _at(form: str, N, D, C) -> tuple:
 
 def _unfit(form: str, fit, loss) -> str | None:
     """Why a fitted form may not speak, or None."""
-    needed = {"ray": FREE_RAY, "chinchilla": OFF_RAY}.get(form, 3)
+    needed = {"ray": FREE_RAY}.get(form, 3)
     if fit.n < needed:
         return f"{fit.n} points; it needs {needed}"
     if form in ("ray", "chinchilla") and not fit.identified:

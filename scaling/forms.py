@@ -43,17 +43,17 @@ class Fit:
     n: int
     identified: bool                        # the points determine the parameters; reason says what is lacking
     reason: str | None
-    objective: float | None = None          # summed Huber of log-loss residuals
+    objective: float | None = None          # summed Huber of log-loss residuals; isoflop: half the squares of ln N*'s
     starts: int | None = None
     starts_at_best: int | None = None       # starts that end at the best objective
     nfev: int | None = None                 # evaluations of all starts together
     gradient_norm: float | None = None
     singular_values: tuple[float, ...] | None = None    # of the Jacobian in the solver's terms (Optimum.theta)
-    residual_rms: float | None = None       # of log-loss, over n - parameters
+    residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
     se: dict[str, float] | None = None
     ci95: dict[str, tuple[float, float]] | None = None
     interval: str | None = None             # how se and ci95 were made: "t", "bootstrap" or "cluster"
-    clusters: int | None = None             # independent trajectories, where intervals count them
+    clusters: int | None = None             # independent trajectories, where intervals count them; not isoflop's budgets
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget

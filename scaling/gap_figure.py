@@ -7,6 +7,7 @@ from dataclasses import replace
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from scaling.figures import RC, human, page
@@ -20,6 +21,7 @@ BF16_COLOR = "#0072B2"
 STYLES = (("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
 LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
+ASIDE = 0.05                # of N, at most: beside laws over N a point must stand at its N
 
 
 # ------------------------------------------------------------------------------------------------- gap against size
@@ -34,46 +36,58 @@ def draw_precision(result: dict):
     parts = [f"Both arms evaluated {ARMS[arm]}." if arm == "bf16" else "Each arm evaluated as it was trained.",
              "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis. "
              "Coloured bands: the common gap's interval."]
-    if len({(row["params_total"], row["tokens"]) for row in sizes}) > len({row["params_total"] for row in sizes}):
-        parts.append("At each size further right: more tokens per parameter.")
-    parts.append(f"Grey: null, 95 % of the differences of two BF16 runs with other seeds (n = {pooled['runs']} runs, "
+    different = len({row["params_total"] for row in sizes})
+    if len({(row["params_total"], row["tokens"]) for row in sizes}) > different:
+        parts.append("Left, at each size further right: more tokens per parameter.")
+    limit, has_band = _reach(sizes, arm, margin, pooled)
+    is_grey = "Grey" if has_band else "Not drawn, beyond the axis"
+    parts.append(f"{is_grey}: null, 95 % of the differences of two BF16 runs with other seeds (n = {pooled['runs']} runs, "
                  f"{freedom(pooled['dof'])})." if pooled else "No null band: no two BF16 seeds at one size.")
     parts.append(f"Margin {'' if margin.is_declared else 'not '}declared before the runs." if margin else "No margin.")
     parts.append(f"Right: published laws at {ratio:.3g} tokens per parameter, dotted outside the sizes they were fitted to; "
-                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). N = params_total.")
+                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). N = params_total"
+                 + (f", points within {100 * ASIDE:g} % of it." if different < len(sizes) else "."))
     with matplotlib.rc_context(RC):
         title = f"Loss of FP8 minus loss of BF16 against size (n = {n} pair{'s' * (n > 1)}{f', {free} independent' * (free < n)})"
         figure, panels = page(3.5, 1, 2, title, " ".join(parts), top=0.52, wspace=0.24)
         left, right = panels[0]
         place = _places(sizes)
-        _draw_percent(left, sizes, place, arm, result["common"], margin, pooled)
-        _draw_nats(right, sizes, place, recipes, ratio)
+        _draw_percent(left, sizes, place, arm, result["common"], margin, pooled if has_band else None, limit)
+        _draw_nats(right, sizes, _places(sizes, 2 * math.log1p(ASIDE)), recipes, ratio)
         handles, names = left.get_legend_handles_labels()
+        if pooled and not has_band:
+            handles.append(Patch(fill=False, linewidth=0))
+            names.append(f"null, ±{pooled['band']:.2g} % (beyond the axis)")
         figure.legend(handles, names, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / figure.get_figheight()), ncols=6,
                       frameon=False, borderpad=0, borderaxespad=0, columnspacing=1.5)
         FigureCanvasAgg(figure).draw()          # ticks take these settings now, not savefig's
     return figure
 
 
-def _places(sizes) -> list[float]:
-    """x of each row, sorted by N: its N, moved aside where several rows share it."""
+def _places(sizes, widest_room: float = 0.9) -> list[float]:
+    """x of each row, sorted by N: its N, moved aside where several rows share it, by widest_room in ln N in all."""
     places, widest = [], np.diff(np.log(sorted({row["params_total"] for row in sizes})))
-    room = min(0.9, 0.6 * widest.min()) if len(widest) else 0.6
+    room = min([widest_room, *(0.6 * widest)] if len(widest) else [widest_room, 0.6])
     for N, rows in itertools.groupby(row["params_total"] for row in sizes):
         n = len(list(rows))
         places += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
     return places
 
 
-def _draw_percent(panel, sizes, place, arm, common, margin, pooled):
+def _reach(sizes, arm, margin, pooled) -> tuple[float, bool]:
+    """Half the height of the axis in per cent, and whether it holds the null's band: one far beyond it would colour the
+    whole panel, or flatten the gaps."""
     reach = [abs(row[arm].mean) for row in sizes] + ([margin.percent] if margin else [])
     reach += [max(abs(row[arm].low), abs(row[arm].high)) for row in sizes if row[arm].half and row[arm].n > 2]
     limit = 1.2 * max([*reach, 1e-3])
-    if pooled and pooled["band"] < 2.5 * limit:
-        limit = max(limit, 1.15 * pooled["band"])
+    fits = bool(pooled) and pooled["band"] < 2.5 * limit
+    return (max(limit, 1.15 * pooled["band"]) if fits else limit), fits
+
+
+def _draw_percent(panel, sizes, place, arm, common, margin, pooled, limit):
     if pooled:
-        panel.axhspan(-min(pooled["band"], 2 * limit), min(pooled["band"], 2 * limit), color="#DDDDDD", linewidth=0, zorder=0,
-                      label=f"null, ±{pooled['band']:.2g} %" + (" (beyond the axis)" if pooled["band"] > limit else ""))
+        panel.axhspan(-pooled["band"], pooled["band"], color="#DDDDDD", linewidth=0, zorder=0,
+                      label=f"null, ±{pooled['band']:.2g} %")
     if margin:
         for i, y in enumerate((-margin.percent, margin.percent)):
             panel.axhline(y, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1,

@@ -11,7 +11,9 @@ OVER = f"more than {MOST:,}"
 
 def tables(result: dict) -> str:
     """Markdown of precision.analyse's result: common gap, gap per size beside the null, its cost, each pair."""
-    blocks = [_common(result), _sizes(result)]
+    blocks = [_common(result)]
+    if result["sizes"] or result["null"]["sizes"]:
+        blocks.append(_sizes(result))
     if result["pairs"]:
         blocks += [_costs(result), _pairs(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
     return "\n\n".join(blocks)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import math
 import statistics
 import time
 from pathlib import Path
@@ -13,15 +14,27 @@ from runtime.plan import ASSUMED_MFU
 from scaling.study import Row
 
 ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
+USED = {"status": str, "loss_bf16": int | float, "tok_per_s_median": int | float, "n_gpu": int, "device": str}    # of a summary
 
 
 def summary_of(row: Row, folder: Path) -> dict | None:
     """summary.json of a finished run of the study in `folder`, else None. Raises ConfigError for a damaged one."""
     path = folder / row.run / "summary.json"
+    if not path.exists():
+        return None
     try:
-        return json.loads(path.read_text()) if path.exists() else None
-    except ValueError as error:
-        raise ConfigError(f"{path} is damaged ({error}): delete it, and --run evaluates the last checkpoint again") from error
+        summary = json.loads(path.read_text())
+        wrong = ([f"{key} is {summary.get(key)!r}" for key, kind in USED.items() if not _fits(summary.get(key), kind)]
+                 if isinstance(summary, dict) else [f"it holds a {type(summary).__name__}"])
+    except (ValueError, RecursionError) as error:
+        wrong = [error]
+    if wrong:
+        raise ConfigError(f"{path} is damaged ({wrong[0]}): delete it, and --run evaluates the last checkpoint again")
+    return summary
+
+
+def _fits(value, kind) -> bool:
+    return isinstance(value, kind) and (kind is str or not isinstance(value, bool) and 0 < value < math.inf)
 
 
 def state_of(row: Row, folder: Path) -> str:
@@ -77,19 +90,23 @@ def table(rows: list[Row], folder: Path, gpu: str) -> list[str]:
     width = max(len(row.run) for row in rows)
     lines = [f"{'run':{width}}  {'N':>7} {'tok/N':>5} {'tokens':>7} {'from step':>9} {'FLOPs':>8} {'hours':>9}  state"]
     for row in rows:
-        spent = ("" if (row.size, row.recipe) in speeds else "~") + f"{hours([row]):.3g}"
+        spent = ("" if (row.size, row.recipe) in speeds else "~") + _hours(hours([row]))
         lines.append(f"{row.run:{width}}  {_si(row.params_total):>7} {row.tokens_per_param:>5g} {_si(row.tokens):>7} "
                      f"{row.parent_step or '-':>9} {row.own_flops:>8.2e} {spent:>9}  {state_of(row, folder)}")
     left = [row for row in rows if not summary_of(row, folder)]
     own, apart = sum(row.own_flops for row in rows), sum(row.flops for row in rows)
-    lines += ["", f"{len(rows)} runs: {own:.3g} FLOPs, {hours(rows):.3g} device-hours; left: {len(left)} runs, "
-                  f"{sum(row.own_flops for row in left):.3g} FLOPs, {hours(left):.3g} device-hours at most",
+    lines += ["", f"{len(rows)} runs: {own:.3g} FLOPs, {_hours(hours(rows))} device-hours; left: {len(left)} runs, "
+                  f"{sum(row.own_flops for row in left):.3g} FLOPs, {_hours(hours(left))} device-hours at most",
               f"as {len(rows)} separate runs {apart:.3g} FLOPs: branches save {1 - own / apart:.0%}",
               "A branch's FLOPs and hours are those of its own steps; FLOPs are 6 per matmul parameter plus attention."]
     if any((row.size, row.recipe) not in speeds for row in rows):
         lines.append(f"~ assumed: {ASSUMED_MFU:.0%} of the {peak / 1e12:.0f} BF16 TFLOP/s of one {gpu}; FP8 no faster")
     return lines + [f"measured: {size} {recipe} {_si(speed)} tokens/s on each {device}"
                     for (size, recipe), (speed, device) in speeds.items()]
+
+
+def _hours(value: float) -> str:
+    return "<0.001" if 0 < value < 1e-3 else f"{value:.3g}"
 
 
 def _si(value: float) -> str:

@@ -11,11 +11,13 @@ import numpy as np
 
 from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
+from scaling.forecast import forecast
 from scaling.forms import Fit
 from scaling.isoflop import fit_isoflop
 from scaling.laws import DELTA, ONE_RAY, Points, fit_band, fit_power, fit_ray, unfitted
 from scaling.records import RecordError, read_curve
 
+RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
 # The first convention of each is the one that is fitted; the others are in the tables of conventions.
 CONVENTIONS = {
@@ -48,6 +50,7 @@ class Group:
     flops_per_token: np.ndarray | None  # None for a table
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     held_out: tuple = ()                # of predict.Held: in no fit
+    form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
 
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000) -> Group:
@@ -65,7 +68,8 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples)
     counts = {name: _axis(records, name) for name in CONVENTIONS["N"] + CONVENTIONS["C"]}
     slopes = {name: fit_form("power_c", replace(points, C=values)).parameters["gamma"] for name, values in counts.items()}
-    by_convention = {name: fit_form("chinchilla", replace(points, N=counts[name]), seed_sd) for name in CONVENTIONS["N"][1:]}
+    by_convention = {name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples)
+                     for name in CONVENTIONS["N"][1:]}
     by_convention = {CONVENTIONS["N"][0]: group.laws["chinchilla"]} | by_convention
     return replace(group, records=tuple(records), names=tuple(record.run_id for record in records), counts=counts, slopes=slopes,
                    by_convention=by_convention, curves=[read_curve(record) for record in records],
@@ -76,15 +80,36 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
     fitted then, and D and C of the points are not looked at."""
     x = {axis: getattr(points, axis) for axis in axes}
-    laws = {form: fit_form(form, points, seed_sd) if form == "power_n" or len(axes) > 1 else unfitted(
+    laws = {form: _fitted(form, points, seed_sd, resamples) if form == "power_n" or len(axes) > 1 else unfitted(
         form, len(points.loss), "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
-    if resamples:
-        laws = {form: with_bootstrap(fit, points, resamples) for form, fit in laws.items()}
     ray = ray_of(points) if "D" in x else None
     headline, reason = _headline(laws, ray)
     lines, bands, left_out = _lines(laws, headline, x, points, seed_sd, ray)
     return Group(name, (), (), points, x, points.loss, laws, headline, reason, lines, bands, left_out, {}, {}, {}, [], None,
-                 seed_sd)
+                 seed_sd, form_doubt=_form_doubt(points, seed_sd) if headline == "chinchilla" else None)
+
+
+def _fitted(form: str, points: Points, seed_sd: float, resamples: int) -> Fit:
+    """The form with the intervals that the points' trajectories allow."""
+    fit = fit_form(form, points, seed_sd)
+    return with_bootstrap(fit, points, min(resamples, max(200, RESAMPLED // len(points.loss)))) if resamples else fit
+
+
+def _form_doubt(points: Points, seed_sd: float) -> dict | None:
+    """What the forms that the points do not refute say at ten times the largest compute, at the tokens per parameter that
+    most points have: {N, D, C, low, high, forms}; None where no other form reaches there."""
+    ratios = points.D / points.N
+    near = [int(np.sum((ratios <= ratio * ONE_RAY) & (ratios >= ratio / ONE_RAY))) for ratio in ratios]
+    at = max(range(len(ratios)), key=lambda i: (near[i], points.C[i]))
+    grow = math.sqrt(10 * points.C.max() / points.C[at])
+    target = (points.N[at] * grow, points.D[at] * grow, 10 * points.C.max())
+    try:
+        said = forecast(points, target, seed_sd)
+    except RecordError:
+        return None
+    low, high = said["parts"]["model_form"]
+    return {**dict(zip("NDC", map(float, target), strict=True)), "low": low, "high": high,
+            "forms": [one["form"] for one in said["forms"]]} if len(said["forms"]) > 1 else None
 
 
 def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
@@ -105,6 +130,19 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
             f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
     except RecordError as error:
         return unfitted(form, len(points.loss), str(error))
+
+
+def allocation(group: Group) -> dict[str, float]:
+    """Convention of C -> the exponent a of N* ~ C^a so counted; {} without runs or an identified L(N, D).
+
+    FLOPs per token grow as N^k with k below 1, attention and head being less than proportional: minimising L(N, D) at constant
+    N^k D gives a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
+    law = group.laws["chinchilla"]
+    if not group.counts or not law.identified:
+        return {}
+    p, log_n = law.parameters, np.log(group.points.N)
+    powers = {name: float(np.polyfit(log_n, np.log(group.counts[name] / group.points.D), 1)[0]) for name in CONVENTIONS["C"]}
+    return {name: p["beta"] / (p["alpha"] + k * p["beta"]) for name, k in powers.items()}
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:

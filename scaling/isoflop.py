@@ -21,7 +21,29 @@ def fit_isoflop(points: Points) -> Fit:
     """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
 
     `budgets` lists each budget's C, sizes and its N*, D*, loss, or the reason why it has no interior minimum. Intervals
-    are Student's t over budgets. D* is read off the points' own D at N*, so C may follow any convention."""
+    are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several budgets,
+    whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
+    labels = np.unique(points.cluster)
+    fit = _fit(points)
+    if fit.ci95 is None or len(labels) == len(points.loss):
+        return fit
+    without = [_fit(points.take(points.cluster != label)) for label in labels]
+    if failed := [label for label, one in zip(labels, without, strict=True) if one.ci95 is None]:
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, clusters=len(labels), reason=(
+            f"the minima rest on single trajectories: without {failed[0]} fewer than {BUDGETS} budgets have one"))
+    quantile, se, ci95 = student.ppf(0.975, len(labels) - 1), {}, {}
+    for name, value in fit.parameters.items():
+        is_factor = name.startswith("k_")
+        values = np.array([one.parameters[name] for one in without])
+        values = np.log(values) if is_factor else values
+        width = float(np.sqrt((len(labels) - 1) / len(labels) * np.sum((values - values.mean()) ** 2)))
+        se[name] = width * value if is_factor else width
+        ci95[name] = tuple(float(value * np.exp(side * quantile * width)) if is_factor else float(value + side * quantile * width)
+                           for side in (-1, 1))
+    return _judged(replace(fit, se=se, ci95=ci95, interval="cluster", clusters=len(labels)))
+
+
+def _fit(points: Points) -> Fit:
     budgets = tuple(_minimum(points.take(index)) for index in _groups(points.C))
     good = [one for one in budgets if one["reason"] is None]
     if len(good) < BUDGETS:
@@ -38,16 +60,23 @@ def fit_isoflop(points: Points) -> Fit:
         solution = np.linalg.lstsq(design, logs[name], rcond=None)[0]
         left = logs[name] - design @ solution
         covariance = left @ left / (len(x) - 2) * np.linalg.inv(design.T @ design)
-        squares = max(squares, float(left @ left))
+        squares = float(left @ left) if name == "N" else squares
         parameters |= {exponent: float(solution[1]), factor: float(np.exp(solution[0] - solution[1] * centre))}
         gradient = np.array([1.0, -centre])
         widths = {exponent: np.sqrt(covariance[1, 1]), factor: np.sqrt(gradient @ covariance @ gradient)}
         se |= {exponent: float(widths[exponent]), factor: float(widths[factor] * parameters[factor])}
         ci95[exponent] = tuple(float(solution[1] + side * quantile * widths[exponent]) for side in (-1, 1))
         ci95[factor] = tuple(float(parameters[factor] * np.exp(side * quantile * widths[factor])) for side in (-1, 1))
-    return Fit("isoflop", parameters, len(points.loss), True, None, objective=squares / 2, starts=1, starts_at_best=1,
-               residual_rms=float(np.sqrt(squares / (len(x) - 2))), se=se, ci95=ci95, interval="t", clusters=len(good),
-               budgets=budgets)
+    return _judged(Fit("isoflop", parameters, len(points.loss), True, None, objective=squares / 2, starts=1, starts_at_best=1,
+                       residual_rms=float(np.sqrt(squares / (len(x) - 2))), se=se, ci95=ci95, interval="t", budgets=budgets))
+
+
+def _judged(fit: Fit) -> Fit:
+    """The fit, unidentified where the interval of a or b holds 0: such a budget curve says nothing of allocation."""
+    for name in "ab":
+        if fit.ci95[name][0] <= 0:
+            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0")
+    return fit
 
 
 def optimum(fit: Fit, C):

@@ -19,6 +19,7 @@ GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the co
 CONVERGED = 1e-6            # gradient norm over its largest, n delta, below which a fit counts as converged
 SINGULAR = 1e-9             # smallest over largest singular value of the Jacobian, below which points do not separate parameters
 ONE_RAY = 1.05              # tokens-per-parameter ratios within 5 % count as one
+FLAT = 1e-9                 # an exponent this small is 0: the loss does not fall
 COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
 AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
 
@@ -199,7 +200,7 @@ def _lacking(form, values, y, n, p) -> str | None:
     if "E" in values and values["E"][0] < y.min() + math.log(COLLAPSED):
         return "E runs to zero: the points fall at least as fast as a pure power law"
     for name in exponents(form):
-        if name in values and values[name][0] <= 0:
+        if name in values and values[name][0] <= FLAT:
             axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
             return f"{name} is not above zero: the loss does not fall with {axis}"
     return None

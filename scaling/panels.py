@@ -6,7 +6,10 @@ sizes apart. Precisions of a pair lie on top of each other, so the first is draw
 
 import matplotlib
 import numpy as np
+from matplotlib.collections import LineCollection
+from matplotlib.container import ErrorbarContainer
 from matplotlib.lines import Line2D
+from matplotlib.markers import CARETDOWN, CARETUP
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
@@ -17,6 +20,7 @@ from scaling.curves import (
     is_spread,
     is_surface,
     law_lines,
+    predictions,
     reducible,
     rest_of,
     sizes_of,
@@ -31,7 +35,7 @@ STYLES = (
     {"color": "#009E73", "shades": "Greens", "marker": "D", "markersize": 3.2, "linestyle": (0, (5, 1, 1, 1)), "linewidth": 1.0},
     {"color": "#CC79A7", "shades": "RdPu", "marker": "^", "markersize": 4.0, "linestyle": (0, (1, 1.2)), "linewidth": 1.2},
 )
-MANY = 60               # from this many points on, they are drawn small and translucent
+MANY = 60               # from this many points on, they are drawn small, translucent where they are of one group
 LABEL = 9               # points
 FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
 HALO = [withStroke(linewidth=2.2, foreground="white")]
@@ -63,10 +67,10 @@ def draw_losses(panel, groups, axis: str) -> None:
                 panel.fill_between(x, low, high, zorder=1.1, facecolor=(style["color"], 0.12), lw=0.5,
                                    edgecolor=(style["color"], 0.4))
             colour = shade(style, N[0], sizes) if axis == "D" and N is not None else style["color"]
-            panel.plot(x, loss, color=colour, **_line_style(style, group), zorder=2)
-        _draw_points(panel, group, style, sizes, group.x[axis], group.loss)
+            panel.plot(x, loss, color=colour, **_line_style(style, groups), zorder=2)
+        _draw_points(panel, groups, group, style, sizes, group.x[axis], group.loss)
         for held in group.held_out:
-            _draw_held(panel, held, getattr(held, axis), 0.0, style)
+            _draw_star(panel, held, getattr(held, axis), 0.0, style)
 
 
 def label_sizes(panel, groups, axis: str) -> None:
@@ -83,7 +87,7 @@ def label_sizes(panel, groups, axis: str) -> None:
         lines = [(x, loss, human(each) if axis == "D" else f"{each:.{0 if each >= 10 else 2}{'f' if each >= 10 else 'g'}}×")
                  for x, _, _, loss, _, _, each in law_lines(group, axis, grid)]
         if axis == "N" and any(loss[0] > panel.get_ylim()[1] for _, loss, _ in lines):
-            _label_inside(panel, lines)
+            _label_inside(panel, groups, lines)
             return
         end = -1 if axis == "D" else 0
         anchors = [(x[end], loss[end], label) for x, loss, label in lines]
@@ -100,9 +104,17 @@ def label_sizes(panel, groups, axis: str) -> None:
         heights.append(max(y, step / 2, heights[-1] + step if heights else 0))
     for i in range(len(places) - 1, -1, -1):
         heights[i] = min(heights[i], 1 - step / 2 if i == len(places) - 1 else heights[i + 1] - step)
-    for (x, _, label), y in zip(places, heights, strict=True):
-        panel.text(x, y, label, transform=panel.transAxes, fontsize=LABEL, ha="right" if axis == "N" else "left", va="center",
-                   color="#333333", path_effects=HALO, zorder=6)
+    bars = [(to_axes((x, low))[1], *to_axes((x, high))) for _, x, _, low, high in predictions(groups, axis)]
+    under = 1
+    for (x, own, label), y in reversed(list(zip(places, heights, strict=True))):
+        end, where = "right" if axis == "N" else "left", "center"
+        wide = 0.7 * LABEL * len(label) / width
+        if axis == "C" and any(x < at + 9 / width and at - 9 / width < x + wide and bottom < y + step / 2 and y - step / 2 < top
+                               for bottom, at, top in bars):     # below its curve, where no bar stands
+            under = max(min(own - 1.1 * step, under - step), step)
+            x, y, end, where = x - 9 / width, under, "right", "top"
+        panel.text(x, y, label, transform=panel.transAxes, fontsize=LABEL, ha=end, va=where, color="#333333",
+                   path_effects=HALO, zorder=8)
 
 
 def draw_reducible(panel, groups, axis: str) -> None:
@@ -112,14 +124,14 @@ def draw_reducible(panel, groups, axis: str) -> None:
         if floor_of(group) is None:
             continue
         x, N, D, loss, *_ = law_lines(group, axis, grid)[0]     # any of the panel's lines: they become one
-        panel.plot(x, reducible(group, axis, N, D, loss), color=style["color"], **_line_style(style, group), zorder=2)
+        panel.plot(x, reducible(group, axis, N, D, loss), color=style["color"], **_line_style(style, groups), zorder=2)
         rest, shown = rest_of(group, axis)
-        _draw_points(panel, group, style, sizes, group.x[axis][shown], rest[shown], group.x["N"][shown])
+        _draw_points(panel, groups, group, style, sizes, group.x[axis][shown], rest[shown], group.x["N"][shown])
         for held in group.held_out:
-            _draw_held(panel, held, getattr(held, axis), reducible(group, axis, held.N, held.D, 0.0), style)
+            _draw_star(panel, held, getattr(held, axis), reducible(group, axis, held.N, held.D, 0.0), style)
     if any(map(is_surface, groups)):
-        panel.text(0.96, 0.94, {"C": "$L - E$", "D": r"$L - E - A/N^{\alpha}$", "N": r"$L - E - B/D^{\beta}$"}[axis], ha="right",
-                   va="top", transform=panel.transAxes, fontsize=LABEL, path_effects=HALO)
+        panel.text(0.04, 0.05, {"C": "$L - E$", "D": r"$L - E - A/N^{\alpha}$", "N": r"$L - E - B/D^{\beta}$"}[axis], ha="left",
+                   va="bottom", transform=panel.transAxes, fontsize=LABEL, path_effects=HALO)    # the law falls: a free corner
 
 
 def draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
@@ -139,13 +151,55 @@ def draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     panel.set_ylim(min(low, -0.15 * high), max(high, -0.15 * low))
 
 
-def _label_inside(panel, lines) -> None:
-    """Write each label on its own line, from the top down: for steep lines that leave the panel at the top."""
-    low, high = np.log(panel.get_ylim())
-    for i, (x, loss, label) in enumerate(lines):
-        y = np.exp(high - (0.06 + 0.08 * i) * (high - low))
-        panel.text(np.interp(-y, -loss, x), y, label, fontsize=LABEL - 1, ha="center", va="center", color="#333333",
-                   path_effects=HALO, zorder=6)
+def draw_predictions(panel, groups, axis: str, reduced: bool = False) -> None:
+    """Frozen predictions as bars with a tick at the predicted loss; arrow heads where a bar leaves the axis, which must stand."""
+    bottom, top = panel.get_ylim()
+    for i, x, middle, low, high in predictions(groups, axis, reduced):
+        style = styles(groups)[i]
+        wide = style.get("hollow")
+        thick = 1.4 if wide else 1
+        look = {"color": style["color"], "markeredgewidth": thick, "markersize": 12 if wide else 7, "linestyle": "none"}
+        panel.vlines(x, max(low, bottom), min(high, top), color=style["color"], linewidth=thick, zorder=4)
+        for y, is_out, head in ((max(low, bottom), low < bottom, CARETDOWN), (min(high, top), high > top, CARETUP)):
+            head = {"marker": head, "markersize": 6 if wide else 4} if is_out else {"marker": "_"}
+            panel.plot([x], [y], zorder=4, **look | head)
+        panel.plot([x], [middle], marker="_", zorder=5, **look | {"markersize": 23 if wide else 18})     # wider than the stars
+
+
+def _label_inside(panel, groups, lines) -> None:
+    """Write each label at its own line, as high as it is clear of points and of other lines: for steep lines that leave the
+    panel at the top."""
+    frame, point = panel.get_window_extent(), panel.figure.dpi / 72
+    bottom = panel.get_ylim()[0]
+    bars = [(x, y) for _, x, _, low, high in predictions(groups, "N") for y in np.geomspace(max(low, bottom), high, 20)]
+    held = [(one.N, one.loss) for group in groups for one in group.held_out if one.loss]
+    marks = panel.transData.transform(np.concatenate(
+        [np.column_stack([group.x["N"], group.loss]) for group in groups] + [np.reshape(bars + held, (-1, 2))]))
+    paths, taken = [panel.transData.transform(np.column_stack(line[:2])) for line in lines], []
+    for i, (path, (*_, label)) in enumerate(zip(paths, lines, strict=True)):
+        text = panel.text(0, 0, label, transform=None, fontsize=LABEL - 1, ha="center", va="center", color="#333333",
+                          path_effects=HALO, zorder=8)
+        box = text.get_window_extent()
+        half = np.array([box.width, box.height]) / 2
+        others = np.concatenate([np.empty((0, 2)), *paths[:i], *paths[i + 1:]])
+        best = (np.inf, None)
+        for side in (0, -1, 1):                 # on the line, left of it, right of it
+            for place in path + [side * (half[0] + 3 * point), 0]:
+                if (abs(place - [(frame.x0 + frame.x1) / 2, (frame.y0 + frame.y1) / 2]) + half
+                        > [frame.width / 2 - 2 * point, frame.height / 2 - 2 * point]).any():
+                    continue
+                hidden = sum(int((abs(some - place) < half + gap * point).all(axis=1).sum()) for some, gap in (
+                    (marks, 3), (others, 2), (path, 0) if side else (path[:0], 0)))
+                hidden += 1000 * sum(bool((abs(other - place) < half + size + (6 * point, 2 * point)).all())
+                                     for other, size in taken)
+                if hidden < best[0]:
+                    best = (hidden, place)
+        if best[1] is None:                     # the line is not in the panel
+            text.remove()
+            continue
+        taken.append((best[1], half))
+        text.set_transform(panel.transAxes)     # pixels change with the resolution
+        text.set_position(panel.transAxes.inverted().transform(best[1]))
 
 
 def _start(panel, groups, axis):
@@ -154,44 +208,40 @@ def _start(panel, groups, axis):
     panel.set_xscale("log")
     panel.set_yscale("log")
     # Labels of lines need room: right of them over tokens, left of them over parameters.
-    left, right = ((1.6 * high / low) ** share for share in {"D": (0, 0.4), "N": (0.33, 0)}.get(axis, (0, 0))) if any(
+    left, right = ((1.6 * high / low) ** share for share in {"D": (0, 0.4), "N": (0.43, 0)}.get(axis, (0, 0))) if any(
         map(is_spread, groups)) else (1, 1)
     panel.set_xlim(low / 1.6 / left, high * right)
     return np.geomspace(low / 1.6, high, 240)
 
 
-def _line_style(style, group):
-    wide = style.get("hollow") and not is_many(group)       # two laws that coincide must both be seen
+def _line_style(style, groups):
+    wide = style.get("hollow") and not is_cloud(groups)     # two laws that coincide must both be seen
     return {"linestyle": style["linestyle"], "linewidth": style["linewidth"] if wide else 1.0, "alpha": 0.6 if wide else 1}
 
 
-def is_many(group) -> bool:
-    """Whether the group's points are drawn small and translucent."""
-    return len(group.loss) >= MANY
+def is_cloud(groups) -> bool:
+    """Whether the points are drawn small and translucent: many, and of one group, so that none must show through another."""
+    return len(groups) == 1 and len(groups[0].loss) >= MANY
 
 
-def _draw_points(panel, group, style, sizes, x, loss, N=None):
+def _draw_points(panel, groups, group, style, sizes, x, loss, N=None):
     N = group.x["N"] if N is None else N
     colours = [shade(style, size, sizes) for size in N]
-    many = is_many(group)
-    hollow = style.get("hollow") and not many
-    panel.scatter(x, loss, s=9.0 if many else style["markersize"] ** 2, marker=style["marker"], zorder=3,
-                  alpha=0.7 if many else 1, facecolors="white" if hollow else colours, edgecolors=colours,
-                  linewidths=1.4 if hollow else 0.0)
+    cloud, smaller = is_cloud(groups), 0.85 if len(group.loss) >= MANY else 1
+    hollow = style.get("hollow") and not cloud
+    panel.scatter(x, loss, s=9.0 if cloud else (smaller * style["markersize"]) ** 2, marker=style["marker"], zorder=3,
+                  alpha=0.7 if cloud else 1, facecolors="white" if hollow else colours, edgecolors=colours,
+                  linewidths=1.4 * smaller if hollow else 0.0)
 
 
-def _draw_held(panel, held, x, shift: float, style):
-    """A star where the held-out run ended, hollow at its prediction while it has not; the prediction as a bar."""
-    loss, wide, frozen = held.loss, style.get("hollow"), held.prediction
-    if frozen is not None:
-        middle, low, high = (max(y + shift, 1e-9) for y in (frozen.loss, frozen.low, frozen.high))
-        panel.errorbar([x], [middle], yerr=[[middle - low], [high - middle]], color=style["color"], zorder=4,
-                       elinewidth=1.4 if wide else 1, capsize=6 if wide else 3, capthick=1.4 if wide else 1)
+def _draw_star(panel, held, x, shift: float, style):
+    """A star over all else where the held-out run ended, hollow at its prediction while it has not."""
+    loss, frozen = held.loss, held.prediction
     if loss is not None or frozen is not None:
-        panel.plot([x], [(frozen.loss if loss is None else loss) + shift], marker="*", zorder=5, markersize=10 if wide else 5.5,
-                   markeredgewidth=0.8, color=style["color"], linestyle="none",
+        panel.plot([x], [(frozen.loss if loss is None else loss) + shift], marker="*", zorder=6, linestyle="none",
+                   markersize=14 if style.get("hollow") else 8.5, color=style["color"], markeredgewidth=0.4 if loss else 1,
                    markerfacecolor="white" if loss is None else style["color"],
-                   markeredgecolor=style["color"])
+                   markeredgecolor=style["color"] if loss is None else "white")
 
 
 def _draw_curves(panel, group, style, sizes):
@@ -210,7 +260,7 @@ def legend(groups) -> list:
     """Legend: a group's marker and line, then in grey what is alike in all of them."""
     handles, grey = [], "#666666"
     for group, style in zip(groups, styles(groups), strict=True):
-        hollow = style.get("hollow") and not is_many(group)
+        hollow = style.get("hollow") and not is_cloud(groups)
         handles.append(Line2D([], [], marker=style["marker"], markersize=style["markersize"], linestyle=style["linestyle"],
                               linewidth=style["linewidth"], color=style["color"], markeredgewidth=1.4 if hollow else 0,
                               markerfacecolor="white" if hollow else style["color"], label=name_of(group)))
@@ -226,4 +276,8 @@ def legend(groups) -> list:
         is_there = any(one.loss is not None for one in held)
         handles.append(Line2D([], [], color=grey, marker="*", markersize=10, markerfacecolor=grey if is_there else "white",
                               linestyle="none", label="held-out run" if is_there else "held-out run to come"))
+    if any(one.prediction for one in held):
+        tick, cap = (Line2D([], [], color=grey, marker="_", markersize=size, linestyle="none") for size in (15, 8))
+        bar = LineCollection([], colors=[grey], linewidths=[1.4])
+        handles.append(ErrorbarContainer((tick, (cap, cap), (bar,)), has_yerr=True, label="its prediction, 95 %"))
     return handles

@@ -5,7 +5,8 @@
     python scaling/plan.py gpus=8 hours=24 gpu=h100 study=configs/study_chinchilla.py
 
 FP8 trains more tokens in the same hours and pays for it with a loss gap: both are counted. Whatever was not measured on
-that very GPU is assumed or bounded, and printed as such.
+that very GPU is assumed or bounded, and printed as such. The extra runs are trajectories, a trunk with its branches; what
+they buy is counted in percentage points of the standard error of the predicted loss ("points").
 """
 
 import difflib
@@ -28,7 +29,10 @@ from runtime.config import ConfigError, FP8Config, load_config
 from runtime.plan import ASSUMED_MFU
 from runtime.sections import RecipeName
 from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
-from scaling.design import Candidate, bound, rank
+from scaling.captions import human
+from scaling.command import run
+from scaling.design import RHO, Candidate, rank, with_all
+from scaling.published import EPOCH
 from scaling.records import RecordError, read_runs, usable
 from scaling.study import expand, load_study
 
@@ -40,12 +44,14 @@ OPTIONS = {
     "runs": "a folder of runs, whose measured speed on that GPU counts in place of an assumed one",
     "gap": "FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0",
     "recipe": "the FP8 recipe (default tensorwise)",
-    "study": "a study file whose runs are the candidates; without one, the repository's sizes at 5, 10, 20, 40",
+    "study": "a study file whose trunks with branches are the candidates; else the repository's sizes at 5, 10, 20, 40",
 }
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
+REACH = 10                      # runs this many times smaller than all sizes here say nothing of them, a gap this far off neither
 RATIOS = (5, 10, 20, 40)        # of the candidates where no study names them
 SIGMA = 1e-3                    # noise of ln(loss) that the design is judged at
 SHOWN = 12                      # candidates printed
+FLOPS = (1e15, 1e32)            # budgets taken: below, 50M parameters see so few tokens that no law speaks of them
 
 
 def main(arguments=None) -> int:
@@ -64,7 +70,7 @@ def main(arguments=None) -> int:
 
 
 def _parse(arguments) -> dict:
-    options, words = {"recipe": "tensorwise"}, list(arguments)
+    options, given, words = {"recipe": "tensorwise"}, set(), list(arguments)
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
@@ -72,8 +78,11 @@ def _parse(arguments) -> dict:
             near = difflib.get_close_matches(key, OPTIONS, n=1)
             raise RecordError(f"{word!r} is no option; "
                               + (f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"))
-        if not equals and not words:
-            raise RecordError(f"{word} lacks its value: {OPTIONS[key]}")
+        if key in given:
+            raise RecordError(f"{key} is given twice, as {options[key]} and once more: give it once")
+        if not (value if equals else words and not words[0].startswith("--")):
+            raise RecordError(f"{key} lacks its value: {OPTIONS[key]}")
+        given.add(key)
         options[key] = value if equals else words.pop(0)
     for key in ("gpus", "hours", "gpu"):
         if key not in options:
@@ -94,6 +103,10 @@ def _parse(arguments) -> dict:
     if options["peak"] is None:
         raise RecordError(f"gpu={options['gpu']}: the peak of that GPU is not in runtime/metrics.py; there are "
                           f"{', '.join(metrics.PEAK_FLOPS)}")
+    options["flops"] = options["gpus"] * options["peak"][0] * options["hours"] * 3600
+    if not FLOPS[0] <= options["flops"] <= FLOPS[1]:
+        raise RecordError(f"gpus={options['gpus']:g} hours={options['hours']:g} are {options['flops']:.2g} FLOPs at the peak of "
+                          f"{options['gpu']}: a budget must lie between {FLOPS[0]:g} and {FLOPS[1]:g}")
     return options
 
 
@@ -108,12 +121,12 @@ def _number(key: str, text: str) -> float:
 
 
 def _plan(options) -> list[str]:
-    law, gap = read_law(options.get("law")), read_gap(options.get("law"), options["recipe"], options.get("gap"))
     sizes, speed_notes = read_sizes(options)
-    seconds, gpus, (_, fp8_peak) = options["hours"] * 3600, int(options["gpus"]), options["peak"]
-    lines = [f"{gpus} x {options['gpu']} for {options['hours']:g} h", "", "law: " + law.note, *speed_notes]
+    law, flops = read_law(options.get("law")), options["flops"]
+    gap = read_gap(options.get("law"), options["recipe"], options.get("gap"), (sizes[0].N / REACH, sizes[-1].N * REACH))
+    lines = [f"{options['gpus']:g} x {options['gpu']} for {options['hours']:g} h", "", "law: " + law.note, *speed_notes]
     arms = {"BF16": (False, (0.0, 0.0, 0.0))}
-    if fp8_peak is None:
+    if options["peak"][1] is None:
         lines.append(f"FP8: {options['gpu']} has no FP8 matmuls, so there is BF16 alone")
     else:
         arms["FP8"] = (True, gap[0])
@@ -121,21 +134,24 @@ def _plan(options) -> list[str]:
     lines += ["", "compute-optimal for the budget", f"  {'':6}{'N*':>9}{'D*':>9}{'D/N':>8}  predicted loss"]
     best = {}
     for arm, (in_fp8, its_gap) in arms.items():
-        N, D = optimum(law.surface, sizes, gpus * options["peak"][0] * seconds, in_fp8)
+        N, D = optimum(law.surface, sizes, flops, in_fp8)
         best[arm] = law.surface.loss(N, D) * (1 + its_gap[0])
-        lines.append(f"  {arm:6}{_human(N):>9}{_human(D):>9}{D / N:8.1f}  {_loss(law, N, D, its_gap)}{_reach(law, N, D, sizes)}")
+        notes = [law.beyond(N, D), "beyond the sizes that speed is known for" * (not sizes[0].N <= N <= sizes[-1].N)]
+        lines.append(f"  {arm:6}{human(N):>9}{human(D):>9}{D / N:8.1f}  "
+                     + "   ".join([_loss(law, N, D, its_gap), *filter(None, notes)]))
     if "FP8" in best:
         even = best["BF16"] / best["FP8"] * (1 + arms["FP8"][1][0]) - 1
         lines.append(f"  FP8 is level with BF16 at a gap of {100 * even:.2f} % when each arm trains its own best size")
     lines += ["", "the repository's sizes for the whole budget", f"  {'':9}{'N':>7}{'D':>8}{'D/N':>8}  {'BF16 loss':24}"
               + (f"{'D/N FP8':>8}  {'FP8 loss':24}{'speed-up':>9}{'break-even gap':>16}" if "FP8" in arms else "")]
     for size in sizes:
-        D = float(tokens(size.N, [size], gpus * options["peak"][0] * seconds, False))
-        line = f"  {size.name:9}{_human(size.N):>7}{_human(D):>8}{D / size.N:8.1f}  {_loss(law, size.N, D, (0, 0, 0)):24}"
+        D = most = float(tokens(size.N, [size], flops, False))
+        line = f"  {size.name:9}{human(size.N):>7}{human(D):>8}{D / size.N:8.1f}  {_loss(law, size.N, D, (0, 0, 0)):24}"
         if "FP8" in arms:
-            line += (f"{D * size.speedup / size.N:8.1f}  {_loss(law, size.N, D * size.speedup, gap[0]):24}{size.speedup:9.3f}"
+            most = D * size.speedup
+            line += (f"{most / size.N:8.1f}  {_loss(law, size.N, most, gap[0]):24}{size.speedup:9.3f}"
                      f"{100 * break_even(law.surface, size.N, D, size.speedup):15.2f}%")
-        lines.append(line)
+        lines.append(f"{line}   {law.beyond(size.N, max(D, most))}".rstrip())
     return lines + ["", *advice(law, sizes, options)]
 
 
@@ -147,17 +163,6 @@ def _loss(law: Law, N: float, D: float, gap) -> str:
     if around is None:
         return text
     return text + f" ({float(around[1]) * (1 + gap[1]):.4f} to {float(around[2]) * (1 + gap[2]):.4f})"
-
-
-def _reach(law: Law, N: float, D: float, sizes) -> str:
-    far = 6 * N * D / law.largest if law.largest else 1
-    return (f"   {far:.3g} times the largest run's compute" if far > 1.5 else "") + (
-        "   beyond the sizes that speed is known for" if not sizes[0].N <= N <= sizes[-1].N else "")
-
-
-def _human(value: float) -> str:
-    power = min(int(math.log10(value)) // 3, 4)
-    return f"{value / 1000**power:.3g}{['', 'k', 'M', 'B', 'T'][power]}"
 
 
 # -------------------------------------------------------------------------------------------------------------- inputs
@@ -224,48 +229,70 @@ def _near(values: dict[int, float] | None, N: float) -> float | None:
 
 
 def advice(law: Law, sizes, options) -> list[str]:
-    """Which candidate run narrows the prediction of TARGET most, in all and per GPU-hour."""
+    """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     goal = next(size for size in sizes if size.name == TARGET[0])
     target = (goal.N, TARGET[1] * goal.N)
-    candidates = [one for one in _candidates(sizes, options, goal)
-                  if not any(abs(one.N / N - 1) < 0.05 and abs(one.D / D - 1) < 0.05 for N, D in zip(law.N, law.D, strict=True))]
+    candidates, smallest = _candidates(law, sizes, options, goal)
     if not candidates:
         return [f"every candidate is done: nothing is left that would narrow {TARGET[0]}"]
-    now, prior, ranked = rank(law.surface, law.N, law.D, candidates, target, SIGMA)
-    N, D = (np.concatenate([mine, [getattr(one, axis) for one in candidates]]) for axis, mine in (("N", law.N), ("D", law.D)))
-    every = bound(law.surface, N, D, target, SIGMA, prior)
+    counts = (smallest / REACH <= law.N) & (law.N <= 1.05 * goal.N)
+    notes, surface = [], law.surface
+    if away := law.N[~counts].tolist():
+        notes.append(f"  {len(away)} of the {len(law.N)} runs done are left out, at {human(min(away))} to {human(max(away))} "
+                     f"parameters: below a tenth of the smallest candidate's, or above {TARGET[0]}'s"
+                     + ("" if counts.any() else f"; so {EPOCH.name}'s law judges"))
+        surface = surface if counts.any() else EPOCH
+    done = (law.N[counts], law.D[counts], [trunk for trunk, one in zip(law.trunks, counts, strict=True) if one])
+    unlike = list({(one.N, one.D, one.flops): one for one in reversed(candidates)}.values())     # one of those alike but for seed
+    now, prior, ranked = rank(surface, *done, unlike, target, SIGMA)
+    every = with_all(surface, *done, candidates, target, SIGMA, prior)
+    mfu = {size.N: size.mfu for size in sizes}
+    rows = [(one.name, 100 * after.prediction, 100 * (after.prediction - now.prediction),
+             one.flops / (options["peak"][0] * _near(mfu, one.N)) / 3600) for one, after in ranked]
+    best = min(rows, key=lambda row: row[2] / row[3])
+    shown = rows[:SHOWN] + [best] * (best not in rows[:SHOWN])
+    width = max(len(row[0]) for row in shown) + 2
+    return [
+        f"which extra run would narrow the prediction of {TARGET[0]} at {TARGET[1]} tokens per parameter most",
+        f"  least standard error of its loss (Cramer-Rao), for {100 * SIGMA:.1f} % noise a run and a law of the right form; the "
+        f"noise of points of one trunk correlates by {RHO:g}, assumed", *notes,
+        f"  {100 * now.prediction:.2f} % after {counts.sum()} runs done" + (
+            " (they identify no law, so a wide prior stands in); " if prior else "; ")
+        + f"{100 * every.prediction:.2f} % after all {len(candidates)} candidates too"
+        + f", {len(candidates) - len(unlike)} of them further seeds" * (len(candidates) > len(unlike)),
+        f"  {'run':{width}}{'standard error after [%]':>24}{'change [points]':>17}{'GPU-hours':>11}{'points per GPU-hour':>21}",
+        *(f"  {name:{width}}{after:24.2f}{change:+17.3f}{hours:11.1f}{change / hours:+21.4f}"
+          for name, after, change, hours in shown),
+        *[f"  and {len(rows) - len(shown)} others that narrow it less in all"] * (len(rows) > len(shown)),
+        f"  most in all: {rows[0][0]}; most per GPU-hour: {best[0]}"]
 
-    def hours(one):
-        return one.flops / (options["peak"][0] * _near({size.N: size.mfu for size in sizes}, one.N)) / 3600
 
-    def per_hour(pair):
-        return (now.prediction - pair[1].prediction) / hours(pair[0])
-
-    lines = [f"which extra run would narrow the prediction of {TARGET[0]} at {TARGET[1]} tokens per parameter most",
-             f"  least standard error of its loss (Cramer-Rao), for {100 * SIGMA:.1f} % noise a run and a law of the right form"
-             + ("; a branch's hours are without its trunk's:" if "study" in options else ":"),
-             f"  {100 * now.prediction:.2f} % after the {len(law.N)} BF16 runs done" + (
-                 " (they identify no law, so a wide prior stands in); " if prior else "; ")
-             + f"{100 * every.prediction:.2f} % after all {len(candidates)} candidates too"]
-    for one, after in ranked[:SHOWN]:
-        lines.append(f"  {one.name:36} {100 * after.prediction:7.2f} %  {100 * (after.prediction - now.prediction):+8.3f}  "
-                     f"{hours(one):9.1f} GPU-hours  {-100 * per_hour((one, after)):+.4f} per GPU-hour")
-    if len(ranked) > SHOWN:
-        lines.append(f"  and {len(ranked) - SHOWN} that narrow it less")
-    return [*lines, f"  most in all: {ranked[0][0].name}; most per GPU-hour: {max(ranked, key=per_hour)[0].name}"]
-
-
-def _candidates(sizes, options, goal: Size) -> list[Candidate]:
-    if "study" in options:
-        rows = [row for row in expand(load_study(options["study"])) if row.recipe == "bf16" and not row.held_out]
-        first = {}
-        for row in rows:                # another seed of a point is no other candidate
-            first.setdefault((row.params_total, row.tokens), row)
-        return [Candidate(row.run + (" (branch)" if row.parent else ""), row.params_total, row.tokens,
-                          row.own_flops) for row in first.values()]
-    return [Candidate(f"{size.name} at {ratio}", size.N, ratio * size.N, size.flops_per_token * ratio * size.N)
-            for size in sizes if size.N < goal.N for ratio in RATIOS]
+def _candidates(law: Law, sizes, options, goal: Size) -> tuple[list[Candidate], float]:
+    """What is not done yet, as trajectories, and the smallest size among the runs done or not; a branch needs its trunk."""
+    if "study" not in options:
+        return [Candidate(name, size.N, (ratio * size.N,), size.flops_per_token * ratio * size.N, name)
+                for size in sizes if size.N < goal.N for ratio in RATIOS for name in [f"{size.name} at {ratio}"]
+                if not any(abs(size.N / N - 1) < 0.05 and abs(ratio * size.N / D - 1) < 0.05
+                           for N, D in zip(law.N, law.D, strict=True))], sizes[0].N
+    rows = [row for row in expand(load_study(options["study"])) if row.recipe == "bf16" and not row.held_out]
+    words = load_config(ROOT / f"configs/{goal.name}_bf16.py").model.vocab_size
+    if not rows or any(load_config(ROOT / path).model.vocab_size != words for path in {row.config for row in rows}):
+        raise RecordError(f"study={options['study']} has runs over another vocabulary than {goal.name}'s {words}, or none in "
+                          "BF16: they say nothing of its loss; give a study of that tokenizer")
+    families: dict[str, list] = {}
+    for row in rows:
+        families.setdefault(row.parent or row.run, []).append(row)
+    found = []
+    for trunk, family in families.items():
+        left = [row for row in family if row.run not in law.names]
+        branches = sum(row.parent is not None for row in left)
+        text = f"{branches} branch{'es' * (branches > 1)}"
+        name = (trunk + f" with {text}" * bool(branches)) if trunk not in law.names else f"{text} of {trunk}"
+        if left:
+            found.append(Candidate(name, left[0].params_total, tuple(row.tokens for row in left),
+                                   sum(row.own_flops for row in left), trunk))
+    return found, min(row.params_total for row in rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

@@ -23,6 +23,7 @@ from scipy.stats import t as student
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from scaling.command import run
 from scaling.equivalence import Estimate, clusters, estimate, fit_trend, judged, read_margin
 from scaling.figures import render, write
 from scaling.gap_figure import draw_pair, draw_precision
@@ -38,12 +39,12 @@ OPTIONS = {
 }
 # How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
 LOSS_TOLERANCE = 1e-4
+FIGURES = [f"{name}.{form}" for name in ("precision", "pair") for form in ("png", "svg")]
 
 
 @dataclass(frozen=True)
 class Gap:
     """Loss of the FP8 run minus loss of its BF16 partner on the same validation tokens."""
-
     nats: float                         # per token
     percent: float                      # of the BF16 run's loss
     se: float | None                    # standard error of nats over validation sequences; none with one in a source
@@ -52,7 +53,6 @@ class Gap:
 @dataclass(frozen=True)
 class Pair:
     """A BF16 run beside the FP8 run that shares its seed, data order and everything else but the precision."""
-
     bf16: Record
     fp8: Record
     as_trained: Gap                     # each run evaluated in the precision that it was trained in
@@ -124,7 +124,8 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
         with np.load(path, allow_pickle=False) as file:
             losses = {name: file[name] for name in names}
     except FileNotFoundError:
-        raise RecordError(f"{path} is missing: the paired gap needs it beside summary.json") from None
+        raise RecordError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
+                          "trained, or have train.py write it again: delete summary.json and repeat the run's command") from None
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
         raise RecordError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
     if any(a.dtype.kind not in "iuf" or a.shape != losses["source"].shape or a.ndim != 1 for a in losses.values()):
@@ -144,7 +145,6 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
 
 
 # ------------------------------------------------------------------------------------------------------------ analysis
-
 
 def analyse(records, found, arm: str, margin) -> dict:
     """Everything that precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss.
@@ -217,7 +217,6 @@ def _null(records, arm: str) -> dict:
 
 # ------------------------------------------------------------------------------------------------------------- command
 
-
 def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -235,7 +234,7 @@ def main(arguments=None) -> int:
 
 
 def _parse(words) -> tuple[list[str], dict]:
-    paths, options = [], {"out": None, "loss": "bf16", "margin": None}
+    paths, options = [], {}
     while words:
         word = words.pop(0)
         key, equals, value = word.removeprefix("--").partition("=")
@@ -246,9 +245,12 @@ def _parse(words) -> tuple[list[str], dict]:
             near = difflib.get_close_matches(key, OPTIONS, n=1)
             raise RecordError(f"{word!r} is no option; " + (f"did you mean {near[0]}?" if near else
                               f"there are {', '.join(OPTIONS)}"))
-        if not value and (equals or not words):
+        if not (value if equals else words and not words[0].startswith("--")):
             raise RecordError(f"{word} lacks its value: {OPTIONS[key]}")
+        if key in options:
+            raise RecordError(f"{key} is given twice: {options[key]!r} and {value or words[0]!r}; give it once")
         options[key] = value if equals else words.pop(0)
+    options = {"out": None, "loss": "bf16", "margin": None} | options
     if not paths:
         raise RecordError("no runs given: name a folder of runs such as out/study, or run folders")
     if options["loss"] not in ("bf16", "as_trained"):
@@ -282,12 +284,17 @@ def _run(paths, folder: Path, arm: str, margin: str | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() if figure for form in ("png", "svg")}
+        old = [name for name in FIGURES if name not in files and (folder / name).exists()]
+        for name in old:
+            (folder / name).unlink()    # beside the new precision.json it would pass for its own
         for name, data in {**files, "precision.json": (content + "\n").encode()}.items():
             write(folder / name, data)
     except OSError as error:
         raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
-    print("\n".join([tables(result), "", *notes, *[""] * bool(notes)]) + f"wrote {folder}/precision.json, " + ", ".join(files))
+    notes += [f"removed {', '.join(old)} of an earlier call from {folder}"] if old else []
+    wrote = ", ".join([f"{folder}/precision.json", *files])
+    print("\n".join([tables(result), "", *notes, *[""] * bool(notes), f"wrote {wrote}"]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

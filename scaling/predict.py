@@ -31,6 +31,7 @@ from scaling.frozen import (
     is_of,
     load,
     named_held_out,
+    read_json,
     read_prediction,
     read_study,
 )
@@ -39,6 +40,7 @@ from scaling.records import RecordError
 __all__ = ["Held", "Prediction", "describe", "freeze", "held_of", "is_held", "load", "named_held_out", "score"]
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
+VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
 
 
 def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), configs=ROOT / "configs") -> Prediction:
@@ -228,11 +230,14 @@ def score(folder, records) -> list[str]:
             write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
         except OSError as error:
             raise RecordError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
+        reach = max(prediction.loss - prediction.low, prediction.high - prediction.loss) / prediction.loss
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
             lines += [f"{one['run_id']}: {prediction.loss_key} {one['loss']:.4f}, predicted {prediction.loss:.4f} by "
                       f"{prediction.headline}: error {one['error_nats']:+.4f} nats ({one['error_percent']:+.2f} %), "
-                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {prediction.low:.4f} to {prediction.high:.4f}",
+                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {prediction.low:.4f} to {prediction.high:.4f}"
+                      + (f", which reaches {reach:.0%} from the predicted loss: so wide that it tests nothing"
+                         if one["inside"] and reach > VACUOUS else ""),
                       f"    inside the interval of {len(inside)} of {len(one['forms'])} forms"
                       + (f": {', '.join(inside)}" if inside else "")]
         lines.append(f"wrote {path}")
@@ -257,7 +262,11 @@ def _score(prediction: Prediction, record) -> dict:
                           "prediction: it cannot be scored")
     if datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
         raise RecordError(f"{prediction.path} of {prediction.date} is younger than its run, which began at {record.t_start}: "
-                          "that is no prediction, and it is not scored")
+                          f"that is no prediction, and it is not scored; move {prediction.path} away to use the run in fits")
+    ended = read_json(record.folder / "summary.json").get("t_end")
+    if isinstance(ended, str) and ended < record.t_start:
+        raise RecordError(f"{record.folder}/summary.json says that the run began at {record.t_start} and ended at {ended}: the "
+                          "file was edited, and its age cannot be judged; restore it as train.py wrote it")
     loss = getattr(record, prediction.loss_key)
 
     def errors(low, value, high):

@@ -159,7 +159,8 @@ def costs(surface: Surface, N, D, nats, ratio, se_log, reason) -> dict:
     if ratio is None:
         return found | {"speedup": None, "speedup_ci95": [None, None], "reason": reason}
     speedup = matched_speedup(surface, D, nats.mean, nats.se, ratio, se_log or 0.0)
-    factor = None if speedup.se_log is None else math.exp(float(student.ppf(0.975, nats.n - 1)) * speedup.se_log)
+    is_known = speedup.se_log is not None and se_log is not None       # one ratio of throughputs has no error to pass on
+    factor = math.exp(float(student.ppf(0.975, nats.n - 1)) * speedup.se_log) if is_known else None
     return found | {"speedup": speedup.value, "reason": speedup.reason,
                     "speedup_ci95": [speedup.value / factor, speedup.value * factor] if factor else [None, None]}
 

@@ -18,6 +18,7 @@ DROPS = (1, 3, 5, 10)
 DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
 SIZES = 10                          # more sizes than these are left out in as many groups of neighbours
 RESAMPLES = 100                     # enough to tell whether an exponent's interval holds 0
+MANY = 2000                         # points: a quarter of the resamples must do
 SHOWN = ("E", "A", "B", "K", "alpha", "beta", "gamma", "a")
 
 
@@ -77,7 +78,7 @@ def table(found: list[dict]) -> list[list[str]]:
 
 
 def _row(variant: str, value: str, points: Points, fit: Fit) -> dict:
-    plain = with_bootstrap(fit, points, RESAMPLES).plain()
+    plain = with_bootstrap(fit, points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4).plain()
     kept = {key: plain[key] for key in (*fit.parameters, "objective", "starts", "starts_at_best", "identified", "reason")}
     return {"variant": variant, "value": value, "n": len(points.loss)} | kept
 

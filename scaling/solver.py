@@ -42,7 +42,7 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     def finish(start, delta):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
         unit = delta or 1.0
-        with np.errstate(over="ignore", invalid="ignore"):      # in a valley without a minimum, where scipy may overflow
+        with np.errstate(all="ignore"):      # in a valley without a minimum, where scipy may overflow
             return least_squares(lambda theta: residual(theta) / unit, start, jac=lambda theta: jacobian(theta) / unit,
                                  x_scale="jac", loss="huber" if delta else "linear", f_scale=1.0, ftol=1e-13, xtol=1e-13,
                                  gtol=1e-12, max_nfev=500)

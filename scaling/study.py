@@ -16,6 +16,7 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import torch
 
@@ -24,6 +25,7 @@ from runtime.config import Config, ConfigError, FP8Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
+RECIPES = ("bf16", *(recipe for recipe in get_args(get_type_hints(FP8Config)["recipe"]) if recipe != "off"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +65,8 @@ class Study:
                 yield f"{name}={values!r}: every budget must be a number of tokens per parameter above 0"
             elif name.startswith("seeds") and not all(isinstance(v, int) for v in values):
                 yield f"{name}={values!r}: every seed must be a whole number"
+            elif name == "recipes" and (wrong := [v for v in values if v not in RECIPES]):
+                yield f"recipes={values!r}: {wrong[0]!r} is none of {', '.join(RECIPES)}"
         for name in ("margin_percent", "decay_share"):
             value, below = getattr(self, name), 100 if name == "margin_percent" else 1
             if not _is_number(value) or not 0 < value < below:
@@ -212,16 +216,20 @@ def load_study(path: str | Path) -> Study:
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("study_*.py")], 1)
-        raise ConfigError(f"there is no study file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise ConfigError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
-        study = runpy.run_path(str(path)).get("study")
+        bound = runpy.run_path(str(path))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{path} could not be run: {type(error).__name__}: {error}") from error
-    if not isinstance(study, Study):
-        raise ConfigError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
-    return study
+    if "study" not in bound:
+        raise ConfigError(f"{path} must bind study = Study(...), but it binds no study" + (
+            ": it is a config, which train.py trains" if "config" in bound else ""))
+    if not isinstance(bound["study"], Study):
+        raise ConfigError(f"{path} must bind study = Study(...), but study is {type(bound['study']).__name__}")
+    return bound["study"]
 
 
 def _is_number(value) -> bool:

@@ -5,7 +5,8 @@
     python scaling/sweep.py configs/study_demo.py --run jobs=2              two runs side by side
     python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8      an array task for each trunk with its branches
 
-    only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; the only way to run what is held out
+    only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; one that is held out by its own name or
+                        a pattern that matches nothing else, and only once its prediction is frozen (fit.py --predict)
     gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
     limit=SECONDS       then have the runs save and leave; the same command goes on
     out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
@@ -15,6 +16,7 @@ Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at on
 Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
 """
 
+import difflib
 import fcntl
 import fnmatch
 import os
@@ -37,10 +39,14 @@ from runtime.annotations import nearest, parse
 from runtime.checkpoint import latest
 from runtime.config import ConfigError
 from runtime.sections import positive
+from scaling import command
+from scaling.frozen import is_at, load
 from scaling.grid import ENDED, can_lock, state_of, summary_of, table
+from scaling.records import LAW_FOLDER, RecordError
 from scaling.study import ROOT, Row, checkpoint_of, declare, expand, load_study, write_declaration
 
 POLL_S = 0.2
+CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +71,12 @@ def main(arguments: list[str]) -> int:
         study = load_study(options.study)
         rows = expand(study)
         folder = Path(options.out) / study.name
+        if files := [part for part in (folder, *folder.parents) if part.is_file()]:
+            raise ConfigError(f"{files[0]} is a file: name a folder with out=FOLDER")
         chosen = choose(rows, options)
         checked = declare(study, rows, folder)
+        if options.run or options.slurm:
+            check_predicted(chosen, folder)
         if options.slurm:
             print(slurm_script(chosen, options))
         elif options.run:
@@ -75,9 +85,11 @@ def main(arguments: list[str]) -> int:
             return run(chosen, folder, options, gpus)
         else:
             print("\n".join(table(chosen, folder, options.gpu)))
-    except ConfigError as error:
+    except (ConfigError, RecordError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        raise       # command.run's: nobody reads
     except OSError as error:
         print(f"sweep.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -92,14 +104,14 @@ def read_options(arguments: list[str]) -> Options:
         if argument in ("--run", "--slurm"):
             value = "true"
         elif not equals and argument.startswith("--"):
-            value = next(rest, None)
+            value = next(rest, "--")
         elif not equals:
             name, value = "study", argument
         if name not in hints:
             raise ConfigError(f"there is no option {name!r}{nearest(name, [f.name for f in fields(Options)])}")
         if name in given:
             raise ConfigError(f"{name} is given twice: {given[name]!r} and {value!r}")
-        if value is None:
+        if not equals and value.startswith("--"):
             raise ConfigError(f"--{name} needs a value: write {name}=VALUE")
         try:
             given[name] = parse(name, value, hints[name])
@@ -118,15 +130,38 @@ def read_options(arguments: list[str]) -> Options:
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:
-    """The rows that only= names and the trunks they need; without it all, except that nothing held out is run."""
+    """The rows that only= names and the trunks they need; without it all, except that nothing held out is run.
+
+    A pattern that matches other runs too leaves out those held out: a broad one must not start the study's largest runs."""
     if options.only is None:
         return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
-    names = set()
+    names, spared = set(), set()
     for pattern in options.only.split(","):
         if not (found := [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]):
-            raise ConfigError(f"only={pattern!r} matches no run of {options.study}{nearest(pattern, [row.run for row in rows])}")
+            raise ConfigError(f"only={pattern!r} matches no run of {options.study}{_instead(pattern, [row.run for row in rows])}")
+        if not all(row.held_out for row in found):
+            spared |= {row.run for row in found if row.held_out}
+            found = [row for row in found if not row.held_out]
         names |= {row.run for row in found} | {row.parent for row in found}
+    if spared - names:
+        print(f"left out, for what is held out is run by its own name: {', '.join(sorted(spared - names))}", file=sys.stderr)
     return [row for row in rows if row.run in names]
+
+
+def _instead(pattern: str, names: list[str]) -> str:
+    if begun := [name for name in names if name.startswith(pattern)]:
+        return f"; write {pattern}{'_' * begun[0].startswith(pattern + '_')}* for the {len(begun)} that begin so"
+    return f"; the nearest are {', '.join(difflib.get_close_matches(pattern, names, 6, cutoff=0))}"
+
+
+def check_predicted(rows: list[Row], folder: Path) -> None:
+    """Raises ConfigError where a held-out run would begin before its prediction is frozen: it could never be scored."""
+    waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
+    goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)} if waiting else {}
+    if missing := [row.run for row in waiting if row.run not in goals or not is_at(row, goals[row.run])]:
+        commands = " && ".join(f"python scaling/fit.py {folder} --predict {run}" for run in missing)
+        raise ConfigError(f"{missing[0]} is held out, and {folder / LAW_FOLDER} holds no prediction_{missing[0]}.json of it: run "
+                          f"the other runs, freeze the prediction ({commands}), then start it")
 
 
 # ------------------------------------------------------------------------------------------------------------------ run
@@ -225,8 +260,12 @@ def slurm_script(rows: list[Row], options: Options) -> str:
         "#!/bin/bash",
         f"#SBATCH --array=0-{len(families) - 1}",
         f"#SBATCH --nodes=1 --ntasks=1 --gpus-per-node={options.gpus} --requeue --open-mode=append",
+        f"# {CPUS} CPUs for each process; a node with fewer wants fewer.",
+        f"#SBATCH --cpus-per-task={CPUS * options.gpus}",
         "# Five minutes before its time is over the run saves, and the task is requeued.",
         "#SBATCH --time=24:00:00 --signal=B:TERM@300",
+        "# Where this script was printed: the study, out= and the data are found from there.",
+        f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
         "families=(", *(f"  {shlex.quote(','.join(names))}" for names in families.values()), ")",
         f"{shlex.join(sweep)} only=\"${{families[$SLURM_ARRAY_TASK_ID]}}\" &",
         "sweep=$!",
@@ -238,4 +277,4 @@ def slurm_script(rows: list[Row], options: Options) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(command.run(main, sys.argv[1:]))

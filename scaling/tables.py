@@ -2,11 +2,12 @@
 
 from scaling import robustness
 from scaling.figures import human
-from scaling.groups import CONVENTIONS, on_one_ray, ray_of
+from scaling.gap_tables import freedom
+from scaling.groups import CONVENTIONS, allocation, on_one_ray, ray_of
 
 SCALES = ("N_c", "D_c", "C_c")      # Kaplan's way to write the factor of a power law: in law.json, twice here
 PAIRS = 6                           # more of them than these fill the screen; precision.py is the command for them
-MEANINGS = {"a": "N* ~ C^a", "b": "D* ~ C^b"}
+MEANINGS = {"a": "N* ~ C^a, C = 6 N D", "b": "D* ~ C^b, C = 6 N D"}
 
 
 def headline(group) -> str:
@@ -30,9 +31,14 @@ def headline(group) -> str:
     if fit.ci95:
         made = {"t": "t-intervals of the residuals" + f" or of the seeds' SD {100 * group.seed_sd:.3f} %" * (group.seed_sd > 0),
                 "cluster": f"cluster-robust t-intervals over {fit.clusters} trajectories",
-                "bootstrap": f"{fit.resamples} bootstrap resamples of {fit.clusters} trajectories"}
+                "bootstrap": f"{fit.resamples} bootstrap resamples of {fit.clusters} " + (
+                    "points, each taken for a run of its own (--cluster COL says which run a point is of)"
+                    if fit.clusters == n and not group.records else "trajectories")}
         lines.append(f"    intervals: {made[fit.interval]}; they hold the points' noise, not the doubt in the form")
     lines.append(f"  why this law: {group.headline_reason}")
+    if doubt := group.form_doubt:
+        lines.append(f"  doubt in the form ({len(doubt['forms'])} forms that the sizes do not refute): at ten times the largest "
+                     f"compute, {doubt['D'] / doubt['N']:.3g} tokens per parameter, {doubt['low']:.4g} to {doubt['high']:.4g}")
     if forms := group.bands.get("C"):
         far = 10 * group.x["C"].max()
         values = sorted(float(form.predict(far)) for form in forms)
@@ -86,12 +92,13 @@ def conventions(groups) -> str:
     for name in CONVENTIONS["N"] + CONVENTIONS["C"]:
         cells = []
         for group in groups:
-            fit = group.by_convention.get(name)
-            joint = "" if fit is None or not fit.identified else ", ".join(
+            fit, shares = group.by_convention.get(name), allocation(group)
+            joint = f"a {shares[name]:.4f}" if name in shares else "" if fit is None or not fit.identified else ", ".join(
                 f"{fit.parameters[key]:.4f}" for key in ("alpha", "beta", "a"))
             cells += ["" if group.slopes[name] is None else f"{group.slopes[name]:.4f}", joint]
         lines.append([name + " * tokens" * (name in CONVENTIONS["C"]), *cells])
-    return grid(lines) + ("\nslope: -dlnL/dlnx of the power law. alpha, beta, a: L(N, D) and N* ~ C^a, where identified. "
+    return grid(lines) + ("\nslope: -dlnL/dlnx of the power law. alpha, beta, a: L(N, D) and N* ~ C^a, where identified, with "
+                          "C = 6 N D beside a count of N, else with the law of the first line and C as counted. "
                           "Compare exponents only within one convention.")
 
 
@@ -109,7 +116,7 @@ def seeds(noise) -> str:
     """What is known of the noise between seeds: estimated and how well, or given."""
     estimate, degrees, used = noise["estimate"], noise["degrees_of_freedom"], noise["used"]
     said = "unknown, no two runs differ in the seed alone" if estimate is None else (
-        f"SD {100 * estimate:.3f} % of the loss, from runs that differ in the seed alone ({degrees} degrees of freedom)")
+        f"SD {100 * estimate:.3f} % of the loss, from runs that differ in the seed alone ({freedom(degrees)})")
     return f"Seed noise: {said}; intervals rest on " + (
         f"at least {100 * used:.3f} %." if used else "the residuals alone (seed_sd=0.001 would set a floor of 0.1 %).")
 

@@ -143,3 +143,25 @@ def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
         covered["alpha"].append(low < TRUE["alpha"] < high)
     assert all(np.mean(hits) >= 0.9 for hits in covered.values()), {name: np.mean(hits) for name, hits in covered.items()}
     assert np.mean(plain) < 0.75
+
+
+def test_seeds_that_differ_by_more_than_residuals_overrule_the_bootstrap():
+    points = measured(1, 0, 5e-4, 1)
+    points = Points(np.tile(points.N, 2), np.tile(points.D, 2), np.tile(points.C, 2), np.tile(points.loss, 2),
+                    np.arange(2 * len(points.N)))
+    plain, wide = (with_bootstrap(fit_chinchilla(points.N, points.D, points.loss, seed_sd=sd), points, 200) for sd in (0, 5e-3))
+    assert plain.interval == "bootstrap" and wide.interval == "t" and wide.clusters == len(points.N)
+    assert wide.se["alpha"] > 3 * plain.se["alpha"]
+
+
+def test_the_bootstrap_judges_anew_what_outliers_had_refused():
+    """A few wild points swell the residuals' rms and with it Student's interval; Huber's fit and its resamples do not mind."""
+    N, D, _ = ladder(np.repeat(SIZES, 3))
+    rng = np.random.default_rng(0)
+    loss = law(N, D) * np.exp(rng.normal(0, 3e-4, len(N)))
+    loss[::12] *= 1.25
+    points = Points(N, D, 6 * N * D, loss, np.arange(len(N)))
+    refused = fit_chinchilla(N, D, loss)
+    final = with_bootstrap(refused, points, 400)
+    assert not refused.identified and "contains 0" in refused.reason
+    assert final.identified and final.reason is None and final.ci95["alpha"][0] < TRUE["alpha"] < final.ci95["alpha"][1]

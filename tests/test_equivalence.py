@@ -255,3 +255,8 @@ def test_two_studies_with_two_margins_are_refused(tmp_path):
     runs = records(write_study(tmp_path / "a"), None) + records(write_study(tmp_path / "b", margin_percent=0.5), None)
     with pytest.raises(RecordError, match="different margins"):
         read_margin(runs)
+
+
+def test_gaps_equal_to_the_last_digit_have_no_trend():
+    trend = fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2)
+    assert trend.slope is None and "copies" in trend.reason

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from matplotlib.markers import CARETDOWN, CARETUP
 from scaling_runs import write_ladder, write_run
 
 from scaling import curves
 from scaling.captions import caption, human, number, title
-from scaling.figures import _log_ticks, _power_of_ten, _value_ticks, draw, render
+from scaling.figures import _log_ticks, _power_of_ten, _value_ticks, draw, main, render
 from scaling.groups import fit_group, fit_points, on_one_ray, ray_of
 from scaling.laws import Points
 from scaling.panels import STYLES
@@ -140,6 +141,20 @@ def cloud(folder):
     return table(N, D, surface(N, D) * np.exp(0.01 * rng.normal(size=240)))
 
 
+def wide_losses(folder):
+    for i, (params, loss) in enumerate(((40_000, 3e10), (110_000, 2.0), (190_000, 1e-2))):
+        write_run(folder / str(i), params=params, loss=loss, curve=False)
+    return study(folder)
+
+
+def over_and_under(folder):
+    """An identified law whose lines over parameters leave the panel at the top, with many ratios of tokens per parameter."""
+    N, ratio = (values.ravel() for values in np.meshgrid(np.geomspace(1e8, 5e9, 6), [0.5, 20.0, 500.0, 1000.0]))
+    kept = np.where(ratio < 1, N > 4e8, (ratio < 100) | (N < 1e9))
+    N, ratio = N[kept], ratio[kept]
+    return table(N, ratio * N, surface(N, ratio * N) * np.exp(0.001 * np.random.default_rng(3).normal(size=len(N))))
+
+
 def sizes_alone(folder):
     path = folder / "sizes.csv"
     path.write_text("N,loss\n" + "".join(f"{N},{2 + 300 * N**-0.35}\n" for N in (1e7, 3e7, 1e8, 3e8, 1e9)))
@@ -152,7 +167,8 @@ STUDIES = {
     "negative gap": lambda folder: ladder(folder, gap=-0.005),
     "same loss": same_loss, "bf16 alone": bf16_alone, "one run": one_run, "one size": one_size, "four recipes": four_recipes,
     "small losses": scaled(1e-3), "large losses": scaled(1e3), "two ratios": two_ratios, "long ray": long_ray, "cloud": cloud,
-    "sizes alone": sizes_alone,
+    "sizes alone": sizes_alone, "a wrong column": scaled(1e12), "tiny losses": scaled(1e-12), "wide losses": wide_losses,
+    "over and under": over_and_under,
 }
 
 
@@ -185,6 +201,10 @@ def texts_of(figure):
 
 
 def check_page(figure):
+    last = [[text.get_window_extent(figure.canvas.renderer) for text in texts_of(figure) if text in panel.get_xticklabels()]
+            for panel in figure.axes if panel.get_xlabel()]
+    for boxes, following in itertools.pairwise(last):
+        assert max(box.x1 for box in boxes) + 4 < min(box.x0 for box in following), "labels of neighbouring panels touch"
     page, boxes = figure.bbox, [(text, text.get_window_extent(figure.canvas.renderer)) for text in texts_of(figure)]
     for text, box in boxes:
         assert page.x0 <= box.x0 and box.x1 <= page.x1 and page.y0 <= box.y0 and box.y1 <= page.y1, text.get_text()
@@ -217,6 +237,81 @@ def test_no_label_collides_or_leaves_the_page(tmp_path, name):
             points = np.column_stack([group.x[axis], group.loss])
             assert any(np.allclose(marks.get_offsets(), points) for marks in panel.collections
                        if np.shape(marks.get_offsets()) == points.shape)
+
+
+@pytest.mark.parametrize("build", [cloud, over_and_under])
+def test_a_ratio_stands_at_its_line_and_hides_nothing(tmp_path, build):
+    groups, *rest = build(tmp_path)
+    figure = draw(groups, *rest)
+    panel, (group,) = figure.axes[2], groups
+    low, high = curves.span(groups, "N")
+    grid = np.geomspace(low / 1.6, high, 2000)
+    lines = {f"{line[-1]:.{0 if line[-1] >= 10 else 2}{'f' if line[-1] >= 10 else 'g'}}×": panel.transData.transform(
+        np.column_stack([line[0], line[3]])) for line in curves.law_lines(group, "N", grid)}
+    points = panel.transData.transform(np.column_stack([group.x["N"], group.loss]))
+    assert {text.get_text() for text in panel.texts} == set(lines) and len(lines) > 2
+    for text in panel.texts:
+        box = text.get_window_extent(figure.canvas.renderer)
+        for name, path in lines.items():
+            away = np.hypot(*np.maximum(0, np.maximum([box.x0, box.y0] - path, path - [box.x1, box.y1])).T).min()
+            assert away < 8 if name == text.get_text() else away > 0.5, (text.get_text(), name, away)
+        assert not ((points > [box.x0 - 1, box.y0 - 1]) & (points < [box.x1 + 1, box.y1 + 1])).all(axis=1).any()
+
+
+@pytest.fixture(scope="module")
+def many_runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many")
+    write_branches(folder, seeds=(1, 2, 3, 4), steps=60)
+    return study(folder)
+
+
+def test_many_runs_leave_both_precisions_visible(many_runs):
+    figure = draw(*many_runs)
+    check_page(figure)
+    for panel in figure.axes[:6]:
+        below, above = [marks for marks in panel.collections if len(marks.get_offsets()) == 64]
+        assert below.get_sizes()[0] > 2 * above.get_sizes()[0] and above.get_alpha() == 1
+        assert np.allclose(below.get_facecolors()[:, :3], 1) and not np.allclose(above.get_facecolors()[:, :3], 1)
+
+
+@pytest.mark.parametrize(("low", "high", "is_cut"), [(0.985, 1.02, False), (0.3, 4.0, True)])
+def test_a_prediction_has_its_tick_and_squeezes_nothing(branches, branch_figure, low, high, is_cut):
+    groups, *rest = branches
+    said = [group.held_out[0].prediction.loss for group in groups]
+    held = [replace(group, held_out=(SimpleNamespace(**vars(group.held_out[0]) | {
+        "loss": 1.001 * loss, "prediction": SimpleNamespace(loss=loss, low=low * loss, high=high * loss)}),))
+        for group, loss in zip(groups, said, strict=True)]
+    figure = draw(held, *rest)
+    check_page(figure)
+    assert "its prediction, 95 %" in [text.get_text() for text in figure.legends[0].get_texts()]
+    assert ("arrow heads" in words_of(figure)) == is_cut == curves.is_cut(held)
+    for row, column in itertools.product((0, 1), range(3)):
+        panel, usual = figure.axes[3 * row + column], branch_figure.axes[3 * row + column]
+        assert np.ptp(np.log(panel.get_ylim())) < 1.5 * np.ptp(np.log(usual.get_ylim()))
+        ticks = [line for line in panel.lines if line.get_marker() == "_" and line.get_markersize() > 14]
+        for tick, (_, x, middle, *_) in zip(ticks, curves.predictions(held, "CDN"[column], bool(row)), strict=True):
+            assert np.allclose(tick.get_xydata(), [(x, middle)])
+        stars = [line for line in panel.lines if line.get_marker() == "*"]
+        assert min(star.get_zorder() for star in stars) > max(artist.get_zorder() for artist in panel.collections)
+        assert min(star.get_markersize() for star in stars) > 8 and len(stars) == len(ticks) == 2
+        heads = [line for line in panel.lines if line.get_marker() in (CARETDOWN, CARETUP)]
+        assert len(heads) == (4 if row == 0 else 2 + 2 * (high > 3)) * is_cut
+        bottom, top = panel.get_ylim()
+        assert all(bottom <= line.get_ydata()[0] <= top for line in [*heads, *ticks])
+
+
+def test_no_size_is_written_across_a_prediction(branches):
+    groups, *rest = branches
+    C = 1.35 * groups[0].x["C"].max()       # the held-out run ends just beyond the largest
+    held = [replace(group, held_out=tuple(SimpleNamespace(**vars(one) | {"C": C, "prediction": SimpleNamespace(
+        loss=2.55, low=2.3, high=3.2)}) for one in group.held_out)) for group in groups]
+    figure = draw(held, *rest)
+    check_page(figure)
+    panel = figure.axes[0]
+    (x, low), (_, high) = panel.transData.transform([(C, 2.3), (C, 3.2)])
+    for text in panel.texts:
+        box = text.get_window_extent(figure.canvas.renderer)
+        assert box.x1 < x - 1 or box.x0 > x + 1 or box.y0 > high or box.y1 < low, text.get_text()
 
 
 def test_branches_fill_all_three_rows(branch_figure):
@@ -399,6 +494,31 @@ def test_caption_of_a_table(tmp_path):
     assert "L = " in text and "N^−0." in text
 
 
+def test_a_reason_names_its_precision_unless_all_share_it(tmp_path):
+    groups, *rest = study_of_two = ladder(tmp_path)
+    assert words(*study_of_two).count("is not identified") == 1 and "BF16: L(N, D)" not in words(*study_of_two)
+    apart = [replace(group, headline="power_c", headline_reason=f"L(N, D) is not identified ({why}): power law in C instead")
+             for group, why in zip(groups, ("E runs to zero", "alpha is not"), strict=True)]
+    text = words(apart, *rest)
+    assert "BF16: L(N, D) is not identified (E runs to zero)" in text
+    assert "FP8 tensorwise: L(N, D) is not identified (alpha is not)" in text
+    alone = [apart[0], replace(groups[1], headline="ray")]
+    assert "BF16: L(N, D) is not identified" in words(alone, *rest)
+
+
+def test_caption_says_how_intervals_and_frontier_are_made(branches):
+    groups, *rest = branches
+    assert "(on C = 6 N D, drawn at the runs' own FLOPs)" in words(groups, *rest) and "bootstrap" not in words(groups, *rest)
+    law = replace(groups[0].laws["chinchilla"], interval="bootstrap")
+    group = replace(groups[0], laws=groups[0].laws | {"chinchilla": law})
+    assert "In brackets: percentiles of a bootstrap; drawn bands: from its covariance." in words([group], *rest)
+
+
+def test_the_command_answers_and_refuses(capsys):
+    assert main(["--help"]) == 0 and "--fp8" in capsys.readouterr().out
+    assert main([]) == 2 and "no run given" in capsys.readouterr().err
+
+
 def test_human():
     assert [human(n) for n in (950, 38_912, 999_900, 124_400_000, 1_540_000_000, 2e12)] == [
         "950", "38.9k", "1M", "124M", "1.54B", "2T"]
@@ -427,15 +547,18 @@ def test_few_values_are_kept_and_many_are_rounded():
     assert curves._few(np.array([7.0])) == [7.0]
 
 
-@pytest.mark.parametrize(("low", "high"), [(1.6, 2.4), (2.31, 2.36), (1.0, 11.0), (0.9, 1.3), (1e-3, 2e-3), (900.0, 2500.0)])
+@pytest.mark.parametrize(("low", "high"), [(1.6, 2.4), (2.31, 2.36), (1.0, 11.0), (0.9, 1.3), (1e-3, 2e-3), (900.0, 2500.0),
+                                           (3e9, 9e9), (1.01e12, 1.02e12), (4e300, 9e300), (2e-12, 3e-12)])
 def test_loss_axis_has_round_labels(low, high):
     from matplotlib.figure import Figure
     axis = Figure().subplots().yaxis
     _value_ticks(axis, low, high)
     ticks, labels = axis.get_major_locator()(), axis.get_major_formatter().seq
     assert 2 <= len(ticks) <= 7 and len(set(labels)) == len(labels)
-    assert np.allclose([float(label) for label in labels], ticks, rtol=1e-9, atol=0)
-    assert ticks[0] >= low - 1e-9 and ticks[-1] <= high + 1e-9
+    digits = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+    read = [float(label.replace("·10", "e").translate(digits)) for label in labels]
+    assert np.allclose(read, ticks, rtol=1e-9, atol=0) and max(map(len, labels)) < 12
+    assert ticks[0] >= low * (1 - 1e-9) and ticks[-1] <= high * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(("low", "high"), [(1e17, 1e21), (3e11, 4e13), (2e4, 5e5), (1.5e7, 2.1e7), (1e18, 1e30)])

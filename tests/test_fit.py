@@ -422,3 +422,51 @@ def test_the_script_turns_blas_threads_off():
     assert "drop-highest" in done.stdout and "seed-sd" in done.stdout
     text = Path(cli.__file__).read_text()
     assert text.index("OPENBLAS_NUM_THREADS") < text.index("from scaling import")
+
+
+def test_every_convention_counts_trajectories_and_says_where_compute_goes(study):
+    """params_matmul equals params_total in these runs: the same points, so the same interval; a depends on what C counts."""
+    group = strict(study[0] / "law" / "law.json")["groups"]["bf16"]
+    total, matmul = (group["by_convention"][name] for name in ("params_total", "params_matmul"))
+    assert matmul["se"] == pytest.approx(total["se"], rel=1e-9) and matmul["interval"] == total["interval"] == "cluster"
+    shares = group["allocation"]
+    assert shares["flops_per_token_6n_total"] == pytest.approx(total["a"], rel=1e-6)
+    # Numerically: the size of lowest loss at two budgets of what the runs' own FLOPs count.
+    runs = [one for one in strict(study[0] / "law" / "law.json")["inputs"] if one["recipe"] == "bf16"]
+    k, height = np.polyfit(np.log([one["N"] for one in runs]), np.log([one["C"] / one["D"] for one in runs]), 1)
+    N = np.geomspace(1e4, 1e8, 200_001)
+    best = [N[np.argmin(total["A"] * N ** -total["alpha"] + total["B"] * (C / (np.exp(height) * N**k)) ** -total["beta"])]
+            for C in (1e13, 1e14)]
+    assert shares["flops_per_token"] == pytest.approx(np.log10(best[1] / best[0]), abs=1e-4)
+    assert shares["flops_per_token"] != pytest.approx(total["a"], abs=1e-3)
+
+
+def test_chinchillas_law_comes_with_the_doubt_in_its_form(study):
+    folder, result = study
+    doubt = strict(folder / "law" / "law.json")["groups"]["bf16"]["form_doubt"]
+    assert doubt["low"] < doubt["high"] and "ray gamma=0.16" in doubt["forms"] and "chinchilla" in doubt["forms"]
+    assert "doubt in the form (" in result.stdout
+
+
+def test_laws_do_without_the_losses_of_single_sequences(tmp_path, capsys, no_figure):
+    write_ladder(tmp_path / "out")
+    (tmp_path / "out" / "a_fp8" / "val_losses.npz").unlink()
+    assert cli.main([str(tmp_path / "out")]) == 0
+    assert "no paired gap: " in capsys.readouterr().out and strict(tmp_path / "out" / "law" / "law.json")["pairs"] == []
+
+
+def test_a_table_that_carries_no_law_is_refused(tmp_path, capsys):
+    write_points(tmp_path / "one.csv", [1e8], [2e9], [3.0])
+    arguments = ["--points", str(tmp_path / "one.csv"), "--n", "Model Size", "--d", "tokens", "--loss", "val", "--out",
+                 str(tmp_path / "law")]
+    assert cli.main(arguments) == 2 and "1 point carry no law" in capsys.readouterr().err
+    arguments[5] = "Model Size"
+    assert cli.main(arguments) == 2 and "given for two things" in capsys.readouterr().err and not (tmp_path / "law").exists()
+
+
+def test_a_loss_that_does_not_fall_is_no_power_law():
+    rng = np.random.default_rng(2)
+    N = np.geomspace(1e7, 1e9, 30)
+    for loss in (np.full(30, 3.0), 3 * np.exp(rng.normal(0, 0.01, 30)), 3 * (N / 1e8) ** 0.05):
+        group = fit_points(Points(N, 20 * N, 120 * N**2, loss, np.arange(30)), "flat")
+        assert not any(group.laws[form].identified for form in ("power_n", "power_d", "power_c", "ray", "chinchilla"))

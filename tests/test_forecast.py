@@ -21,14 +21,16 @@ GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 OLMO_LIKE = SimpleNamespace(loss=lambda N, D: 1.15 + 57.0 * N**-0.232 + 32.9 * D**-0.1548)
 
 
-def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None):
-    """A ladder with seed noise in each run and, per size, a loss that is off as a badly tuned size's is."""
-    N = np.repeat(np.array(sizes, dtype=float), len(ratios))
-    D = N * np.tile(ratios, len(sizes))
-    loss = truth.loss(N, D)
+def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None, seeds=1, trunk=None):
+    """A ladder with noise in each run and, per size, a loss that is off as a badly tuned size's is. trunk: noise that the
+    runs of one size and seed share, as branches of one run do; they are one trajectory then."""
+    N = np.repeat(np.array(sizes, dtype=float), len(ratios) * seeds)
+    D = N * np.tile(ratios, len(sizes) * seeds)
+    loss, label = truth.loss(N, D), np.repeat(np.arange(len(sizes) * seeds), len(ratios))
     if rng is not None:
-        loss = loss * np.exp(noise * rng.normal(size=len(N)) + tuning * np.repeat(rng.normal(size=len(sizes)), len(ratios)))
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
+        loss = loss * np.exp(noise * rng.normal(size=len(N)) + (trunk or 0) * rng.normal(size=len(sizes) * seeds)[label]
+                             + tuning * np.repeat(rng.normal(size=len(sizes)), len(ratios) * seeds))
+    return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if trunk is None else label)
 
 
 def at(N, D):
@@ -87,14 +89,38 @@ def test_power_and_ray_laws_take_the_targets_ratio_alone():
 
 
 def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_misses_them():
-    said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=1e-3, rng=np.random.default_rng(0)), at(*TARGET))
+    seven = (20e6, 34e6, 53e6, 90e6, 124e6, 257e6, 360e6)
+    said = forecast(points_of(EPOCH, (5, 10, 20, 40), sizes=seven, noise=3e-4, rng=np.random.default_rng(0)), at(*TARGET))
     assert said["headline"] == "chinchilla" and said["loss"] == pytest.approx(EPOCH.loss(*TARGET), rel=0.01)
     refuted = {one["form"]: one["reason"] for one in said["forms_left_out"]}
     assert "the points refute it" in refuted["power_c"] and "power_c" not in forms(said)
     assert said["parts"]["all_forms"][0] < said["low"] and said["high"] - said["low"] < 0.15
-    # Three sizes fix E, A and alpha: there nothing may be refuted.
-    three = forecast(points_of(EPOCH, (5, 10, 20, 40), sizes=SMALL[:3], noise=1e-3, rng=np.random.default_rng(0)), at(*TARGET))
-    assert "power_c" in forms(three)
+    # Few sizes fix E, A and alpha with nothing to spare, however many runs each has: there nothing may be refuted.
+    for sizes, seeds in ((SMALL[:3], 1), (SMALL, 1), (SMALL, 3)):
+        few = points_of(EPOCH, (5, 10, 20, 40), sizes=sizes, noise=1e-3, rng=np.random.default_rng(0), seeds=seeds)
+        assert "power_c" in forms(forecast(few, at(*TARGET)))
+
+
+def test_a_headline_of_chinchillas_law_counts_trajectories():
+    """Branches that share their trunk's luck: the law answers with the interval of its trajectories, or not at all."""
+    rng, hits, answered = np.random.default_rng(3), [], 0
+    for _ in range(40):
+        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), at(*TARGET))
+        if said["headline"] == "chinchilla":
+            answered += 1
+            low, high = said["parts"]["headline_interval"]
+            hits.append(low <= EPOCH.loss(*TARGET) * math.exp(1e-3 * rng.normal()) <= high)
+    assert answered >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_interval_covers_where_sizes_are_badly_tuned(seeds):
+    """0.4 % per size, shared by all its runs, the new one's included: seeds and branches agree, and agree wrongly."""
+    rng, hits = np.random.default_rng(11), []
+    for _ in range(30):
+        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=3e-4, trunk=1e-3, tuning=4e-3, seeds=seeds, rng=rng), at(*TARGET))
+        hits.append(said["low"] <= EPOCH.loss(*TARGET) * math.exp(4e-3 * rng.normal()) <= said["high"])
+    assert np.mean(hits) >= 0.9
 
 
 def test_noise_beyond_all_numbers_is_no_interval():

@@ -10,7 +10,7 @@ from scipy.stats import t as student
 
 from scaling.equivalence import Margin
 from scaling.figures import render
-from scaling.gap_figure import draw_pair, draw_precision
+from scaling.gap_figure import ASIDE, STYLES, draw_pair, draw_precision
 from scaling.precision import analyse, pairs
 from scaling.published import kumar_gap, sun_gap
 from scaling.records import read_runs
@@ -90,9 +90,12 @@ def test_null_band_and_margin_are_where_they_belong(folder):
 def test_a_null_band_far_beyond_the_gaps_does_not_flatten_them(tmp_path):
     result = analysed(write_pairs(tmp_path, 40_000, [0.0010, 0.0012]), margin=None)
     left = draw_precision(result).axes[0]
-    band = next(patch for patch in left.patches if patch.get_label().startswith("null"))
-    assert "beyond the axis" in band.get_label() and band.get_height() > 2 * left.get_ylim()[1]
     assert left.get_ylim()[1] < 0.1
+    assert {patch.get_facecolor()[:3] for patch in left.patches} == {matplotlib.colors.to_rgb(STYLES[0][0])}    # no grey panel
+    figure = draw_precision(result)
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert f"null, ±{result['null']['pooled']['band']:.2g} % (beyond the axis)" in names
+    assert "Not drawn, beyond the axis: null, 95 %" in texts(figure) and "Grey" not in texts(figure)
 
 
 def test_published_laws_are_drawn_as_published_and_dotted_outside_their_range(folder):
@@ -141,6 +144,10 @@ def test_nothing_overlaps(folder, tmp_path):
     figure = draw_precision(branches)
     assert overlapping(figure) == [] and "more tokens per parameter" in texts(figure)
     assert len({x for x, *_ in bars(figure.axes[0], "FP8 tensorwise")}) == 20
+    N = np.array(sorted({row["params_total"] for row in branches["sizes"]}))
+    beside = [line.get_xdata()[0] for line in figure.axes[1].lines if line.get_marker() == "s"]
+    assert len(set(beside)) == 20 and all(abs(np.log(x / N)).min() <= np.log1p(ASIDE) for x in beside)
+    assert "points within 5 % of it" in texts(figure)
 
 
 def test_the_same_bytes_each_time(folder):

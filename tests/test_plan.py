@@ -1,4 +1,4 @@
-"""The planner: optimum against closed forms and brute force, break-even gaps against published numbers, advice by hand."""
+"""The planner's command: its inputs, its advice by hand, its sentences."""
 
 import json
 import re
@@ -10,67 +10,14 @@ import pytest
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
 from scaling import plan
-from scaling.budget import Size, break_even, optimum, read_gap, read_law, tokens
-from scaling.chinchilla import fit_chinchilla
-from scaling.design import PRIOR_SD, Candidate, bound, gradient, rank
-from scaling.published import EPOCH, HOFFMANN
-from scaling.records import RecordError
+from scaling.budget import read_gap, read_law, tokens
+from scaling.design import RHO
+from scaling.published import EPOCH
+from scaling.study import expand, load_study
 from tests.conftest import ROOT
+from tests.plan_cases import BUDGET, correlated, write_law
 from tests.scaling_runs import write_run
 from train import plan as train_plan
-
-BUDGET = ["gpus=8", "hours=24", "gpu=h100"]
-PLAIN = [Size(str(N), int(N), 6 * N, 0.5, 1.25) for N in (1e8, 1e9, 1e10)]      # 6 N a token, one speed for all sizes
-
-
-def ladder(sizes, ratios):
-    N = np.repeat(np.array(sizes, dtype=float), len(ratios))
-    return N, N * np.tile(ratios, len(sizes))
-
-
-# ---------------------------------------------------------------------------------------------------------- the optimum
-
-
-@pytest.mark.parametrize("law", [EPOCH, HOFFMANN], ids=lambda law: law.name)
-@pytest.mark.parametrize("flops", [1e19, 1e21, 1e23])
-def test_the_optimum_is_chinchillas_where_a_token_costs_6n(law, flops):
-    N, D = optimum(law, PLAIN, flops, in_fp8=False)
-    a = law.beta / (law.alpha + law.beta)           # Hoffmann et al. 2022, section 3.3
-    G = (law.alpha * law.A / (law.beta * law.B)) ** (1 / (law.alpha + law.beta))
-    assert pytest.approx(G * (0.5 * flops / 6) ** a, rel=1e-4) == N
-    assert pytest.approx(0.5 * flops / (6 * N), rel=1e-6) == D
-
-
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes(in_fp8):
-    sizes, _ = plan.read_sizes(plan._parse(BUDGET))
-    flops = 8 * 989.4e12 * 24 * 3600
-    N, D = optimum(EPOCH, sizes, flops, in_fp8)
-    grid = np.exp(np.linspace(np.log(1e8), np.log(2e10), 200_001))
-    losses = EPOCH.loss(grid, tokens(grid, sizes, flops, in_fp8))
-    assert EPOCH.loss(N, D) <= losses.min() + 1e-9
-    assert pytest.approx(grid[losses.argmin()], rel=1e-3) == N
-
-
-def test_fp8_is_a_larger_budget_where_its_speedup_is_the_same_for_all_sizes():
-    assert optimum(EPOCH, PLAIN, 1e21, in_fp8=True) == pytest.approx(optimum(EPOCH, PLAIN, 1.25e21, in_fp8=False), rel=1e-6)
-
-
-def test_tokens_at_a_size_are_flops_over_its_own_count():
-    sizes = [Size("a", 10**8, 8.5e8, 0.3, 1.1), Size("b", 10**9, 7e9, 0.5, 1.3)]
-    assert tokens(1e8, sizes, 1e20, False) == pytest.approx(1e20 * 0.3 / 8.5e8)
-    assert tokens(1e9, sizes, 1e20, True) == pytest.approx(1e20 * 0.5 * 1.3 / 7e9)
-    assert tokens(8e9, sizes, 1e20, False) == pytest.approx(1e20 * 0.5 / (8e9 * 6.5))       # attention 1 -> 1 / 8^(1/3)
-
-
-@pytest.mark.parametrize("speedup, gap", [(1.10, 0.43), (1.17, 0.70), (1.28, 1.09)])
-def test_break_even_gaps_at_the_target(speedup, gap):
-    N = 1_541_785_600
-    found = break_even(EPOCH, N, 20 * N, speedup)
-    assert round(100 * found, 2) == gap
-    # the other way round: at that gap, FP8 needs all of its extra tokens to make it up
-    nats = found * EPOCH.loss(N, 20 * N * speedup)
-    assert EPOCH.extra_tokens(nats, 20 * N) == pytest.approx(speedup, rel=1e-6)
 
 
 def test_the_bound_on_the_speedup_is_train_pys(capsys):
@@ -84,84 +31,8 @@ def test_the_bound_on_the_speedup_is_train_pys(capsys):
         assert steps / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
 
 
-# ------------------------------------------------------------------------------------------------------------ the design
-
-
-@pytest.mark.parametrize("sizes, ratios, alpha, beta, a, prediction", [
-    ((125e6, 250e6, 350e6), (10, 20), .120, .033, .096, 1.24),
-    ((125e6, 250e6, 350e6), (5, 10, 20), .097, .013, .072, 1.04),
-    ((125e6, 250e6, 350e6), (5, 10, 20, 40), .081, .008, .059, .88),
-    ((60e6, 125e6, 250e6, 350e6), (5, 10, 20, 40), .022, .005, .017, .33),
-    ((125e6, 250e6, 350e6, 1.5e9), (5, 10, 20), .018, .008, .017, .08),
-])
-def test_cramer_rao_bounds_as_computed_elsewhere(sizes, ratios, alpha, beta, a, prediction):
-    found = bound(EPOCH, *ladder(sizes, ratios), (1.5e9, 30e9))
-    for mine, theirs, rounding in ((found.alpha, alpha, 6e-4), (found.beta, beta, 1e-3), (found.a, a, 6e-4),
-                                   (100 * found.prediction, prediction, 6e-3)):
-        assert mine == pytest.approx(theirs, abs=rounding)
-
-
-def test_one_ray_identifies_nothing():
-    assert bound(EPOCH, *ladder((60e6, 125e6, 250e6, 350e6, 1e9), (20,)), (1.5e9, 30e9)) is None
-    assert bound(EPOCH, [], [], (1.5e9, 30e9)) is None
-
-
-def test_the_gradient_is_that_of_the_law():
-    """Central differences of ln L in each parameter, the factors' held at the target."""
-    N, D, target, h = *ladder((6e7, 3.5e8), (5, 40)), (1.5e9, 3e10), 1e-6
-    for i, name in enumerate(("E", "A", "B", "alpha", "beta")):
-        def moved(step, name=name):
-            law = replace(EPOCH, **{name: getattr(EPOCH, name) * np.exp(step) if name in "EAB" else getattr(EPOCH, name) + step})
-            if name == "alpha":
-                law = replace(law, A=law.A * target[0]**step)
-            if name == "beta":
-                law = replace(law, B=law.B * target[1]**step)
-            return np.log(law.loss(N, D))
-        assert gradient(EPOCH, N, D, target)[:, i] == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-6, abs=1e-9)
-
-
-def test_the_bound_is_the_spread_of_real_fits():
-    """Fits of noisy ladders scatter as the bound says (Huber's loss costs a little more than least squares)."""
-    N, D = ladder((50e6, 125e6, 350e6, 1e9), (5, 20, 80))
-    target, rng = (3e9, 6e10), np.random.default_rng(0)
-    found = [float(np.log(fit_chinchilla(N, D, EPOCH.loss(N, D) * np.exp(rng.normal(0, 1e-3, len(N)))).predict(*target)))
-             for _ in range(40)]
-    assert 0.7 < np.std(found) / bound(EPOCH, N, D, target).prediction < 1.6
-
-
-def test_ranking_is_by_brute_force_and_the_prior_only_where_needed():
-    done, target = ladder((60e6, 125e6, 250e6), (5, 10, 20)), (1.5e9, 30e9)
-    candidates = [Candidate(f"{N:g} {ratio}", N, N * ratio, 6 * N * N * ratio) for N in (60e6, 350e6) for ratio in (20, 40)]
-    now, prior, ranked = rank(EPOCH, *done, candidates, target)
-    assert not prior and now == bound(EPOCH, *done, target)
-    by_hand = {one.name: bound(EPOCH, np.append(done[0], one.N), np.append(done[1], one.D), target).prediction
-               for one in candidates}
-    assert [one.name for one, _ in ranked] == sorted(by_hand, key=by_hand.get) and ranked[0][0].N == 350e6
-    for one, after in ranked:
-        assert after.prediction == pytest.approx(by_hand[one.name], rel=1e-6)
-        assert after.prediction <= now.prediction
-    empty, prior, _ = rank(EPOCH, [], [], candidates, target)
-    weights = np.array([EPOCH.E, EPOCH.A * target[0]**-EPOCH.alpha, EPOCH.B * target[1]**-EPOCH.beta]) / EPOCH.loss(*target)
-    assert prior and empty.prediction == pytest.approx(np.linalg.norm(weights * PRIOR_SD[:3]))
-
-
-# ------------------------------------------------------------------------------------------------------------ the inputs
-
-
-def write_law(folder, identified=True, runs=True, **changes):
-    N, D = ladder((50e6, 125e6, 250e6, 350e6), (5, 10, 20, 40))
-    loss = EPOCH.loss(N, D) * np.exp(np.random.default_rng(1).normal(0, 5e-4, len(N)))
-    said = {"identified": identified, "reason": None if identified else "all points lie on one ray", "n": len(N),
-            **{key: getattr(EPOCH, key) for key in ("E", "A", "B", "alpha", "beta")}}
-    inputs = [{"recipe": "bf16", "N": n, "D": d, "loss": one} for n, d, one in zip(N, D, loss, strict=True)]
-    content = {"groups": {"bf16": {"laws": {"chinchilla": said}}}, "inputs": inputs} if runs else {"laws": {"chinchilla": said}}
-    path = folder / "law.json"
-    path.write_text(json.dumps(content | changes))
-    return path
-
-
-def output(capsys, *arguments, code=0):
-    assert plan.main([*BUDGET, *map(str, arguments)]) == code
+def output(capsys, *arguments, budget=BUDGET, code=0):
+    assert plan.main([*budget, *map(str, arguments)]) == code
     out, err = capsys.readouterr()
     return err if code else out
 
@@ -169,15 +40,68 @@ def output(capsys, *arguments, code=0):
 def test_own_law_brings_an_interval_and_knows_what_is_done(tmp_path, capsys):
     law = read_law(str(write_law(tmp_path)))
     loss, low, high = law.fit.interval_at(1.5e9, 30e9, new_run=True)
-    assert low < EPOCH.loss(1.5e9, 30e9) < high and law.largest == pytest.approx(6 * 350e6**2 * 40)
+    assert low < EPOCH.loss(1.5e9, 30e9) < high and law.compute[1] == pytest.approx(6 * 350e6**2 * 40)
     out = output(capsys, f"law={tmp_path / 'law.json'}")
-    assert "16 runs in bf16" in out and re.search(r"BF16 .*2\.4\d+ \(2\.\d+ to 2\.\d+\)", out) and "16 BF16 runs done" in out
+    assert "16 runs of 16 trajectories in bf16" in out and "16 runs done" in out
+    assert re.search(r"BF16 .*2\.4\d+ \(2\.\d+ to 2\.\d+\)", out)
     assert "a wide prior" not in out and "gpt125m at 20 " not in out and "gpt760m at 20" in out
 
 
-def test_a_table_of_points_brings_no_interval(tmp_path):
-    law = read_law(str(write_law(tmp_path, runs=False)))
-    assert law.fit is None and law.surface.alpha == EPOCH.alpha and "no interval" in law.note
+def test_branches_of_few_trunks_widen_the_interval_or_leave_none(tmp_path, capsys):
+    alone = read_law(str(write_law(tmp_path))).fit.interval_at(1.5e9, 30e9)
+    law = read_law(str(write_law(tmp_path, trunks=[f"trunk{i // 2}" for i in range(16)])))
+    assert law.fit.interval == "cluster" and "16 runs of 8 trajectories" in law.note
+    clustered = law.fit.interval_at(1.5e9, 30e9)
+    assert clustered[2] - clustered[1] != pytest.approx(alone[2] - alone[1], rel=1e-3)
+    law = read_law(str(write_law(tmp_path, trunks=[f"trunk{i // 8}" for i in range(16)])))
+    assert law.fit is None and "no interval, because the law rests on single trajectories" in law.note
+    out = output(capsys, f"law={tmp_path / 'law.json'}")
+    assert re.search(r"BF16 .*2\.4\d+(   |$)", out, re.M) and " to 2." not in out and "no interval, because" in out
+
+
+def test_a_law_that_does_not_reach_is_marked(tmp_path, capsys):
+    out = output(capsys)
+    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  gpt") and "%" in line}
+    assert re.search(r"extrapolation: 17,222 tokens per parameter, the law's points have 0\.456 to 341$", rows["gpt50m"])
+    assert "extrapolation" not in rows["gpt350m"] + rows["gpt1p5b"] and "beyond the sizes that speed is known for" in out
+    out = output(capsys, f"law={write_law(tmp_path, sizes=(1e6, 2e6, 4e6, 8e6))}")
+    assert re.search(r"gpt1p5b .*extrapolation: [\d.e+]+ times the law's largest compute", out)
+    law = read_law(str(tmp_path / "law.json"))
+    largest = 6 * 8e6**2 * 40
+    assert law.beyond(8e6, 40 * 8e6) == "" and law.beyond(8e7, 10 * 3.2e7) == "10 times the law's largest compute"
+    assert law.beyond(8e7, 99 * 3.2e7).startswith("99 times")
+    assert law.beyond(101 * largest / 6 / 2e9, 2e9).startswith("extrapolation: 101 times")
+    assert law.beyond(1e6, 121e6).startswith("extrapolation: 121 tokens per parameter") and law.beyond(1e6, 119e6) == ""
+    assert law.beyond(1e4, 1e5).startswith("extrapolation: 0.0002 of the law's smallest compute")
+
+
+def test_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
+    """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is FP8's gap there."""
+    law = write_law(tmp_path, identified=False, sizes=(33e3, 74e3, 131e3, 200e3))
+    measured = {"mean": 0.3, "low": 0.1, "high": 0.5}
+    precision = {"common": {"tensorwise": {"bf16": measured}}, "sizes": [
+        {"recipe": "tensorwise", "params_total": N} for N in (33_000, 131_000)] + [{"recipe": "rowwise", "params_total": 10**9}]}
+    (tmp_path / "precision.json").write_text(json.dumps(precision))
+    out = output(capsys, f"law={law}")
+    assert "16 of the 16 runs done are left out, at 33k to 200k parameters" in out and "after 0 runs done" in out
+    assert "at 33k to 131k parameters alone" in out and "FP8's losses count none" in out
+
+    def losses(text):
+        return re.findall(r"  gpt1p5b .*", text)[0]
+    without = output(capsys)
+    assert losses(out) == losses(without)
+    advice = out[out.index("which extra run"):].splitlines()
+    assert advice[3:] == without[without.index("which extra run"):].splitlines()[2:]
+    changed = {key: 2 * getattr(EPOCH, key) for key in ("E", "A", "B")} | {"alpha": 0.5, "beta": 0.5, "identified": True, "n": 16}
+    small = write_law(tmp_path, sizes=(33e3, 74e3, 131e3, 200e3), groups={"bf16": {"laws": {"chinchilla": changed}}})
+    own = output(capsys, f"law={small}")        # a law of such runs alone does not judge the design either
+    assert own[own.index("which extra run"):].splitlines()[3:] == advice[3:] and "so Epoch's law judges" in own
+    precision["sizes"].append({"recipe": "tensorwise", "params_total": 123_587_328})
+    (tmp_path / "precision.json").write_text(json.dumps(precision))
+    assert "+0.300 % for tensorwise" in output(capsys, f"law={law}")
+    # runs at a size that counts stay beside the others
+    out = output(capsys, f"law={write_law(tmp_path, sizes=(33e3, 50e6, 125e6, 7e9))}")
+    assert "8 of the 16 runs done are left out, at 33k to 7B parameters" in out and "after 8 runs done" in out
 
 
 def test_an_unidentified_law_falls_back_and_says_so(tmp_path, capsys):
@@ -190,7 +114,8 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
     law = write_law(tmp_path)
     assert read_gap(str(law), "tensorwise", 0.5)[0] == (0.005,) * 3
     assert read_gap(str(law), "tensorwise")[0] == (0, 0, 0) and "not measured" in read_gap(str(law), "tensorwise")[1]
-    (tmp_path / "precision.json").write_text(json.dumps({"common": {
+    sizes = [{"recipe": recipe, "params_total": 10**8} for recipe in ("tensorwise", "rowwise")]
+    (tmp_path / "precision.json").write_text(json.dumps({"sizes": sizes, "common": {
         "tensorwise": {"bf16": {"mean": 0.3, "low": 0.1, "high": 0.5}},
         "rowwise": {"bf16": {"mean": 0.2, "low": None, "high": None}}}}))
     assert read_gap(str(law), "tensorwise")[0] == pytest.approx((0.003, 0.001, 0.005))
@@ -230,39 +155,82 @@ def test_a_gpu_without_fp8_gets_bf16_alone(capsys):
     assert "has no FP8 matmuls" in out and "break-even" not in out
 
 
-def test_a_study_gives_the_candidates_branches_at_their_own_cost(capsys):
+STUDY = ROOT / "configs/study_chinchilla.py"
+
+
+def study_rows():
+    return [row for row in expand(load_study(STUDY)) if row.recipe == "bf16" and not row.held_out]
+
+
+def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
     sizes, _ = plan.read_sizes(plan._parse(BUDGET))
-    rows = plan._candidates(sizes, {"study": ROOT / "configs/study_chinchilla.py"}, sizes[-1])
-    assert all(one.N < sizes[-1].N for one in rows) and len({(one.N, one.D) for one in rows}) == len(rows)
-    trunk = next(one for one in rows if one.name.startswith("gpt350m") and "_t40_" in one.name)
-    branch = next(one for one in rows if one.name.startswith("gpt350m") and "_t20_" in one.name)
-    assert branch.name.endswith("(branch)") and branch.flops == pytest.approx(0.2 * trunk.flops / 2, rel=0.01)
+    law, rows = read_law(None), study_rows()
+    found, smallest = plan._candidates(law, sizes, {"study": STUDY}, sizes[-1])
+    trunks = {row.run: row for row in rows if row.parent is None}
+    assert {one.cluster for one in found} == set(trunks) and len(found) == 10 and smallest == sizes[0].N
+    for one in found:
+        assert len(one.D) == 4 and one.name == f"{one.cluster} with 3 branches"
+        assert one.flops == pytest.approx(trunks[one.cluster].flops * (1 + 0.2 * 35 / 40), rel=0.01)
+    # the trunk done with one of its branches: the others alone, at their own cost
+    done = {"gpt350m_bf16_t40_s1337", "gpt350m_bf16_t20_s1337"} | {row.run for row in rows if row.size == "gpt50m"}
+    found, smallest = plan._candidates(replace(law, names=tuple(done)), sizes, {"study": STUDY}, sizes[-1])
+    one = next(one for one in found if one.cluster == "gpt350m_bf16_t40_s1337")
+    assert one.name == "2 branches of gpt350m_bf16_t40_s1337"
+    assert one.flops == pytest.approx(trunks[one.cluster].flops * 0.2 * 15 / 40, rel=0.01)
+    assert len(found) == 7 and smallest == sizes[0].N
+    assert not plan._candidates(replace(law, names=tuple(row.run for row in rows)), sizes, {"study": STUDY}, sizes[-1])[0]
+
+
+def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):
+    rows = [row for row in study_rows() if row.seed == 1337]
+    inputs = [{"recipe": "bf16", "run_id": row.run, "trunk": row.parent or row.run, "N": row.params_total, "D": row.tokens,
+               "loss": EPOCH.loss(row.params_total, row.tokens)} for row in rows if row.run != "gpt250m_bf16_t10_s1337"]
+    out = output(capsys, f"law={write_law(tmp_path, identified=False, inputs=inputs)}", f"study={STUDY}")
+    N, D = (np.array([one[key] for one in inputs], dtype=float) for key in ("N", "D"))
+    target = (1_541_785_600, 20 * 1_541_785_600)
+    now = correlated(EPOCH, N, D, [one["trunk"] for one in inputs], target, RHO)
+    left = next(row for row in rows if row.run == "gpt250m_bf16_t10_s1337")
+    after = correlated(EPOCH, [*N, left.params_total], [*D, left.tokens], [one["trunk"] for one in inputs] + [left.parent],
+                       target, RHO)
+    assert f"{100 * now:.2f} % after 15 runs done; " in out and "7 candidates too, 2 of them further seeds" in out
+    line = re.search(r"  1 branch of gpt250m_bf16_t40_s1337 +(\S+) +(\S+) +(\S+) +(\S+)$", out, re.M)
+    assert float(line[1]) == pytest.approx(100 * after, abs=0.006)
+    assert float(line[2]) == pytest.approx(100 * (after - now), abs=0.0006)
+    assert float(line[3]) == pytest.approx(left.own_flops / (989.4e12 * ASSUMED_MFU * 3600), abs=0.051)
+
+
+def test_columns_have_headings_and_the_winners_are_among_the_rows(capsys):
+    out = output(capsys)
+    table = out[out.index("which extra run"):].splitlines()
+    head = next(i for i, line in enumerate(table) if line.endswith("points per GPU-hour"))
+    assert table[head].split("  ")[1] == "run"
+    assert all(text in table[head] for text in ("standard error after [%]", "change [points]", "GPU-hours"))
+    rows = [re.split(r" {2,}", line.strip()) for line in table[head + 1:-2]]
+    assert len(rows) in (plan.SHOWN, plan.SHOWN + 1) and {len(row) for row in rows} == {5}
+    for _, _, change, hours, rate in rows:
+        assert float(rate) == pytest.approx(float(change) / float(hours), rel=0.5 if float(hours) < 1 else 0.05)
+    most, hourly = re.search(r"most in all: (.*); most per GPU-hour: (.*)$", table[-1]).groups()
+    assert rows[0][0] == most == min(rows, key=lambda row: float(row[1]))[0]
+    assert hourly == min(rows, key=lambda row: float(row[4]))[0]
+    assert "points" in plan.__doc__
 
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["hours=0"], "hours=0 must be above 0"), (["hours=nan"], "must be a number"), (["gpus=1.5"], "whole number"),
     (["gpus=0"], "at least 1"),
     (["gpu=h10"], "not in runtime/metrics.py"), (["hors=3"], "did you mean hours?"), (["--law"], "lacks its value"),
-    (["law=nowhere.json"], "cannot be read"), (["recipe=fp9"], "must be one of tensorwise"), (["gap=700"], "in per cent"),
+    (["law=nowhere.json"], "law=nowhere.json is not there: give the law.json"),
+    (["law=configs"], "law=configs is a folder: give the law.json"),
+    (["--gpu", "a100", "gpu=h100"], "gpu is given twice"), (["--gpus", "--gap", "1"], "gpus lacks its value"),
+    (["hours=1e300"], "must lie between 1e+15 and 1e+32"), (["hours=1e-9"], "must lie between"), (["gpus=1e306"], "must lie"),
+    (["--law", "--gap", "1"], "law lacks its value"), (["law="], "law lacks its value"),
+    (["study=configs/study_demo.py"], "another vocabulary"), (["recipe=fp9"], "must be one of tensorwise"),
+    (["gap=700"], "in per cent"),
     (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
 ])
 def test_mistakes_are_told_in_a_sentence(capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(ROOT)
-    said = output(capsys, *arguments, code=2)
+    key = arguments[0].split("=")[0].removeprefix("--")
+    said = output(capsys, *arguments, budget=[one for one in BUDGET if not one.startswith(key + "=")], code=2)
     assert sentence in said and said.startswith("scaling/plan.py: ") and "Traceback" not in said
     assert plan.main(["gpus=8", "hours=2"]) == 2 and "gpu= is missing" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", ["", "[1]", '{"groups": {"bf16": {}}}', '{"laws": {"chinchilla": {"identified": true, "n": 3}}}',
-                                  '{"groups": [], "inputs": 3}', '{"laws": {"chinchilla": {"identified"'])
-def test_a_damaged_law_is_refused(tmp_path, text):
-    path = tmp_path / "law.json"
-    path.write_text(text)
-    with pytest.raises(RecordError, match="law.json"):
-        read_law(str(path))
-
-
-def test_a_damaged_precision_json_is_refused(tmp_path):
-    (tmp_path / "precision.json").write_text('{"common": {"tensorwise": {"bf16": {}}}}')
-    with pytest.raises(RecordError, match="precision.json"):
-        read_gap(str(tmp_path / "law.json"), "tensorwise")

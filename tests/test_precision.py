@@ -197,6 +197,14 @@ def test_without_a_pair_it_says_so(tmp_path, capsys):
     assert output.startswith("No BF16/FP8 pair") and result["pairs"] == [] and "unpaired bf16_1" in output
     assert row(output, "bf16, two seeds")[3] == "3 runs"
     assert sorted(path.name for path in (tmp_path / "law").iterdir()) == ["precision.json"]
+    assert output.endswith(f"wrote {tmp_path}/law/precision.json\n")
+    for name in ("precision.png", "pair.svg", "figure.png"):
+        (tmp_path / "law" / name).touch()
+    output, result = run(capsys, tmp_path)
+    assert f"removed precision.png, pair.svg of an earlier call from {tmp_path}/law\n" in output
+    assert sorted(path.name for path in (tmp_path / "law").iterdir()) == ["figure.png", "precision.json"]
+    output, result = run(capsys, tmp_path / "bf16_1", f"out={tmp_path}/one")
+    assert "|" not in output and "removed" not in output        # no table without a row
 
 
 def test_several_recipes_are_lines_of_their_own(tmp_path, capsys):
@@ -267,6 +275,9 @@ def test_the_arm_that_is_judged_can_be_chosen(tmp_path, capsys):
     (["{runs}", "--verbose"], "there are out, loss, margin"), (["{runs}", "loss=fp8"], "must be bf16 or as_trained"),
     (["{runs}", "margin=0"], "is no margin"), (["{runs}", "--margin"], "lacks its value"),
     (["{runs}", "out="], "lacks its value"), (["{runs}/bf16_1", "{runs}/tensorwise_1"], "out=DIR is missing"),
+    (["{runs}", "margin=1", "--margin", "2"], "margin is given twice: '1' and '2'"),
+    (["{runs}", "--out", "--loss=bf16"], "--out lacks its value"),
+    (["{runs}", "--margin", "--out", "x"], "--margin lacks its value"),
     (["{runs}/bf16_1"], "out=DIR is missing"), (["out=x"], "no runs given"), (["{runs}", "out={runs}/study.json"], "is a file"),
 ])
 def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
@@ -280,7 +291,7 @@ def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda runs: (runs / "study.json").write_text("{"), "study.json cannot be read"),
-    (lambda runs: (runs / "bf16_2/val_losses.npz").unlink(), "val_losses.npz is missing"),
+    (lambda runs: (runs / "bf16_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
     (lambda runs: (runs / "bf16_2/val_losses.npz").write_bytes(b"PK"), "cannot be read"),
     (lambda runs: (runs / "tensorwise_1/summary.json").write_text("{}"), "schema_version"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),

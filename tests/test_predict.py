@@ -191,8 +191,19 @@ def test_scoring(study, tmp_path):
         assert row["inside"] == (form["low"] <= loss <= form["high"])
 
 
+def test_inside_an_interval_that_holds_everything_is_no_success(study, tmp_path):
+    made = predict.freeze("big", groups_of(study), tmp_path)
+    write_big(study, loss=1.001 * made.loss)
+    for share, is_wide in ((0.09, False), (0.75, True)):
+        ends = {"low": made.loss * (1 - share), "high": made.loss * (1 + share)}
+        made.path.write_text(json.dumps(resigned(made.content | ends)))
+        text = "\n".join(predict.score(tmp_path, read_runs([study])[0]))
+        assert ("which reaches 75% from the predicted loss: so wide that it tests nothing" in text) == is_wide, text
+
+
 @pytest.mark.parametrize("changes, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, "is younger than its run"),
+    ({"t_start": "2020-01-01T00:00:00Z"}, "is younger than its run.*move .*/prediction_big.json away to use the run in fits"),
+    ({"t_end": "2998-12-31T23:59:59Z"}, "began at 2999-01-01T00:00:00Z and ended at 2998-12-31T23:59:59Z: the file was edited"),
     ({"t_start": None}, "no t_start"),
     ({"val_sha256": "w" * 64}, "another validation set"),
     ({"tokenizer_sha256": "w" * 64}, "another tokenizer"),

@@ -130,6 +130,8 @@ def test_interval_of_the_speed_up_uses_students_t_of_the_pairs():
     assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, 6e9), EPOCH.extra_tokens(nats.high, 6e9)]
     low, high = shown["effective_parameters_ci95"]
     assert low < shown["effective_parameters"] < high
+    unknown = costs(EPOCH, 3e8, 6e9, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
+    assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
     one = costs(EPOCH, 3e8, 6e9, estimate([0.004]), 1.2, None, None)
     assert one["speedup"] > 1 and one["speedup_ci95"] == one["extra_tokens_ci95"] == [None, None]
 

@@ -103,7 +103,8 @@ def test_a_trunk_comes_before_its_branches(study):
     ({"sizes": (Size(config="configs/demo_s_bf16.py", seeds=(1, 1)),)}, "each once"),
     ({"tokens_per_param": (5, 0)}, "tokens_per_param=(5, 0): every budget must be a number of tokens per parameter above 0"),
     ({"tokens_per_param": 5}, "must be a tuple"), ({"tokens_per_param": (float("nan"),)}, "above 0"),
-    ({"recipes": ("bf16", "fp4")}, "fp8.recipe='fp4' is not one of"), ({"recipes": "bf16"}, "must be a tuple"),
+    ({"recipes": ("bf16", "fp4")}, "recipes=('bf16', 'fp4'): 'fp4' is none of bf16, auto, tensorwise, "),
+    ({"recipes": ("off",)}, "'off' is none of bf16"), ({"recipes": "bf16"}, "must be a tuple"),
     ({"margin_percent": 0}, "margin_percent=0 must be a number above 0 and below 100"),
     ({"margin_percent": "0.25"}, "margin_percent='0.25' must be"), ({"decay_share": 1.0}, "decay_share=1.0 must be"),
     ({"tokens_per_param": (0.01, 20), "sizes": (Size(config="configs/demo_s_bf16.py"),)},
@@ -116,7 +117,8 @@ def test_an_impossible_study_gets_a_sentence(study, changes, told):
 
 
 @pytest.mark.parametrize("body, told", [
-    ("study = 3", "must bind study = Study(...), but study is int"), ("x = 1", "but study is NoneType"),
+    ("study = 3", "must bind study = Study(...), but study is int"), ("x = 1", "but it binds no study"),
+    ("config = 1", "but it binds no study: it is a config, which train.py trains"), ("study = None", "but study is NoneType"),
     ("1 / 0", "could not be run: ZeroDivisionError"),
     ("from scaling.study import Study\nstudy = Study(name='x', sizes=())", "could not be run: TypeError"),
 ])
@@ -128,6 +130,8 @@ def test_a_file_that_binds_no_study_gets_a_sentence(tmp_path, body, told):
     assert told in str(error.value)
     with pytest.raises(ConfigError, match="did you mean .*study_x.py"):
         load_study(tmp_path / "study_y.py")
+    with pytest.raises(ConfigError, match=f"there is no study file nowhere/study_y.py in {Path.cwd()}$"):
+        load_study("nowhere/study_y.py")
 
 
 def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):

@@ -14,7 +14,8 @@ import torch
 
 import train
 from runtime.metrics import read_rows
-from scaling import sweep
+from scaling import command, sweep
+from scaling.frozen import digest
 from scaling.grid import ENDED, state_of, table
 from scaling.study import expand
 from tests.conftest import ROOT, write_config
@@ -38,10 +39,10 @@ def finish(**more):
 """
 
 
-def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), held_out=False):
-    """A study file of two tiny sizes, of 22.6k and 28.8k parameters."""
+def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), held_out=False, sizes=(64, 128)):
+    """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k parameters."""
     lines = []
-    for name, n_ffn in (("a", 64), ("b", 128)):
+    for name, n_ffn in zip("ab", sizes, strict=False):
         model = replace(tiny.model, n_layer=1, n_ffn=n_ffn)
         config = replace(tiny, run=f"{name}_bf16", steps=None, tokens_per_param=20, model=model,
                          data=replace(tiny.data, max_epochs=100), checkpoint=replace(tiny.checkpoint, every=None, keep=1),
@@ -50,7 +51,7 @@ def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), he
         lines.append(f"Size(config={str(path)!r}, seeds={seeds}, held_out={held_out and name == 'b'})")
     file = folder / "study_tiny.py"
     file.write_text("from scaling.study import Size, Study\n"
-                    f"study = Study(name='tiny', sizes=({', '.join(lines)}), tokens_per_param={budgets}, recipes={recipes}, "
+                    f"study = Study(name='tiny', sizes=({', '.join(lines)},), tokens_per_param={budgets}, recipes={recipes}, "
                     "margin_percent=1.0)\n")
     return file
 
@@ -175,8 +176,33 @@ def test_held_out_runs_wait_to_be_named(fake, tmp_path):
     assert json.loads((tmp_path / "out/tiny/study.json").read_text())["held_out"] == ["b_bf16_t20_s1", "b_bf16_t10_s1"]
     lines = table(expand(sweep.load_study(tmp_path / "study_tiny.py")), tmp_path / "out/tiny", "h100")
     assert [line.rsplit("  ", 1)[1] for line in lines[1:5]] == ["done", "done", "held out", "held out"]
+    code, told = fake("finish()", "only=*_t20_*", held_out=True)       # a broad pattern does not start the largest runs
+    assert (code, "0 of 1 runs to do" in told, "left out, for what is held out is run by its own name: b_bf16_t20_s1\n" in told
+            ) == (0, True, True), told
+    for only in ("b_bf16_t10_s1", "b_*", "*,b_bf16_t20_s1"):
+        code, told = fake("finish()", f"only={only}", held_out=True)
+        assert (code, len(summaries(tmp_path))) == (2, 2), told
+        assert f"(python scaling/fit.py {tmp_path}/out/tiny --predict b_bf16_t20_s1" in told
+    rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
+    predict(rows[2], tmp_path / "out/tiny/law", tokens=1)       # of another run by that name
+    predict(rows[3], tmp_path / "out/tiny/law")
+    code, told = fake("finish()", "only=b_bf16_t10_s1", held_out=True)
+    assert (code, "b_bf16_t20_s1 is held out, and" in told, "--predict b_bf16_t10_s1" in told) == (2, True, False), told
+    predict(rows[2], tmp_path / "out/tiny/law")
     code, told = fake("finish()", "only=b_bf16_t10_s1", held_out=True)     # with the trunk it needs
     assert (code, len(summaries(tmp_path))) == (0, 4), told
+    (tmp_path / "out/tiny/law/prediction_b_bf16_t20_s1.json").unlink()
+    code, told = fake("finish()", "only=b_bf16_t20_s1", held_out=True)     # what is done may be named
+    assert (code, "0 of 1 runs to do" in told) == (0, True), told
+
+
+def predict(row, folder, **changes):
+    """A frozen prediction of a run, as far as scaling/frozen.py reads one."""
+    goal = {key: getattr(row, key) for key in ("recipe", "params_total", "tokens", "flops_per_token")}
+    content = {"target": goal | {"name": row.run} | changes, "date": "2026-01-01T00:00:00Z", "loss_key": "loss_bf16", "loss": 2.0,
+               "low": 1.9, "high": 2.1, "headline": "ray", "forms": []}
+    folder.mkdir(exist_ok=True)
+    (folder / f"prediction_{row.run}.json").write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
 def test_a_changed_margin_is_refused_once_a_run_has_finished(fake, tmp_path, capsys):
@@ -195,7 +221,8 @@ def test_the_table_by_hand(tiny, tmp_path):
     trunk, branch = rows[:2]
     assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354)
     assert lines[2].split() == ["a_bf16_t10_s1", "22.6k", "10", "226k", "354", f"{88 * 512 * trunk.flops_per_token:.2e}",
-                                f"~{88 * 512 * trunk.flops_per_token / (0.45 * 989.4e12) / 3600:.3g}", "missing"]
+                                "~<0.001", "missing"]
+    assert " FLOPs, <0.001 device-hours; left: 4 runs, " in lines[6]
     assert not (tmp_path / "none").exists()
     own, apart = (sum(getattr(row, key) for row in rows) for key in ("own_flops", "flops"))
     assert f"as 4 separate runs {apart:.3g} FLOPs: branches save {1 - own / apart:.0%}" in lines
@@ -204,7 +231,7 @@ def test_the_table_by_hand(tiny, tmp_path):
         folder = tmp_path / f"out/{rows[i].run}"
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(json.dumps({"status": "ok" if i else "diverged", "tok_per_s_median": speed,
-                                                         "n_gpu": gpus, "device": "X"}))
+                                                         "n_gpu": gpus, "device": "X", "loss_bf16": 2.0}))
     lines = table(rows, tmp_path / "out", "h100")
     assert lines[1].split()[-2:] == [f"{884 * 512 / 1250 / 3600:.3g}", "diverged"]
     assert lines[2].split()[-2:] == [f"{88 * 512 / 1250 / 3600:.3g}", "done"]
@@ -212,15 +239,54 @@ def test_the_table_by_hand(tiny, tmp_path):
     assert "left: 2 runs" in lines[6]
 
 
+@pytest.mark.parametrize("text, told", [
+    ("[1]", "it holds a list"), ("{}", "status is None"), ("null", "it holds a NoneType"), ("{", "Expecting"),
+    ("[" * 10**5, "recursion"),
+    ('{"status": "ok", "loss_bf16": "2"}', "loss_bf16 is '2'"), ('{"status": "ok", "loss_bf16": NaN}', "loss_bf16 is nan"),
+    ('{"status": "ok", "loss_bf16": 2, "tok_per_s_median": 0}', "tok_per_s_median is 0"),
+    ('{"status": "ok", "loss_bf16": 2, "tok_per_s_median": 9.0, "n_gpu": true, "device": "X"}', "n_gpu is True"),
+])
+def test_a_damaged_summary_is_no_finished_run(tiny, tmp_path, capsys, text, told):
+    folder = tmp_path / "out/tiny/a_bf16_t20_s1"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(text)
+    for more in ([], ["--run"]):
+        assert sweep.main([str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out", *more]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"sweep.py: {folder}/summary.json is damaged (") and told in error
+        assert error.endswith("delete it, and --run evaluates the last checkpoint again\n")
+
+
+def test_the_grid_is_left_by_ctrl_c_and_by_a_reader_that_goes(tiny, tmp_path, capsys, monkeypatch):
+    def leave(error):
+        def table(*_):
+            raise error
+        monkeypatch.setattr(sweep, "table", table)
+        return command.run(sweep.main, [str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out"])
+
+    assert (leave(KeyboardInterrupt()), *capsys.readouterr()) == (130, "", "\ninterrupted\n")
+    monkeypatch.setattr(command.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    assert (leave(BrokenPipeError(32, "Broken pipe")), *capsys.readouterr()) == (1, "", "")
+    assert leave(OSError(5, "Input/output error")) == 1
+    assert capsys.readouterr().err == "sweep.py: a file: Input/output error\n"
+
+
 @pytest.mark.parametrize("arguments, told", [
     (["--rum"], "there is no option 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
     (["jobs=x"], "jobs='x' is not a whole number"), (["limit=-1"], "limit=-1.0 must be"),
     (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["jobs=1", "jobs=2"], "jobs is given twice: 1 and '2'"),
     (["--run", "--slurm"], "--run and --slurm: give one of the two"), (["only=c_*"], "only='c_*' matches no run of"),
-    (["other.py"], "study is given twice"),
+    (["other.py"], "study is given twice"), (["--gpus", "--run"], "--gpus needs a value: write gpus=VALUE"),
+    (["--jobs"], "--jobs needs a value"), (["only=a"], "; write a_* for the 2 that begin so"),
+    (["only=a_bf16_t1"], "; write a_bf16_t1* for the 1 that begin so"),
+    (["only=d_bf16_t10_s1"], "; the nearest are b_bf16_t10_s1, a_bf16_t10_s1, b_bf16_t20_s1, a_bf16_t20_s1"),
+    (["out={here}/a_bf16.py"], "/a_bf16.py is a file: name a folder with out=FOLDER"),
+    (["out={here}/a_bf16.py/deep", "--run"], "/a_bf16.py is a file: name a folder with out=FOLDER"),
 ])
 def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, arguments, told):
-    code = sweep.main([str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out", *arguments])
+    out = [] if any(word.startswith("out=") for word in arguments) else [f"out={tmp_path}/out"]
+    code = sweep.main([str(tiny_study(tiny, tmp_path)), *out, *(word.format(here=tmp_path) for word in arguments)])
     error = capsys.readouterr().err
     assert (code, error.count("\n")) == (2, 1)
     assert told in error
@@ -241,18 +307,21 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
     script = capsys.readouterr().out
     assert "#SBATCH --array=0-3\n" in script
     assert "--gpus-per-node=8" in script
+    assert "\n#SBATCH --cpus-per-task=64\n" in script
+    assert not re.search("^[^#\n]+\n(.*\n)*#SBATCH", script, re.M)        # sbatch reads none behind the first command
     assert re.findall(r"^  (\S+)$", script, re.M)[1] == "a_bf16_t20_s2,a_bf16_t10_s2"
     (tmp_path / "stub.py").write_text(
-        "import signal, sys, time\nprint(sys.argv[1:], flush=True)\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
+        "import os, signal, sys, time\nprint(sys.argv[1:], os.getcwd(), flush=True)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))\n"
         "print('up', flush=True)\ntime.sleep(30)\n")
     (tmp_path / "scontrol").write_text("#!/bin/bash\necho scontrol $*\n")
     (tmp_path / "scontrol").chmod(0o755)
     file = tmp_path / "job.sh"
     assert str(ROOT / "scaling/sweep.py") in script
     file.write_text(script.replace(str(ROOT / "scaling/sweep.py"), str(tmp_path / "stub.py")))
-    process = subprocess.Popen(["bash", str(file)], stdout=subprocess.PIPE, text=True, env={
+    process = subprocess.Popen(["bash", str(file)], stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={
         **os.environ, "SLURM_ARRAY_TASK_ID": "2", "SLURM_JOB_ID": "71", "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    assert "'--run', 'gpus=8', 'out=out', 'only=b_bf16_t20_s1,b_bf16_t10_s1']" in process.stdout.readline()
+    assert f"'--run', 'gpus=8', 'out=out', 'only=b_bf16_t20_s1,b_bf16_t10_s1'] {os.getcwd()}\n" in process.stdout.readline()
     assert process.stdout.readline() == "up\n"
     process.terminate()     # as --signal=B:TERM does before the time limit
     assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n"
@@ -261,12 +330,12 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
 
 def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(tiny, tmp_path, capsys, monkeypatch):
     """Real runs. First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody else may write there."""
-    file = tiny_study(tiny, tmp_path, budgets=(3, 6))
+    file = tiny_study(tiny, tmp_path, budgets=(3, 6), sizes=(64,))
     folder, env = tmp_path / "out/tiny", {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "scaling/sweep.py", str(file), "--run", f"out={tmp_path}/out"]
+    call = [sys.executable, "scaling/sweep.py", str(file), "--run", f"out={tmp_path}/out"]
 
     def begin(run, steps):
-        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
+        process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True)
         end = time.monotonic() + 90
         while len(read_rows(folder / run / "metrics.jsonl")) < steps:
             assert process.poll() is None, process.stdout.read()
@@ -287,7 +356,7 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
     second.kill()
     second.communicate()
     assert state_of(rows[0], folder) == "running"
-    assert sweep.main([*command[2:], "only=a_bf16_t6_s1"]) == 3
+    assert sweep.main([*call[2:], "only=a_bf16_t6_s1"]) == 3
     assert "a_bf16_t6_s1 is being run by another sweep: left to it" in capsys.readouterr().out
     end = time.monotonic() + 60
     while state_of(rows[0], folder) == "running":
@@ -296,8 +365,8 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
     assert f"resuming {folder}/a_bf16_t6_s1/checkpoints" in (folder / "a_bf16_t6_s1.log").read_text()
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert sweep.main(command[2:]) == 0, capsys.readouterr()
-    assert (folder / "b_bf16_t3_s1.log").read_text().endswith(f"{ENDED}0\n")
+    assert sweep.main(call[2:]) == 0, capsys.readouterr()
+    assert (folder / "a_bf16_t3_s1.log").read_text().endswith(f"{ENDED}0\n")
     torch.set_num_threads(1)        # as the runs of the sweep, or sums would be rounded otherwise
     for row in rows:
         path, *overrides = row.arguments(folder)
