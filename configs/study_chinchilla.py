@@ -14,8 +14,8 @@ share seed and order of the tokens. Three seeds at 50M and 125M, where they are 
 ten pairs at each budget: a 95 % interval of about 0.7 standard deviations of a pair on a gap common to all sizes. A trend
 of the gap with size stays uncertain to more than one such deviation per decade; that is a limit of this study.
 
-Held out. 1.5B at 20 has one seed and no branches; freeze its prediction first (scaling/fit.py out/chinchilla --predict
-gpt1p5b_tensorwise_t20_s1337), then run it by name with only=gpt1p5b_*.
+Held out. 1.5B at 20 has one seed and no branches; freeze its predictions first (scaling/fit.py out/chinchilla --predict
+gpt1p5b_bf16_t20_s1337, the same for tensorwise), then run it by name with only=gpt1p5b_*.
 """
 
 from scaling.study import Size, Study
