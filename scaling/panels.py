@@ -109,7 +109,7 @@ def label_sizes(panel, groups, axis: str) -> None:
     for (x, own, label), y in reversed(list(zip(places, heights, strict=True))):
         end, where = "right" if axis == "N" else "left", "center"
         wide = 0.7 * LABEL * len(label) / width
-        if axis == "C" and any(x < at + 9 / width and at - 9 / width < x + wide and bottom < y + step / 2 and y - step / 2 < top
+        if axis in "CD" and any(x < at + 9 / width and at - 9 / width < x + wide and bottom < y + step / 2 and y - step / 2 < top
                                for bottom, at, top in bars):     # below its curve, where no bar stands
             under = max(min(own - 1.1 * step, under - step), step)
             x, y, end, where = x - 9 / width, under, "right", "top"
