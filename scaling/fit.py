@@ -240,7 +240,8 @@ def _fit_runs(paths, options) -> None:
     if "score" in options:
         more.append("\n".join(predict.score(folder, everything)))
     _write(folder, figure, law)
-    _print(["\n".join(alone)], groups, variants, more)
+    shown = alone if len(alone) <= tables.PAIRS else [f"{len(alone)} runs without a partner in the other precision (law.json: notes)"]
+    _print(["\n".join(shown)], groups, variants, more)
 
 
 def _variants(group) -> list[dict]:
