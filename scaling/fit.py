@@ -240,7 +240,7 @@ def _fit_runs(paths, options) -> None:
     if "score" in options:
         more.append("\n".join(predict.score(folder, everything)))
     _write(folder, figure, law)
-    shown = alone if len(alone) <= tables.PAIRS else [f"{len(alone)} runs without a partner in the other precision (law.json: notes)"]
+    shown = alone if len(alone) <= tables.PAIRS else [f"{len(alone)} runs without a partner of the other precision (law.json)"]
     _print(["\n".join(shown)], groups, variants, more)
 
 
