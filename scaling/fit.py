@@ -12,7 +12,6 @@ given; writes figure.png, figure.svg, then law.json. A table is comma-, tab-, se
 its losses are taken as nats per token, its counts as they stand, and nothing is converted or guessed.
 """
 
-import difflib
 import json
 import os
 import sys
@@ -30,7 +29,7 @@ from dataclasses import asdict
 import numpy as np
 
 from scaling import predict, robustness, tables
-from scaling.command import run
+from scaling.command import read_words, run
 from scaling.figures import draw, render, write
 from scaling.groups import CONVENTIONS, allocation, fit_group, fit_points, on_one_ray, ray_of, seed_noise
 from scaling.laws import DELTA
@@ -88,38 +87,9 @@ def main(arguments=None) -> int:
 
 def _parse(words) -> tuple[list[str], dict]:
     """Paths and {option: value}; `where` is a list, flags are True."""
-    paths, options, words = [], {}, list(words)
     is_table = any(word.removeprefix("--").split("=")[0] == "points" for word in words)
-    meanings = RUNS | TABLE if is_table else TABLE | RUNS       # loss and out mean something in both
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") and (not equals or Path(word).exists()):
-            paths.append(word)
-            continue
-        key = key.replace("-", "_")
-        if key not in meanings:
-            near = difflib.get_close_matches(key, meanings, n=1)
-            raise RecordError(f"{word!r} is no option; " + (
-                f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(RUNS | TABLE)}"))
-        if key in FLAGS:
-            if equals:
-                raise RecordError(f"{word!r}: {key} takes no value")
-            options[key] = True
-            continue
-        if not equals:
-            if not words or words[0].startswith("--"):
-                raise RecordError(f"{word} lacks its value: {meanings[key]}")
-            value = words.pop(0)
-        if key == "where":
-            options.setdefault(key, []).append(value)
-            # Further conditions follow the first, up to the next option.
-            while words and not words[0].startswith("--") and "=" in words[0] and words[0].split("=")[0] not in meanings:
-                options[key].append(words.pop(0))
-        elif key in options:
-            raise RecordError(f"{word!r}: {key} is given twice; a condition on a column of that name needs its own --where")
-        else:
-            options[key] = value
+    meanings = RUNS | TABLE if is_table else RUNS | TABLE | RUNS    # loss and out mean something in both
+    paths, options = read_words(words, meanings, flags=FLAGS, lists=("where",))
     _check(paths, options)
     return paths, options
 

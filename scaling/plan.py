@@ -9,7 +9,6 @@ that very GPU is assumed or bounded, and printed as such. The extra runs are tra
 they buy is counted in percentage points of the standard error of the predicted loss ("points").
 """
 
-import difflib
 import math
 import sys
 from dataclasses import replace
@@ -30,7 +29,7 @@ from runtime.plan import ASSUMED_MFU
 from runtime.sections import RecipeName
 from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
 from scaling.captions import human
-from scaling.command import run
+from scaling.command import read_words, run
 from scaling.design import RHO, Candidate, rank, with_all
 from scaling.published import EPOCH
 from scaling.records import RecordError, read_runs, usable
@@ -70,20 +69,7 @@ def main(arguments=None) -> int:
 
 
 def _parse(arguments) -> dict:
-    options, given, words = {"recipe": "tensorwise"}, set(), list(arguments)
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if key not in OPTIONS:
-            near = difflib.get_close_matches(key, OPTIONS, n=1)
-            raise RecordError(f"{word!r} is no option; "
-                              + (f"did you mean {near[0]}?" if near else f"there are {', '.join(OPTIONS)}"))
-        if key in given:
-            raise RecordError(f"{key} is given twice, as {options[key]} and once more: give it once")
-        if not (value if equals else words and not words[0].startswith("--")):
-            raise RecordError(f"{key} lacks its value: {OPTIONS[key]}")
-        given.add(key)
-        options[key] = value if equals else words.pop(0)
+    options = {"recipe": "tensorwise"} | read_words(arguments, OPTIONS, with_paths=False)[1]
     for key in ("gpus", "hours", "gpu"):
         if key not in options:
             raise RecordError(f"{key}= is missing: {OPTIONS[key]}; as in gpus=8 hours=24 gpu=h100")

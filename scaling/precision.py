@@ -8,7 +8,6 @@ compute under two laws, then each pair. A single pair's standard error is over v
 alone. Intervals are over independent pairs and hold for this validation set.
 """
 
-import difflib
 import json
 import math
 import sys
@@ -23,7 +22,7 @@ from scipy.stats import t as student
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.command import run
+from scaling.command import read_words, run
 from scaling.equivalence import Estimate, clusters, estimate, fit_trend, judged, read_margin
 from scaling.figures import render, write
 from scaling.gap_figure import draw_pair, draw_precision
@@ -234,22 +233,7 @@ def main(arguments=None) -> int:
 
 
 def _parse(words) -> tuple[list[str], dict]:
-    paths, options = [], {}
-    while words:
-        word = words.pop(0)
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") and (not equals or Path(word).exists()):
-            paths.append(word)
-            continue
-        if key not in OPTIONS:
-            near = difflib.get_close_matches(key, OPTIONS, n=1)
-            raise RecordError(f"{word!r} is no option; " + (f"did you mean {near[0]}?" if near else
-                              f"there are {', '.join(OPTIONS)}"))
-        if not (value if equals else words and not words[0].startswith("--")):
-            raise RecordError(f"{word} lacks its value: {OPTIONS[key]}")
-        if key in options:
-            raise RecordError(f"{key} is given twice: {options[key]!r} and {value or words[0]!r}; give it once")
-        options[key] = value if equals else words.pop(0)
+    paths, options = read_words(words, OPTIONS)
     options = {"out": None, "loss": "bf16", "margin": None} | options
     if not paths:
         raise RecordError("no runs given: name a folder of runs such as out/study, or run folders")

@@ -331,8 +331,9 @@ def test_published_chinchilla_points(tmp_path):
     (["good/a"], "out=DIR is missing: name the folder that receives law.json and the figure"),
     (["good", "mixed"], "out=DIR is missing: name the folder that receives law.json and the figure"),
     (["good", "--out"], "--out lacks its value: DIR that receives law.json, figure.png and figure.svg (default"),
-    (["good", "out="], "out=DIR is missing: name the folder that receives law.json and the figure"),
-    (["good", "out=r", "out=s"], "'out=s': out is given twice; a condition on a column of that name needs its own --where"),
+    (["good", "out="], "out lacks its value: DIR that receives law.json, figure.png and figure.svg"),
+    (["good", "out=r", "out=s"], "out is given twice: 'r' and 's'; give it once (a condition on a column of that name needs "
+                                 "its own --where)"),
     (["good", "out=r", "los=bf16"], "'los=bf16' is no option; did you mean loss?"),
     (["good", "out=r", "--drop-higest=2"], "'--drop-higest=2' is no option; did you mean drop-highest?"),
     (["good", "out=r", "--wombat", "3"], "'--wombat' is no option; there are out, loss, seed_sd, predict, score, points, n"),
