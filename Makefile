@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test setup lint clean
+.PHONY: demo test soak setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -16,6 +16,9 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 
 test: setup                 ## every test that needs no GPU
 	$(PY) -m pytest -q -m "not gpu"
+
+soak: setup                 ## the long tier of fault injection: kills, restarts, hangs, some hours
+	$(PY) -m pytest -q tests/soak.py
 
 lint: setup
 	$(PY) -m ruff check .

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+BATCHES_BETWEEN_QUESTIONS = 8       # a question may wait for the device: not at each batch, yet seconds apart at most
+
 
 @dataclass(frozen=True)
 class ValLoss:
@@ -35,12 +37,13 @@ class ValLoss:
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro_batch: int, device: torch.device,
-             rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None]) -> ValLoss:
+             rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None],
+             is_stopping: Callable[[], bool] = lambda: False) -> ValLoss | None:
     """The loss of `model` on every sequence of `val` (source -> set with len(), n_ctx and batch(start, stop) -> x, y).
 
     Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs equally many, the last
     sequence repeated where they run out: one compiled shape, and no rank alone in a collective. `gather` stacks
-    equally shaped tensors of all ranks.
+    equally shaped tensors of all ranks. None where `is_stopping`, asked now and then and by all ranks alike, says so.
     """
     sequences = {}
     for source in weights:
@@ -54,6 +57,8 @@ def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro
                 repeat = torch.from_numpy(rows - rows[0])
                 x, y = x[repeat], y[repeat]
             losses[i] = model(x.to(device), y.to(device))
+            if (i + 1) % BATCHES_BETWEEN_QUESTIONS == 0 and is_stopping():
+                return None
         everyone = gather(losses)       # (size, batches / size, micro_batch)
         sequences[source] = everyone.transpose(0, 1).reshape(-1)[:n].cpu().numpy()
     return ValLoss(sequences, dict(weights), n_ctx)

@@ -8,6 +8,10 @@ import types
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
+# Python's own reading also takes 1_0, Arabic digits and blanks around them: a slip of the finger must not pass for a number.
+WHOLE = re.compile(r"[+-]?[0-9]+")
+NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf|nan)")
+
 
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises ValueError with a sentence naming the form."""
@@ -19,22 +23,55 @@ def parse(key: str, text: str, hint):
         if hint is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if hint is int:
-            value = float(text) if re.search("[eE.]", text) else int(text)
+            value = int(text) if WHOLE.fullmatch(text) else _number(text)
             if value != int(value):
                 raise ValueError
             return int(value)
         if hint is float:
-            return float(text)
+            return _number(text)
         if get_origin(hint) is Literal or hint is str:
             return text
         if get_origin(hint) is tuple:
-            return tuple(parse(key, part, get_args(hint)[0]) for part in text.strip("()[] ").split(",") if part)
+            return tuple(parse(key, part, get_args(hint)[0]) for part in _parts(text, "()", "[]"))
         if get_origin(hint) is dict:    # fineweb_edu:0.8,python:0.1
-            return {k.strip(): float(v) for k, v in (part.rsplit(":", 1) for part in text.strip("{} ").split(",") if part)}
+            pairs = [part.rsplit(":", 1) for part in _parts(text, "{}")]
+            if len({k.strip() for k, _ in pairs}) == len(pairs):
+                return {k.strip(): _number(v.strip()) for k, v in pairs}
     except (ValueError, KeyError, OverflowError):
         pass
     form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
     raise ValueError(f"{key}={text!r} is not {type_name(hint)}{form}")
+
+
+def _number(text: str) -> float:
+    if not NUMBER.fullmatch(text):
+        raise ValueError
+    return float(text)
+
+
+def _parts(text: str, *brackets: str) -> list[str]:
+    """What commas separate, brackets around the whole dropped, those within a word (a pattern's) left.
+
+    Raises ValueError for a bracket without its partner."""
+    text = text.strip()
+    for opening, closing in brackets:
+        inner = text[1:-1]
+        if text[:1] == opening and text[-1:] == closing and _is_paired(inner, opening, closing):
+            text = inner
+            break
+    parts = [part.strip() for part in text.split(",")]
+    if not all(_is_paired(part, opening, closing) for part in parts for opening, closing in brackets):
+        raise ValueError
+    return [part for part in parts if part]
+
+
+def _is_paired(text: str, opening: str, closing: str) -> bool:
+    open_ones = 0
+    for character in text:
+        open_ones += (character == opening) - (character == closing)
+        if open_ones < 0:
+            return False
+    return open_ones == 0
 
 
 def fits(value, hint) -> bool:

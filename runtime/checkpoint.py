@@ -1,110 +1,66 @@
-"""Keep a run's tensors on disk such that any kill, at any moment, leaves a whole checkpoint behind.
+"""Know what of a run is on disk: its checkpoints, held against their hashes before anything is read from them.
 
-    out/<run>/checkpoints/step_00013500/    __<rank>_0.distcp, .metadata     torch.distributed.checkpoint
+    out/<run>/checkpoints/step_00013500/    __<rank>_0.distcp, .metadata     torch.distributed.checkpoint (DCP)
                                             manifest.json                    JSON state, tensors, SHA-256 of each file
-                                            DONE                             written last
+                                            DONE                             written last: the SHA-256 of manifest.json
+    out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
 
-A save copies the tensors, returns, and goes on in the background: written under a temporary name, hashed, synced,
-renamed. What is read back is first held against the manifest, because DCP itself notices a truncated file but no
-flipped bit, drops what was not asked for and casts what has another dtype. Tensors and JSON only: DCP's `.metadata`
-is a pickle, so it is read by an unpickler that knows a dozen harmless classes and refuses the rest.
+DCP itself notices a truncated file but no flipped bit, drops what was not asked for and casts what has another dtype, so
+all is compared with the manifest first. Tensors and JSON only: nothing that is read can run code (runtime/reader.py).
 """
 
 import hashlib
 import json
 import os
-import pickle
+import re
 import shutil
 import warnings
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from model import GPT
 from runtime.config import Config, ConfigError, config_from_dict, read_config
+from runtime.reader import TensorReader
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2      # 2: DONE holds the manifest's hash, the state tells how far a rollback moved the data on; 1 is read too
+HASHERS = 4             # files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the message says which, where and why."""
+    """A checkpoint could not be written, or none could be read; the message says which, where and why."""
 
 
-class Checkpointer:
-    """Saves one run's checkpoints, one at a time, from all ranks. `world` tells rank, size and process group.
+class DamagedError(ConfigError):
+    """A checkpoint is not what was written; `reason` is the message without its advice."""
 
-    The newest `keep` stay on disk, and those of the steps `at`."""
-
-    def __init__(self, run_dir: Path, keep: int, world, at: tuple[int, ...] = ()):
-        self.dir, self.keep, self.world = run_dir / "checkpoints", keep, world
-        self._stay = {_name(step) for step in at}
-        self._pending: Future | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        if world.is_main:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            for leftover in self.dir.glob(".tmp_*"):    # of a run that was killed in mid-save
-                shutil.rmtree(leftover)
-        if world.size > 1:
-            dist.barrier(group=world.checkpoint_group)
-
-    def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
-        """Copy `tensors` and return; the rest happens in the background. `state` is what JSON can hold.
-
-        Waits for the save before it. Raises CheckpointError where that one failed.
-        """
-        self.finish()
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
-        name = _name(step)
-        if (self.dir / name / "DONE").exists():
-            return
-        tmp = self.dir / f".tmp_{name}"
-        manifest = {"format_version": FORMAT_VERSION, "step": step, "state": state, "config": config.to_dict(),
-                    "torch": str(torch.__version__), "world_size": self.world.size, "tensors": _describe(tensors)}
-        written = dcp.async_save(tensors, storage_writer=dcp.FileSystemWriter(tmp), process_group=self.world.checkpoint_group,
-                                 no_dist=self.world.size == 1)
-        self._pending = self._thread.submit(self._commit, written, tmp, self.dir / name, manifest)
-
-    def finish(self) -> None:
-        """Wait until the save under way, if any, is on disk. Raises CheckpointError where it failed."""
-        pending, self._pending = self._pending, None
-        if pending is None:
-            return
-        try:
-            pending.result()
-        except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"a checkpoint under {self.dir} could not be written ({_cause(error)}): free some disk space "
-                                  f"or correct the folder's rights, then run the same command to resume") from error
-
-    def _commit(self, written: Future, tmp: Path, final: Path, manifest: dict) -> None:
-        written.result()        # after it, every rank's file and the metadata are on disk
-        if not self.world.is_main:
-            return
-        manifest["files"] = {p.name: {"bytes": p.stat().st_size, "sha256": _sha256(p)} for p in sorted(tmp.iterdir())}
-        _write_synced(tmp / "manifest.json", json.dumps(manifest, indent=1))
-        _write_synced(tmp / "DONE", "")
-        _sync_folder(tmp)
-        if final.exists():      # a folder without DONE: never a whole checkpoint
-            shutil.rmtree(final)
-        os.rename(tmp, final)
-        _sync_folder(self.dir)
-        for old in (path for path in checkpoints(self.dir.parent)[:-self.keep] if path.name not in self._stay):
-            trash = old.with_name(f".tmp_{old.name}")   # renamed first: half a deletion must not look like a checkpoint
-            os.rename(old, trash)
-            shutil.rmtree(trash)
+    def __init__(self, reason: str, path: Path | None = None):
+        super().__init__(f"{reason}: move {path} away to go on from the checkpoint before it" if path else reason)
+        self.reason = reason
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
     """The finished checkpoints of a run, oldest first."""
-    return sorted(p.parent for p in (Path(run_dir) / "checkpoints").glob("step_*/DONE"))
+    done = [p.parent for p in (Path(run_dir) / "checkpoints").glob("step_*/DONE")]
+    return sorted((p for p in done if re.fullmatch(r"step_\d{8,}", p.name)), key=step_of)
 
 
 def latest(run_dir: Path) -> Path | None:
     return next(reversed(checkpoints(run_dir)), None)
+
+
+def name_of(step: int) -> str:
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def branch_point(config: Config) -> Path:
@@ -121,47 +77,176 @@ def branch_point(config: Config) -> Path:
     return path
 
 
+# ----------------------------------------------------------------------------------------------------------- restoring
+
+def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callable[[str], None],
+            before: int | None = None) -> tuple[Path, dict] | None:
+    """Fill `tensors` in place from the newest checkpoint that is whole; returns its folder and manifest, or None where
+    there never was one. All ranks of `world` call it together and get the same; they are in no other collective.
+
+    One that fails while it is loaded, on any rank, is set aside like one whose hashes fail (see newest_good).
+    """
+    failed = None
+    while found := on_main(world, partial(_newest_good, run_dir, say, before, failed)):
+        try:
+            load(*found, tensors, world)
+            return found
+        except DamagedError as error:       # on every rank or on none, so all come round again
+            failed = found[0], error
+    return None
+
+
+def newest_good(run_dir: Path, world, say: Callable[[str], None], before: int | None = None) -> tuple[Path, dict] | None:
+    """The newest checkpoint (of a step below `before`, where given) whose files are what was written, and its manifest.
+
+    Rank 0 looks, newest first, and every rank gets its choice. A damaged one is renamed to bad_step_XXXXXXXX and `say`, on
+    rank 0 alone, gets a line about it. None where there is none. Raises CheckpointError where there are only damaged ones,
+    now or set aside by an earlier start: a run never starts over silently; ConfigError for another format version.
+    """
+    return on_main(world, partial(_newest_good, run_dir, say, before))
+
+
+def _newest_good(run_dir: Path, say: Callable[[str], None], before: int | None,
+                 failed: tuple[Path, DamagedError] | None = None) -> tuple[Path, dict] | None:
+    if failed:
+        _set_aside(*failed, say)
+    for path in reversed(there := [p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
+        try:
+            return path, read_manifest(path)
+        except DamagedError as error:
+            _set_aside(path, error, say)
+    folder = Path(run_dir) / "checkpoints"
+    bad = sorted(p.name for p in folder.glob("bad_step_*"))
+    if there or failed or (bad and before is None):
+        raise CheckpointError(f"{folder} holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a copy of one "
+                              f"as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
+    return None
+
+
+def _set_aside(path: Path, error: DamagedError, say: Callable[[str], None]) -> None:
+    bad, count = path.with_name(f"bad_{path.name}"), 1
+    while bad.exists():     # an earlier one of that step: both stay
+        bad, count = path.with_name(f"bad_{path.name}_{count + 1}"), count + 1
+    try:
+        os.rename(path, bad)
+    except OSError as problem:      # to go on with an older one would write newer ones beside this
+        raise CheckpointError(f"{path} is damaged ({error.reason}) and cannot be renamed ({problem.strerror}): correct the "
+                              f"folder's rights, or move it away") from problem
+    say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {error.reason}")
+
+
+def discard_after(run_dir: Path, step: int, world) -> None:
+    """Delete the checkpoints of later steps, which a rollback undoes, so that no resume takes them up; by all ranks."""
+    on_main(world, lambda: [remove(path) for path in reversed(checkpoints(run_dir)) if step_of(path) > step])   # newest first
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint; renamed first, since half a deletion must not look like a checkpoint."""
+    trash = path.with_name(f".tmp_{path.name}")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.rename(path, trash)
+    shutil.rmtree(trash)
+
+
+def on_main(world, work: Callable[[], object]) -> object:
+    """What work() returns on rank 0, on every rank; what it raises there is raised on every rank. None: one process."""
+    result = error = None
+    if world is None or world.is_main:
+        try:
+            result = work()
+        except Exception as problem:
+            error = problem
+    if world is not None and world.size > 1:
+        box = [(result, error)]
+        dist.broadcast_object_list(box, src=0, group=world.checkpoint_group)
+        result, error = box[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def gather(value: object, world) -> list:
+    """Every rank's `value`, by rank, on every rank."""
+    if world is None or world.size == 1:
+        return [value]
+    values = [None] * world.size
+    dist.all_gather_object(values, value, group=world.checkpoint_group)
+    return values
+
+
+# ------------------------------------------------------------------------------------------------- one checkpoint's files
+
 def read_manifest(path: Path) -> dict:
     """The manifest of a checkpoint, every file it lists verified by size and hash.
 
-    Raises ConfigError naming the file that is missing, changed or of another version.
+    Raises DamagedError naming the file that is missing or changed, ConfigError for another format version.
     """
-    advice = f"move {path} away to go on from the checkpoint before it"
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        return _verified(path)
+    except PermissionError as error:    # no damage
+        raise ConfigError(f"{error.filename} may not be read: correct its rights") from error
+    except OSError as error:
+        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror})", path) from error
+
+
+def _verified(path: Path) -> dict:
+    text, done = (path / "manifest.json").read_bytes(), (path / "DONE").read_bytes()
+    try:
+        manifest = json.loads(text)
         version, files = manifest["format_version"], {name: (f["bytes"], f["sha256"]) for name, f in manifest["files"].items()}
         for key in ("state", "config", "tensors"):
             manifest[key].items()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path}/manifest.json cannot be read ({type(error).__name__}: {error}): {advice}") from error
-    if version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has checkpoint format {version}, this version reads {FORMAT_VERSION}: "
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamagedError(f"{path}/manifest.json cannot be read ({type(error).__name__}: {error})", path) from error
+    if (done or version != 1) and done != hashlib.sha256(text).hexdigest().encode():
+        raise DamagedError(f"{path}/manifest.json differs from what was written (DONE holds another SHA-256)", path)
+    if version not in (1, FORMAT_VERSION):
+        raise ConfigError(f"{path} has checkpoint format {version}, this version reads 1 to {FORMAT_VERSION}: "
                           f"use the version that wrote it, or start the run anew")
-    for name, (size, sha256) in files.items():
+    for name, (size, _) in files.items():
         file = path / Path(name).name       # a name from a file never becomes a path
+        if file.name != name or file.is_symlink():
+            raise DamagedError(f"{path}/manifest.json lists {name!r}, which is no file of this folder's own", path)
         if not file.is_file() or file.stat().st_size != size:
-            raise ConfigError(f"{file} is missing or not {size} bytes long: {advice}")
-        if _sha256(file) != sha256:
-            raise ConfigError(f"{file} differs from what was written (its SHA-256 does not match the manifest): {advice}")
+            raise DamagedError(f"{file} is missing or not {size} bytes long", path)
+    with ThreadPoolExecutor(HASHERS) as pool:
+        for (name, (_, sha256)), found in zip(files.items(), pool.map(lambda name: sha256_of(path / name), files), strict=True):
+            if found != sha256:
+                raise DamagedError(f"{path / name} differs from what was written (the manifest holds another SHA-256)", path)
+    manifest["state"].setdefault("moved_on", 0)     # format 1 knew no rollback
     return manifest
 
 
-def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
-    """Fill `tensors`, sharded or not, in place from a checkpoint of any world size.
+def seal(folder: Path, manifest: dict) -> None:
+    """Write manifest.json, then DONE with its SHA-256, both synced: a folder that has the two is a checkpoint."""
+    text = json.dumps(manifest, indent=1)
+    _write_synced(folder / "manifest.json", text)
+    _write_synced(folder / "DONE", hashlib.sha256(text.encode()).hexdigest())
+    sync_folder(folder)
 
-    Raises ConfigError where the checkpoint lacks one of them or holds it in another shape or dtype.
+
+def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
+    """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
+
+    Raises ConfigError where the checkpoint lacks one of them or holds it in another shape or dtype; DamagedError, on
+    all ranks, where reading failed on one of them; MemoryError in the same way.
     """
-    for name, want in _describe(tensors).items():
+    for name, want in describe(tensors).items():
         have = manifest["tensors"].get(name)
         if have != want:
             raise ConfigError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
     single = world is None or world.size == 1
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake
+    failure = None
     try:
-        dcp.load(tensors, storage_reader=_TensorReader(path), no_dist=single,
+        dcp.load(tensors, storage_reader=TensorReader(path, manifest["files"]), no_dist=single,
                  process_group=None if single else world.checkpoint_group)
-    except CheckpointException as error:
-        raise ConfigError(f"{path} could not be loaded: {_cause(error)}") from error
+    except (Exception, CheckpointException) as error:
+        failure = cause(error)
+    if failures := list(filter(None, gather(failure, world))):
+        if re.search("MemoryError|out of memory|allocate memory", failures[0]):     # the machine's fault, not the checkpoint's
+            raise MemoryError(f"{path} could not be loaded: {failures[0]}")
+        raise DamagedError(f"{path} could not be loaded ({failures[0]})", path)
 
 
 def load_model(run_dir: str | Path, device: str | torch.device = "cpu",
@@ -184,45 +269,11 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu",
     return model, config
 
 
-class _TensorReader(dcp.FileSystemReader):
-    """DCP's reader, except that its pickled metadata can name nothing but the classes that metadata is made of."""
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-
-class _Unpickler(pickle.Unpickler):
-    ALLOWED = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-            "BytesStorageMetadata", "_MEM_FORMAT_ENCODING"},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-        "torch": {"Size", "float32", "bfloat16", "float16", "int64", "strided"},
-        "torch.serialization": {"_get_layout"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "PurePosixPath"},
-    }
-
-    def find_class(self, module: str, name: str):
-        if name in self.ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise ConfigError(f"the checkpoint's .metadata names {module}.{name}, which no checkpoint of ours contains: "
-                          f"it is refused because loading it could run code")
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"
-
-
-def _describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
+def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -234,7 +285,7 @@ def _write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -242,7 +293,7 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _cause(error: BaseException) -> str:
+def cause(error: BaseException) -> str:
     """DCP wraps each rank's error in one of its own; the first rank's is the one to read."""
     failures = getattr(error, "failures", None)
     inner = next(iter(failures.values()))[0] if failures else error

@@ -24,6 +24,7 @@ from runtime.sections import (
     DataConfig,
     EvalConfig,
     FP8Config,
+    GuardConfig,
     LogConfig,
     OptimConfig,
     ParallelConfig,
@@ -49,10 +50,13 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     steps: int | None = None                # optimizer steps; give this or tokens_per_param
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
     out: str = "out"                        # folder of all runs
+    deterministic: bool = False             # the same bits from every run of a GPU too, at some cost in speed
+    profile: str | None = None              # steps to trace, first:last such as 10:15; none = no trace
     start_from: str | None = None           # branch off another run: its out/<run>/checkpoints/step_<step>
 
     def __post_init__(self):
@@ -84,6 +88,8 @@ class Config:
                        f"{self.total_steps}: take an earlier checkpoint, or give more steps")
         if not out and max(self.checkpoint.at, default=0) > self.total_steps:
             out.append(f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}")
+        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
+            out.append(f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15")
         if d.tokens_per_step % (m.n_ctx * d.micro_batch):
             out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
                        f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
@@ -128,6 +134,12 @@ class Config:
         run, step = PARENT.search(self.start_from).groups()
         return run, int(step)
 
+    @property
+    def profile_steps(self) -> tuple[int, int] | None:
+        """First and last step to trace, counted from 1 as rows are; None without profile=."""
+        match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "", re.ASCII)
+        return (int(match[1]), int(match[2])) if match else None
+
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step. Raises ConfigError where the ranks do not divide a step evenly."""
         per_micro = self.data.micro_batch * self.model.n_ctx * world_size
@@ -152,7 +164,8 @@ class Config:
 
 PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
 SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
-            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig, "probe": ProbeConfig}
+            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig, "probe": ProbeConfig,
+            "guard": GuardConfig}
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -163,14 +176,18 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     Raises ConfigError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError:     # a name too long to be one
+        is_there = False
+    if not is_there:
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
         raise ConfigError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
         config = runpy.run_path(str(path)).get("config")
     except TypeError as error:      # the dataclasses' own complaint about a keyword, in our words
         raise ConfigError(f"{path}{keyword_sentence(error, (Config, *SECTIONS.values()))}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{path} could not be run: {type(error).__name__}: {error}") from error
@@ -220,7 +237,7 @@ def read_config(run_dir: str | Path) -> Config:
         return config_from_dict(json.loads(path.read_text()))
     except FileNotFoundError as error:
         raise ConfigError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): the file is damaged, restore it or start the run anew") from error
 
 

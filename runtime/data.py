@@ -23,7 +23,7 @@ import torch
 
 from runtime.config import Config, ConfigError
 from runtime.order import permute, schedule, shares
-from runtime.shards import Index, Split, read_index
+from runtime.shards import Index, Split, Verification, read_index
 
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
@@ -127,10 +127,8 @@ class Data:
         except ValueError as error:
             raise ConfigError(str(error)) from error
         self.period, self._counts = sum(counts.values()), np.array(list(counts.values()))
-        self._table = schedule(list(counts.values()), min(self.period, self.n_sequences))
-        self._ordinal = np.empty(len(self._table), np.int64)        # which of its source's sequences each is
-        for s in range(len(self.sources)):
-            self._ordinal[self._table == s] = np.arange((self._table == s).sum())
+        self._plan_order(self.n_sequences)
+        self._verification: Verification | None = None
         self._train, val = ([Windows(indexes[name].splits[split], self.n_ctx, config.model.vocab_size)
                              for name in self.sources] for split in ("train", "val"))
         self._val = {name: Validation(indexes[name].splits["val"], windows, config.eval.tokens)
@@ -173,9 +171,14 @@ class Data:
                 for s, name in enumerate(self.sources)]
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Source number and training window, int64 each, of the run's sequences of these numbers (from 0)."""
-        assert sequences.max() < self.n_sequences, "the run is over"
+        """Source number and training window, int64 each, of the run's sequences of these numbers (from 0).
+
+        A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run.
+        """
+        assert sequences.min() >= 0
         period, position = np.divmod(sequences, self.period)
+        if position.max() >= len(self._table):
+            self._plan_order(2 * int(position.max()))
         source = self._table[position].astype(np.int64)
         epoch, place = np.divmod(period * self._counts[source] + self._ordinal[position],
                                  np.array([len(windows) for windows in self._train])[source])
@@ -185,6 +188,14 @@ class Data:
             key = f"{self.config.seed}/{self.sources[s]}/{e}".encode()
             window[chosen] = permute(place[chosen], len(self._train[s]), key)
         return source, window
+
+    def _plan_order(self, length: int) -> None:
+        """The mixture's order over the first `length` sequences of its period: a longer one begins as a shorter one."""
+        table = schedule(self._counts.tolist(), min(self.period, length))
+        ordinal = np.empty(len(table), np.int64)        # which of its source's sequences each is
+        for s in range(len(self.sources)):
+            ordinal[table == s] = np.arange((table == s).sum())
+        self._ordinal, self._table = ordinal, table
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on. `step` counts from 0.
@@ -206,8 +217,9 @@ class Data:
                device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
-        The next two are prepared by a background thread; its errors are raised here, in their turn. close() the
-        generator, or let it go, and the thread ends.
+        Steps past the planned ones are served too. The next two batches are prepared by a background thread; its errors
+        are raised here, in their turn, and what verify() found at once. close() the generator, or let it go, and the
+        thread ends.
         """
         is_cuda = torch.device(device).type == "cuda"
 
@@ -219,9 +231,32 @@ class Data:
         with ThreadPoolExecutor(1, "data") as thread:
             ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
             while ahead:
+                self._raise_damage()
                 x, y = ahead.popleft().result()
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
+
+    def verify(self, rank: int, size: int) -> None:
+        """Begin to hash this rank's share of all shards, training and validation, in the background.
+
+        Ranks that read the same disk share the work: `rank` of `size` of them. A size tells at open that a file was cut,
+        the hash alone that a bit of it flipped, and the ids of such a file are mostly possible ones.
+        """
+        shards = [shard for name in self.sources for split in self.indexes[name].splits.values() for shard in split.shards]
+        self._verification = Verification(sorted(shards, key=lambda shard: -shard.tokens)[rank::size])
+
+    def verified(self) -> None:
+        """Wait until verify() is through. Raises ConfigError naming a damaged shard, OSError for one it could not read."""
+        if self._verification is not None:
+            self._verification.wait()
+        self._raise_damage()
+
+    def _raise_damage(self) -> None:
+        problem = self._verification and self._verification.problem
+        if isinstance(problem, Exception):
+            raise problem
+        if problem:
+            raise ConfigError(f"{problem}; then run the same command again: it goes on from the last checkpoint")
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, limit = self.sources[s], len(self._train[s]), self.config.data.max_epochs

@@ -44,8 +44,9 @@ def full_weight(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
 
 def keep_shards(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     """Note at each of `modules` of `model` with a wrapped weight where its own fp32 shard is; returns these modules."""
-    if isinstance(model, FSDPModule):
-        model.reshard()     # a forward pass leaves the root's own weights gathered, and only shards lead to the fp32 values
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()    # a forward pass leaves weights gathered, and only shards lead to the fp32 values
     wrapped = [module for module in modules if is_wrapped(module.weight)]
     for module in wrapped:
         module.shard = plain(module.weight)

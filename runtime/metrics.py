@@ -1,24 +1,28 @@
-"""Record what a run did: a row a step, a line for people, a summary at the end.
+"""Record what a run did: a row a step, a line for people.
 
-metrics.jsonl is the ground truth; the console, W&B and TensorBoard mirror it. Nothing here parses a log again.
+metrics.jsonl is the ground truth (its rows: runtime/rows.py); the console, W&B and TensorBoard mirror it. Nothing here
+parses a log again.
 """
 
 import hashlib
-import importlib
 import json
-import math
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from runtime.config import Config, ConfigError
+from runtime.dashboards import DASHBOARDS
+from runtime.rows import kept, metrics_rows, parse, read_bytes, read_rows, to_line, undone, write_atomically, write_json
 
 # Dense BF16 and FP8 peaks, FLOP/s, by a part of the name that the driver reports; the first match counts, so the
 # slower variants of a name stand before it. NVIDIA data sheets.
@@ -29,6 +33,13 @@ PEAK_FLOPS = {
     "A100": (312e12, None), "L40S": (362e12, 733e12), "RTX 4090": (165.2e12, 330.3e12),
 }
 WARM_UP_STEPS = 3       # after each start: compilation and cold caches, not the speed of training
+# What env.json tells of the environment: these names, and the prefixes' own unless a name sounds like a secret.
+VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG",
+             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE",
+             "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "GLOO_SOCKET_IFNAME",
+             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE"}
+PREFIXES = ("NCCL_", "TORCH_", "TORCHINDUCTOR_")
+SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
 
 
 def peak_flops(device_name: str) -> tuple[float, float | None] | None:
@@ -40,7 +51,8 @@ def peak_flops(device_name: str) -> tuple[float, float | None] | None:
 def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+    model = next((line.partition(":")[2].strip() for line in read_bytes("/proc/cpuinfo").decode(errors="replace").splitlines()
+                  if line.startswith("model name")),
                  platform.processor() or platform.machine())
     return f"cpu {model}, {torch.get_num_threads()} threads"
 
@@ -54,6 +66,8 @@ def environment(device: torch.device, root: Path) -> dict:
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
         **{name: _version(name) for name in ("torch", "torchao", "numpy", "triton")},
+        "variables": {name: value for name, value in sorted(os.environ.items())
+                      if name in VARIABLES or name.startswith(PREFIXES) and not SECRET.search(name)},
     }
 
 
@@ -74,89 +88,113 @@ def write_environment(path: Path, device: torch.device, root: Path) -> None:
 class Log:
     """Writes one run's rows. Only the main process has one.
 
-    A branch's begin after its first step; the rows before are its parent's (parent_run in summary.json)."""
+    A branch's begin after its first step; the rows before are its parent's (parent_run in summary.json). Neither a disk
+    without room nor a dashboard that is down ends a run: rows wait for room, the dashboard is left out."""
 
     def __init__(self, config: Config, resume_step: int, total_steps: int):
-        self.config, self.total_steps, self.first_step = config, total_steps, resume_step
+        self.config, self.total_steps = config, total_steps
         self.path = config.run_dir / "metrics.jsonl"
-        rows = [row for row in read_rows(self.path) if row["step"] <= resume_step]      # later ones will happen again
-        write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._file = open(self.path, "a", buffering=1)      # noqa: SIM115 - open as long as the run; close() ends it
-        self._mirrors = [_MIRRORS[name](config) for name in config.log.to]
         self._live = sys.stdout.isatty()
         self._open_line = False
-        self._seconds: list[float] = []     # of the steps since this start, warm-up left out
+        self._steps = 0                     # done since this start
+        self._seconds: list[float] = []     # of each of them, warm-up left out
+        self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
+        self._mirrors = {name: DASHBOARDS[name]() for name in config.log.to}
+        self._to_mirrors("open", config, resume_step)
 
     def step(self, row: dict) -> None:
         """One optimizer step: a row for machines, now and then a line for people."""
-        self._write({"kind": "train", **row, "since_start": row["step"] - self.first_step})
-        if row["step"] - self.first_step > WARM_UP_STEPS:
+        self._steps += 1
+        self._write({"kind": "train", **row, "since_start": self._steps})
+        if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
         self._progress(row)
 
     def validation(self, row: dict) -> None:
         self._write({"kind": "val", **row})
+        self._validated.add(row["step"])
         by_source = "  ".join(f"{name} {loss:.4f}" for name, loss in row["sources"].items())
         self.say(f"step {row['step']}: validation loss {row['loss']:.4f}   ({by_source})")
 
+    def has_validation(self, step: int) -> bool:
+        return step in self._validated
+
+    def event(self, row: dict) -> None:
+        """What is neither a step nor a validation: its name under "event", the step, whatever else there is to tell."""
+        self._write({"kind": "event", **row})
+
+    def roll_back(self, to_step: int, row: dict) -> None:
+        """Relabel what came after `to_step` as undone and note the event `row`; a kill leaves all of it or nothing."""
+        row = {"kind": "event", **row}
+        rows = undone(metrics_rows(parse(read_bytes(self.path) + self._unwritten)), to_step)
+        self._file.close()
+        self._replace([*rows, row])
+        self._to_mirrors("roll_back", to_step)
+        self._to_mirrors("write", row)
+
     def say(self, text: str) -> None:
         """A line for people that stays."""
-        print(("\n" if self._open_line else "") + text, flush=True)
+        self._print(("\n" if self._open_line else "") + text)
         self._open_line = False
+
+    def _print(self, text: str, end: str = "\n") -> None:
+        with suppress(OSError):     # a terminal that is gone, or a full disk under its log, must not end a run
+            print(text, end=end, flush=True)
 
     def close(self) -> None:
         if self._open_line:
-            print(flush=True)
+            self._print("")
+        self._flush()
+        if self._unwritten:
+            self.say(f"{self.path}: the last {self._unwritten.count(10)} rows are lost, there was no room for them")
         self._file.close()
-        for mirror in self._mirrors:
-            mirror.close()
+        self._to_mirrors("close")
+
+    def _replace(self, rows: list[dict]) -> None:
+        write_atomically(self.path, b"".join(map(to_line, rows)))
+        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - open as long as the run; close() ends it
+        self._unwritten = b""
+        self._validated = {row["step"] for row in rows if row["kind"] == "val"}
 
     def _write(self, row: dict) -> None:
-        self._file.write(json.dumps(_strict(row)) + "\n")
-        for mirror in self._mirrors:
-            mirror.write(row)
+        self._unwritten += to_line(row)
+        self._flush()
+        self._to_mirrors("write", row)
+
+    def _flush(self) -> None:
+        was_waiting = self._unwritten.count(10) > 1
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+        except OSError as error:
+            if not was_waiting:
+                self.say(f"{self.path}: {error.strerror}; rows wait for room, training goes on")
+
+    def _to_mirrors(self, verb: str, *arguments) -> None:
+        for name, mirror in list(self._mirrors.items()):
+            try:
+                getattr(mirror, verb)(*arguments)
+            except Exception as error:      # whatever a package of someone else's may raise
+                del self._mirrors[name]
+                self.say(f"log.to={name}: {type(error).__name__}: {error}; from here on only metrics.jsonl is written")
 
     def _progress(self, row: dict) -> None:
         step, last = row["step"], row["step"] == self.total_steps
-        if not self._live and not last and step % self.config.log.every and step - self.first_step != 1:
+        if not self._live and not last and step % self.config.log.every and self._steps != 1:
             return
         recent = self._seconds[-50:] or [row["step_s"]]
         left = (self.total_steps - step) * sum(recent) / len(recent)
         tok_per_s = self.config.data.tokens_per_step * len(recent) / sum(recent)
         line = (f"{self.config.run}  step {step}/{self.total_steps}  {step / self.total_steps:4.0%}  loss {row['loss']:.4f}  "
                 f"{_si(tok_per_s)} tok/s  {_duration(left)} left" + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
-        print(f"\r\x1b[2K{line}" if self._live else line, end="" if self._live else "\n", flush=True)
+        self._print(f"\r\x1b[2K{line}" if self._live else line, end="" if self._live else "\n")
         self._open_line = self._live
 
 
-class _Wandb:
-    def __init__(self, config: Config):
-        wandb = _package("wandb")
-        self.run = wandb.init(project="nanofp8", name=config.run, id=config.run, resume="allow", dir=str(config.run_dir),
-                              config=config.to_dict())
-
-    def write(self, row: dict) -> None:
-        self.run.log({f"{row['kind']}/{k}": v for k, v in _numbers(row)}, step=row["step"])
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-class _TensorBoard:
-    def __init__(self, config: Config):
-        _package("tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-        self.writer = SummaryWriter(str(config.run_dir / "tensorboard"))
-
-    def write(self, row: dict) -> None:
-        for key, value in _numbers(row):
-            self.writer.add_scalar(f"{row['kind']}/{key}", value, row["step"])
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-_MIRRORS = {"wandb": _Wandb, "tensorboard": _TensorBoard}
+def validation_losses(path: Path) -> dict[int, float]:
+    """Step -> validation loss of a metrics.jsonl, without what a rollback undid or what was not finite."""
+    return {row["step"]: row["loss"] for row in metrics_rows(read_rows(path))
+            if row["kind"] == "val" and isinstance(row.get("loss"), float)}
 
 
 def check_mirrors(config: Config) -> None:
@@ -201,53 +239,12 @@ def digest(value) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
-    rows = []
-    for line in _lines(path):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """All of `text` at `path` or what was there before, never half of it."""
-    tmp = path.with_name(f".{path.name}.tmp")
-    tmp.write_text(text)
-    os.replace(tmp, path)
-
-
-def write_json(path: Path, value: dict) -> None:
-    """Strict JSON: a NaN in it is our mistake, not the reader's."""
-    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
-def _strict(value):
-    """NaN and infinities as null, at any depth: JSON has no words for them."""
-    if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _package(name: str):
     try:
-        return importlib.import_module(name)
+        return import_module(name)
     except ImportError as error:
         raise ConfigError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out "
                           f"(metrics.jsonl is written anyway)") from error
-
-
-def _numbers(row: dict):
-    return [(k, v) for k, v in row.items() if isinstance(v, (int, float)) and k != "step"]
-
-
-def _lines(path: str | Path) -> list[str]:
-    try:
-        return Path(path).read_text(errors="replace").splitlines()
-    except FileNotFoundError:
-        return []
 
 
 def _git(root: Path, *args: str) -> str | None:

@@ -1,5 +1,6 @@
 """Everything that is about more than one process or one device: process group, mesh, sharding, compilation."""
 
+import contextlib
 import os
 import shutil
 import sys
@@ -13,7 +14,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
+from model import Block
 from runtime import gather
 from runtime.config import Config, ConfigError
 
@@ -26,6 +29,7 @@ class World:
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
+    local_size: int = 1                             # processes on this machine
     checkpoint_group: dist.ProcessGroup | None = None   # gloo, so that a save in the background meets no other collective
 
     @property
@@ -54,14 +58,63 @@ def start(config: Config) -> World:
         torch.cuda.set_device(device)
     if size == 1:
         return World(0, 0, 1, device)
-    # Each restart by torchrun gets keys of its own: the agent's store outlives the workers, and gloo would otherwise
-    # read the addresses of dead ones (pytorch#135712).
-    store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    _check_store()
+    store = own_keys(next(dist.rendezvous("env://"))[0])
+    for name, value in flight_recorder(config).items():
+        os.environ.setdefault(name, value)
+    patience = timedelta(seconds=p.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=30))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    return World(rank, local_rank, size, device, mesh, dist.new_group(backend="gloo"))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    world = World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
+    _set_timeouts(world, patience)      # the mesh's groups were made with torch's defaults: 10 minutes for NCCL
+    return world
+
+
+def _check_store() -> None:
+    """Refuse restarts over several nodes with a store that outlives them: the nodes' restart counts, which alone tell an
+    attempt's keys from those of the one before, can disagree (pytorch#135712), and the restarted job would hang."""
+    if (int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
+            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        raise ConfigError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
+                          "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
+
+
+def own_keys(store: dist.Store) -> dist.Store:
+    """`store` as this attempt of torchrun sees it: the agent's store outlives the workers, and gloo would otherwise read
+    the addresses of dead ones. A store that rank 0 hosts itself is as young as the attempt, and needs no prefix."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return store
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def flight_recorder(config: Config) -> dict[str, str]:
+    """Environment by which NCCL and gloo keep their last collectives, and NCCL dumps them where a time-out ends the job;
+    under both names that torch 2.11 to 2.13 may know them by. Room for 2,000 entries: about a MB of host memory. The
+    folder is made by runtime/watchdog.py, once something is to be put there."""
+    file = str(config.run_dir / "flight_recorder" / "nccl_rank_")
+    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            "TORCH_FR_DUMP_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file}
+
+
+def tighten(world: World, seconds: float) -> None:
+    """From here on, NCCL gives up a collective of training after twice `seconds`; called once the first step is done.
+
+    The watchdog judges after `seconds` of its own beats and knows what to say; twice that leaves it the word, and NCCL's
+    own dump is there where the host itself is stuck. gloo keeps its long time-out: it measures by the clock on the wall,
+    on which a job that was suspended for an hour and goes on looks like one that hung. So does the group of
+    checkpoints, where a slow disk is no fault.
+    """
+    if world.size > 1 and world.device.type == "cuda":
+        _set_timeouts(world, timedelta(seconds=2 * seconds))
+
+
+def _set_timeouts(world: World, patience: timedelta) -> None:
+    for group in (dist.group.WORLD, *world.mesh.get_all_groups()):
+        backend = group._get_backend(world.device)
+        if hasattr(backend, "_set_default_timeout"):    # torch has no public call for it
+            backend._set_default_timeout(patience)
 
 
 def _check_all_gather(config: Config, size: int, shard: int) -> None:
@@ -81,8 +134,9 @@ def finish(world: World, code: int) -> None:
     if world.size == 1:
         sys.exit(code)
     if code == 0:
-        dist.barrier()
-        dist.destroy_process_group()
+        with contextlib.suppress(RuntimeError):     # a rank that died here, all work done, tells by its own exit code
+            dist.barrier()
+            dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -92,7 +146,7 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     """Every process-wide switch of torch that a run touches, set here and nowhere else; returns them as lines.
 
     recipes: those that Linears were converted by, which fp8.recipe=auto does not tell."""
-    flags = []
+    flags = _set_deterministic(config.deterministic)
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         flags.append("float32 matmuls in TF32 (none is in the training step)")
@@ -103,12 +157,57 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     return [f"torch: {flag}" for flag in flags]
 
 
-def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
+def _set_deterministic(on: bool) -> list[str]:
+    """Set, or set back, all that makes a GPU repeat its bits; an operation that cannot raises where it is called."""
+    torch.use_deterministic_algorithms(on)
+    # torch would also fill every new tensor, a write of all that is ever allocated, to show reads of what nobody wrote.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.deterministic = on
+    if not on and "torch._inductor.config" not in sys.modules:      # 0.7 s of imports, to set what is set
+        return []
+    import torch._inductor.config as inductor
+    has_switch = hasattr(inductor, "deterministic")     # no kernel is chosen by a measurement; not in every torch
+    if has_switch:
+        inductor.deterministic = on
+    if not on:
+        return []
+    # cuBLAS may split a sum by what memory is free; a workspace of fixed size leaves it one way. Read at its first call.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return [f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}, cudnn.deterministic"
+            + (", inductor.deterministic" if has_switch else "")]
+
+
+class RecomputedBlock(Block):
+    """A Block that keeps only its input for the backward pass and is computed again there."""
+
+    def forward(self, x, cos, sin, cache=None):
+        if cache is not None or not torch.is_grad_enabled():
+            return super().forward(x, cos, sin, cache)
+        # Nothing in a block draws random numbers, so that none have to be put back, which on CUDA would wait for the GPU.
+        return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute(model: nn.Module) -> None:
+    """Activation checkpointing block by block, before shard() and compile_model().
+
+    The class is swapped, not the module: every name in the state dict stays, and FSDP2's own class goes on top. FP8
+    rounds the same input to the same values again.
+    """
+    for block in model.blocks():
+        assert type(block) is Block, type(block)
+        block.__class__ = RecomputedBlock
+
+
+def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: bool = True) -> None:
     """FSDP2 over the mesh, block by block; one process needs no wrapper.
 
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
     Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
     token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32.
+
+    reshard: drop a block's gathered weights after its forward pass and gather them again in the backward pass. Without,
+    the blocks are gathered once a step and lie in memory whole in between. What a forward pass without a backward one
+    (an evaluation) leaves gathered stays so until the next step's backward pass: change no weights in between.
 
     Raises ConfigError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """
@@ -122,7 +221,7 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype) -> None:
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 

@@ -4,12 +4,27 @@ Counts are exact, from the modules. Memory of weights, gradients and optimizer f
 hours are estimates and are printed as such.
 """
 
-from runtime.config import Config
+import torch
+
+from model import GPT
+from runtime import fp8, metrics
+from runtime.config import Config, ConfigError
 
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
 # (0.41 to 0.51 below 2B parameters), not measured by this project: bench/ replaces it once it is.
 ASSUMED_MFU = 0.45
 GIB = 2**30
+
+
+def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
+    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises ConfigError for an unknown GPU."""
+    with torch.device("meta"):
+        model = GPT(config.model, compute_dtype)
+    layers = fp8.select(model, config.fp8, gpu.upper() if gpu else None)
+    peak = metrics.peak_flops(gpu) if gpu else None
+    if gpu and peak is None:
+        raise ConfigError(f"--plan {gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
+    return plan_lines(config, model.counts(), layers, fp8.table(layers, config.fp8.recipe, "cuda"), gpu, peak)
 
 
 def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: list[str], gpu: str,
@@ -53,16 +68,23 @@ def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
     gradients = 4 * n * (1 if accumulating else 1 / shard)
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
     kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
-    activations = tokens * m.n_layer * kept
+    recompute = config.parallel.recompute       # each block's input, and one block at a time whole
+    activations = tokens * (m.n_layer * 2 * m.n_embd + kept if recompute else m.n_layer * kept)
+    # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
+    blocks = 2 * counts["params_nonembed"] * (min(1, 2 / m.n_layer) if config.parallel.reshard else 1)
+    gathered = 0 if shard == 1 else blocks + 4 * (n - counts["params_nonembed"])
     # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
     logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if config.parallel.compile else 12)
-    total = 4 * n / shard + gradients + 8 * n / shard + activations + logits
+    whole = "two blocks" if config.parallel.reshard else "all blocks (parallel.reshard=false)"
+    total = 4 * n / shard + gathered + gradients + 8 * n / shard + activations + logits
     return [
         f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {d.micro_batch}",
         _gib("weights", 4 * n / shard, "fp32"),
+        *([_gib("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32")] if shard > 1 else []),
         _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
         _gib("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
-        _gib("activations", activations, "estimated: what the backward pass needs, BF16, nothing recomputed"),
+        _gib("activations", activations, "estimated: what the backward pass needs, BF16, "
+             + ("blocks recomputed from their inputs" if recompute else "nothing recomputed")),
         _gib("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else "")),
         _gib("sum", total, "estimated; the allocator and the compiler's buffers come on top"),
     ]

@@ -94,20 +94,30 @@ class FP8Config:
 class ParallelConfig:
     replicate: int = 1                      # copies of the sharded model, gradients averaged between them (HSDP)
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
+    reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
+    recompute: bool = False                 # keep only each block's input, compute the block again in the backward pass
     compile: bool = True                    # torch.compile: whole model on one rank, per block on several
+    timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
+    start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
     def problems(self):
-        yield from positive(self, "parallel", "replicate", "shard")
+        yield from positive(self, "parallel", "replicate", "shard", "timeout", "start_timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int | None = 1000                # steps between checkpoints; none = only the last
     keep: int = 3                           # newest checkpoints that stay on disk
+    best: bool = True                       # keep that of lowest validation loss too
+    forever: int | None = None              # checkpoints of every so many steps stay for good; none = of no step
+    rolling: int | None = None              # steps between more saves of which only the newest stays; none = no more
     at: tuple[int, ...] = ()                # more steps to save at; these checkpoints stay for good, to branch off from
 
     def problems(self):
-        yield from positive(self, "checkpoint", "every", "keep")
+        yield from positive(self, "checkpoint", "every", "keep", "forever", "rolling")
+        if self.forever and (not self.every or self.forever % self.every):
+            yield (f"checkpoint.forever={self.forever} must be a multiple of checkpoint.every={self.every}: what is not saved "
+                   f"cannot be kept")
         for step in self.at:
             if step < 1:
                 yield f"checkpoint.at names step {step}: steps are counted from 1"
@@ -138,6 +148,20 @@ class ProbeConfig:
 
     def problems(self):
         yield from positive(self, "probe", "every", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    mode: Literal["off", "log", "act"] = "act"      # of spikes: ignored, noted, or skipped; what is not finite is never applied
+    window: int = 128                       # accepted steps that a step is compared with
+    threshold: float = 10.0                 # a spike lies so many robust standard deviations above their median
+    skips: int = 10                         # skipped steps in a row before the run goes back to a checkpoint
+    rollbacks: int = 3                      # times that a run may go back before it stops
+
+    def problems(self):
+        yield from positive(self, "guard", "window", "threshold", "skips")
+        if self.rollbacks < 0:
+            yield f"guard.rollbacks={self.rollbacks} must be a number of times, 0 or more"
 
 
 def positive(section, prefix: str, *names: str) -> Iterator[str]:

@@ -1,13 +1,15 @@
 """Keep tokens in a folder of shards with an index.
 
 One folder per source: train_00000.bin ..., val_00000.bin ... (little-endian uint16 token ids, an end-of-text token
-before each document) and index.json, which is written last: a folder without it is unfinished.
+before each document) and index.json, which is written last: a folder without it is unfinished. The index holds the
+SHA-256 of each shard and of itself, so no flipped bit and no edit stays unseen.
 """
 
 import hashlib
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,8 @@ from pathlib import Path
 import numpy as np
 
 FORMAT_VERSION = 1
+KEYS = {"format_version", "dtype", "source", "tokenizer", "tokenizer_sha256", "vocab_size", "dataset", "revision", "license",
+        "split_rule", "duplicates", "splits"}       # of index.json; and "sha256", of all of them
 SHARD_TOKENS = 100_000_000      # 200 MB: few files, yet a damaged one is soon replaced
 
 
@@ -68,15 +72,21 @@ def read_index(folder: Path) -> Index:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): {again}") from error
     try:
+        if not isinstance(raw, dict):
+            raise TypeError("it is no table of keys")
         if raw["format_version"] != FORMAT_VERSION or raw["dtype"] != "uint16":
-            raise ValueError(f"{path} describes format_version={raw['format_version']!r} and dtype={raw['dtype']!r}, "
+            raise ValueError(f"{path} describes format_version={raw['format_version']!r:.40} and dtype={raw['dtype']!r:.40}, "
                              f"but this version reads format_version={FORMAT_VERSION} and dtype='uint16': {again}")
+        if strange := raw.keys() - KEYS - {"sha256"}:
+            raise TypeError(f"key {min(strange)!r:.40} is not one of its keys")
+        if "sha256" in raw and raw["sha256"] != _index_sha256(raw):     # an index of earlier versions has none
+            raise TypeError("it is not what was written, its own sha256 says")
         words = {key: _typed(raw, key, str) for key in
                  ("source", "tokenizer", "tokenizer_sha256", "dataset", "revision", "license", "split_rule")}
         counts = {key: _typed(raw, key, int) for key in ("vocab_size", "duplicates")}
         raw_splits = _typed(raw, "splits", dict)
         splits = {name: _read_split(folder, name, _typed(raw_splits, name, dict)) for name in ("train", "val")}
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, RecursionError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is damaged ({reason}): {again}") from error
     for shard in (shard for split in splits.values() for shard in split.shards):
@@ -96,16 +106,45 @@ def damage(folder: Path) -> Iterator[str]:
         yield str(error)
         return
     for shard in (shard for split in index.splits.values() for shard in split.shards):
-        with open(shard.path, "rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
-                yield (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
-                       f"{folder} and run `python prepare_data.py` again")
+        if (sentence := _damage(shard)) is not None:
+            yield sentence
+
+
+def _damage(shard: Shard) -> str | None:
+    with open(shard.path, "rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
+            return None
+    return (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
+            f"{shard.path.parent} and run `python prepare_data.py` again")
+
+
+class Verification:
+    """Hashes shards once, in the background; `problem` is the first that was found: a sentence, or an error of its own.
+
+    hashlib lets go of the interpreter's lock while it works, so the training thread hardly waits."""
+
+    def __init__(self, shards: list[Shard]):
+        self.problem: str | Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(shards,), name="verify", daemon=True)   # keeps no run from ending
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def _run(self, shards: list[Shard]) -> None:
+        for shard in shards:
+            try:
+                self.problem = _damage(shard)
+            except Exception as error:      # whatever it is, a shard that was not hashed must not pass for a sound one
+                self.problem = error
+            if self.problem is not None:
+                return
 
 
 def _read_split(folder: Path, name: str, raw: dict) -> Split:
     shards = []
     for entry in _typed(raw, "shards", list):
-        if not isinstance(entry, dict) or not re.fullmatch(rf"{name}_\d{{5}}\.bin", _typed(entry, "file", str)):
+        if not isinstance(entry, dict) or not re.fullmatch(rf"{name}_[0-9]{{5}}\.bin", _typed(entry, "file", str)):
             raise TypeError(f"splits.{name}.shards must name files like {name}_00000.bin")
         shards.append(Shard(folder / entry["file"], _typed(entry, "tokens", int), _typed(entry, "sha256", str)))
     split = Split(*(_typed(raw, key, int) for key in ("documents", "text_bytes", "tokens")), tuple(shards))
@@ -173,11 +212,17 @@ class ShardWriter:
 def write_index(folder: Path, index: dict) -> None:
     """Declares the folder complete: everything else is on disk already."""
     path = folder / "index.json"
+    index = {"format_version": FORMAT_VERSION, "dtype": "uint16", **index}
     with open(f"{path}.tmp", "wb") as file:
-        file.write(json.dumps({"format_version": FORMAT_VERSION, "dtype": "uint16", **index}, indent=1).encode())
+        file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
     os.replace(file.name, path)
+
+
+def _index_sha256(index: dict) -> str:
+    rest = {key: value for key, value in index.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def remove_shards(folder: Path) -> None:

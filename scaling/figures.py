@@ -1,9 +1,10 @@
 """Draw loss against compute, tokens, parameters: every precision in one figure, the paired gap below.
 
 Nothing here fits: `draw` takes groups of runs with their laws. It uses matplotlib's objects without pyplot, so no
-window system is asked for, no global state is left behind. As a command it draws what FP8 did inside one run:
+window system is asked for, no global state is left behind. As a command it draws one run, whole or still going:
 
-    python scaling/figures.py --fp8 out/RUN [out=DIR]       # from out/RUN/probe.jsonl; DIR is out/RUN/figures
+    python scaling/figures.py out/RUN [out=DIR]             # its training, from metrics.jsonl; DIR is out/RUN/figures
+    python scaling/figures.py --fp8 out/RUN [out=DIR]       # what FP8 did inside it, from probe.jsonl
 """
 
 import io
@@ -136,10 +137,10 @@ def write(path: Path, content: bytes) -> None:
 
 
 def main(arguments=None) -> int:
-    """Draw one run's FP8 figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
-    from scaling.dynamics import draw_run  # here, because it imports this module
+    """Draw one run's figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
+    from scaling import dynamics, run_figure  # here, because they import this module
     from scaling.records import RecordError
-    source, folder, words = None, None, list(sys.argv[1:] if arguments is None else arguments)
+    source, folder, draw_run, words = None, None, run_figure.draw_run, list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
@@ -147,13 +148,15 @@ def main(arguments=None) -> int:
         while words:
             word = words.pop(0)
             if word == "--fp8" and words and source is None:
-                source = Path(words.pop(0))
+                source, draw_run = Path(words.pop(0)), dynamics.draw_run
             elif word.startswith("out=") and word != "out=" and folder is None:
                 folder = Path(word[4:])
+            elif word[:1] not in ("-", "") and "=" not in Path(word).name and source is None:
+                source = Path(word)
             else:
-                raise RecordError(f"{word!r} is not understood here: give --fp8 out/RUN once and, if wanted, out=DIR")
+                raise RecordError(f"{word!r} is not understood here: give out/RUN or --fp8 out/RUN once and, if wanted, out=DIR")
         if source is None:
-            raise RecordError("no run given: name one such as --fp8 out/RUN")
+            raise RecordError("no run given: name one such as out/RUN, or --fp8 out/RUN for what FP8 did")
         draw_run(source, folder)
     except RecordError as error:
         print(f"scaling/figures.py: {error}", file=sys.stderr)

@@ -65,17 +65,17 @@ def work(folder: Path) -> None:
 def saving():
     """Collect the kinds of tensor that are given to the checkpointer: DCP's save() would pickle the wrapper, while its
     async_save() happens to lose it."""
-    real, kinds = train.Checkpointer.save, set()
+    real, kinds = train.Saver.save, set()
 
     def watched(self, step, tensors, *rest):
         kinds.update(type(t._local_tensor).__name__ for t in tensors.values())
         real(self, step, tensors, *rest)
 
-    train.Checkpointer.save = watched
+    train.Saver.save = watched
     try:
         yield kinds
     finally:
-        train.Checkpointer.save = real
+        train.Saver.save = real
 
 
 def build(config, world):

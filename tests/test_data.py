@@ -1,18 +1,22 @@
 """Tests of runtime/data.py: which tokens a step reads, what unusable data is answered."""
 
+import hashlib
 import itertools
 import json
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from text_files import N_CTX, SHA, VOCAB, write_source
 
+import runtime.shards
 from model import GPTConfig
 from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
+from tests import conftest
 
 WINDOWS = {"a": (20, 11), "b": (7,), "c": (40,)}        # train windows of each source's shards
 
@@ -118,6 +122,17 @@ def test_a_run_keeps_to_its_mixture(folder):
             assert abs(read[:i].count(name) - weight * i) < 1
 
 
+@pytest.mark.parametrize("mixture", [{"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 0.501, "b": 0.2, "c": 0.299}])
+def test_a_run_reads_on_past_its_plan_as_a_longer_run_does(folder, mixture):
+    """A rollback moves the data on. The second mixture's period is longer than the short run."""
+    def read(steps, start):
+        data = load(folder, mixture, steps=steps)
+        return [firsts(x) for x, _ in data.stream(start, 40, 0, 1, "cpu")], data.planned.sum(), len(data._table)
+    past, planned, _ = read(2, 1)
+    longer, _, _ = read(40, 1)
+    assert past == longer and planned == 2 * 8
+
+
 # ----------------------------------------------------------------------------------------------------------- validation
 
 def test_validation_windows_are_fixed_and_evenly_strided(folder):
@@ -182,6 +197,86 @@ def test_batches_are_prepared_ahead(folder):
     stream.close()
 
 
+# ------------------------------------------------------------------------------------------------------------- damage
+
+def hashed(folder):
+    """The folder's indexes with the true SHA-256 of each shard, which write_source() leaves out."""
+    for path in folder.glob("*/index.json"):
+        index = json.loads(path.read_text())
+        for shard in (shard for split in index["splits"].values() for shard in split["shards"]):
+            shard["sha256"] = hashlib.sha256((path.parent / shard["file"]).read_bytes()).hexdigest()
+        path.write_text(json.dumps(index))
+    return folder
+
+
+def flip(path, bit):
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(folder):
+    hashed(folder)
+    shards = sorted(folder.glob("*/*.bin"))
+    assert len(shards) == 7
+    rng = np.random.default_rng(0)
+    for path in shards:
+        for bit in (0, 8 * path.stat().st_size - 1, int(rng.integers(8 * path.stat().st_size))):
+            flip(path, bit)
+            found = []
+            for rank in range(3):
+                data = load(folder)
+                data.verify(rank, 3)
+                try:
+                    data.verified()
+                except ConfigError as error:
+                    found.append(str(error))
+            assert len(found) == 1 and str(path) in found[0] and "goes on from the last checkpoint" in found[0]
+            flip(path, bit)
+    data = load(folder)
+    data.verify(0, 1)
+    data.verified()
+
+
+def test_the_stream_ends_at_the_first_batch_after_damage_is_known(folder):
+    path = hashed(folder) / "b" / "val_00000.bin"
+    flip(path, 5)
+    data = load(folder)
+    stream = data.stream(0, 6, 0, 1, "cpu")
+    next(stream)
+    data.verify(0, 1)
+    data._verification.wait()
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+        next(stream)
+    assert threading.active_count() < threads, "the preparing thread has ended"
+
+
+def test_verification_does_not_hold_up_the_stream(folder, monkeypatch):
+    """The first batches come while the hashes are still being computed, and no thread keeps the process from ending."""
+    go_on = threading.Event()
+    monkeypatch.setattr(runtime.shards, "_damage", lambda shard: go_on.wait(60) and None)
+    data = load(folder)
+    data.verify(0, 1)
+    assert len(list(data.stream(0, 6, 0, 1, "cpu"))) == 24
+    assert data._verification._thread.is_alive() and data._verification._thread.daemon
+    go_on.set()
+    data.verified()
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error", "train_00000.bin"), MemoryError("no memory")])
+def test_a_shard_that_could_not_be_hashed_does_not_pass_for_a_sound_one(folder, monkeypatch, error):
+    def fail(shard):
+        raise error
+    monkeypatch.setattr(runtime.shards, "_damage", fail)
+    data = load(folder)
+    data.verify(0, 1)
+    with pytest.raises(type(error)):
+        data.verified()
+    with pytest.raises(type(error)):
+        next(data.stream(0, 6, 0, 1, "cpu"))
+
+
 # ------------------------------------------------------------------------------------------------------------- bad data
 
 def refusal(folder, *args, sha=SHA, **kwargs):
@@ -232,3 +327,20 @@ def test_too_little_text_for_a_window_is_refused(tmp_path):
     write_source(tmp_path / "short", (0,), 0, val_windows=0)
     said = refusal(tmp_path, {"short": 1})
     assert "1 train tokens, too few for one window of model.n_ctx=8" in said and "1 val tokens" in said
+
+
+@pytest.mark.parametrize("name", ["web/train_00000.bin", "code/val_00000.bin"])
+def test_training_itself_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, tmp_path, capsys, name):
+    """Sizes and ids are all possible; the run ends with the file's name before its first checkpoint, and goes on once the
+    bit is back."""
+    for seed, source in enumerate(("web", "code")):
+        conftest.write_source(tmp_path / "data" / source, seed)
+    short = replace(tiny, steps=2, checkpoint=replace(tiny.checkpoint, every=1),
+                    data=replace(tiny.data, dir=str(tmp_path / "data")))
+    flip(tmp_path / "data" / name, 16 * 777)        # the lowest bit of a token
+    refused = conftest.call_train(capsys, short, tmp_path)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert f"{name} is damaged: its sha256 is not the one in index.json; restore the file" in refused.stderr
+    assert not (short.run_dir / "summary.json").exists() and not list(short.run_dir.glob("checkpoints/step_*"))
+    flip(tmp_path / "data" / name, 16 * 777)
+    assert conftest.call_train(capsys, short, tmp_path).returncode == 0

@@ -73,6 +73,28 @@ def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(micro_batch,
         assert results.sequences[name] == pytest.approx(reference.sequences[name], rel=1e-6)
 
 
+def test_an_evaluation_stops_when_asked_to_and_not_before():
+    """A validation of minutes must not outlast the half minute that a stop request is given."""
+    gpt, sets = model(), {"a": Fixed(40, 0), "b": Fixed(40, 1)}
+    passes = []
+
+    class Counting(torch.nn.Module):
+        def forward(self, x, y):
+            passes.append(len(x))
+            return gpt(x, y)
+
+    def run(answers):
+        passes.clear()
+        return evaluate(Counting(), sets, WEIGHTS, 1, torch.device("cpu"), is_stopping=lambda: next(answers))
+
+    assert run(iter([False, True])) is None
+    assert len(passes) == 16, "at the second question"
+    whole = run(iter([False] * 10))
+    assert len(passes) == 80
+    want = evaluate(gpt, sets, WEIGHTS, 1, torch.device("cpu"))
+    assert all(np.array_equal(whole.sequences[s], want.sequences[s]) for s in sets)
+
+
 def test_standard_error_by_simulation():
     rng = np.random.default_rng(0)
 

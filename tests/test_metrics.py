@@ -1,9 +1,9 @@
 import json
 import sys
-import types
 from dataclasses import replace
 
 import pytest
+import torch
 
 from runtime import metrics
 from runtime.config import ConfigError, FP8Config, LogConfig
@@ -21,6 +21,27 @@ def log(config, resume=0):
 
 def read(config):
     return metrics.read_rows(config.run_dir / "metrics.jsonl")
+
+
+def val(step, loss=1.5):
+    return {"step": step, "tokens": step * 512, "loss": loss, "sources": {}}
+
+
+def of(rows, *keys):
+    return [tuple(r.get(k) for k in keys) for r in rows]
+
+
+def rolled_back(config, resume=0):
+    """Steps 1 to 6, validated after 2, 4 and 6, gone back from 6 to 4, then 5 and 6 again."""
+    one = log(config, resume)
+    for step in range(1, 7):
+        one.step(row(step))
+        if step % 2 == 0:
+            one.validation(val(step))
+    one.roll_back(4, {"event": "rollback", "step": 6, "to": 4})
+    for step in (5, 6):
+        one.step(row(step, loss=9.0))
+    return one
 
 
 def test_a_row_a_step_in_strict_json(tiny):
@@ -113,30 +134,29 @@ def test_a_write_that_dies_leaves_what_was_there(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
 
-def test_environment_is_json_and_holds_no_variables(monkeypatch):
-    monkeypatch.setenv("WANDB_API_KEY", "secret-of-mine")
-    import torch
+ALLOWED = {"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo",
+           "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_JOB_ID": "17", "WANDB_MODE": "offline"}
+FORBIDDEN = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN", "NCCL_AUTH", "TORCH_HUB_TOKEN", "NCCL_MY_key",
+             "TORCH_PASSWORD", "TORCHINDUCTOR_REMOTE_CREDENTIALS", "XNCCL_DEBUG", "nccl_debug", "SLURM_JOB_NAME", "HTTPS_PROXY",
+             "MASTER_ADDR", "HOME_OF_MINE", "CUDA_VISIBLE_DEVICES_OF_MINE", "WANDB_MODES")
 
-    from tests.conftest import ROOT
-    text = json.dumps(metrics.environment(torch.device("cpu"), ROOT))
+
+def test_env_json_tells_the_allowed_variables_and_leaks_no_other(tiny, monkeypatch):
+    for name, value in ALLOWED.items():
+        monkeypatch.setenv(name, value)
+    for name in FORBIDDEN:
+        monkeypatch.setenv(name, "secret-of-mine")
+    tiny.run_dir.mkdir(parents=True)
+    metrics.write_environment(tiny.run_dir / "env.json", torch.device("cpu"), tiny.run_dir)
+    text = (tiny.run_dir / "env.json").read_text()
     assert "secret-of-mine" not in text
-    assert json.loads(text)["torch"].startswith("2.")
+    told = json.loads(text)
+    assert told["torch"].startswith("2.")
+    assert {name: told["variables"][name] for name in ALLOWED} == ALLOWED
+    assert not set(FORBIDDEN) & set(told["variables"])
 
 
 def test_a_logger_that_is_not_installed_gets_a_sentence(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="log.to=wandb needs the package wandb: pip install wandb, or leave it out"):
         metrics.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))
-
-
-def test_wandb_gets_the_same_rows(tiny, monkeypatch):
-    seen = []
-    run = types.SimpleNamespace(log=lambda values, step: seen.append((step, values)), finish=lambda: seen.append("finished"))
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: seen.append(options["name"]) or run))
-    one = log(replace(tiny, log=LogConfig(to=("wandb",))))
-    one.step(row(1))
-    one.validation({"step": 1, "tokens": 512, "loss": 1.5, "sources": {}})
-    one.close()
-    assert seen[0] == "tiny"
-    assert seen[1] == (1, {f"train/{k}": v for k, v in {**row(1), "since_start": 1}.items() if k not in ("step", "verdict")})
-    assert seen[2:] == [(1, {"val/tokens": 512, "val/loss": 1.5}), "finished"]

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
+from runtime.plan import plan as train_plan
 from scaling import plan
 from scaling.budget import read_gap, read_law, tokens
 from scaling.design import RHO
@@ -17,14 +19,13 @@ from scaling.study import expand, load_study
 from tests.conftest import ROOT
 from tests.plan_cases import BUDGET, correlated, write_law
 from tests.scaling_runs import write_run
-from train import plan as train_plan
 
 
 def test_the_bound_on_the_speedup_is_train_pys(capsys):
     sizes, notes = plan.read_sizes(plan._parse(BUDGET))
     assert any("upper bound" in note for note in notes)
     for size in sizes:
-        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100"))
+        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens

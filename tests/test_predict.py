@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from runtime.config import load_config
+from runtime.plan import plan as train_plan
 from scaling import frozen, predict
 from scaling.laws import Points
 from scaling.records import RecordError, read_runs
 from tests.conftest import ROOT
 from tests.scaling_runs import law, surface, write_run
-from train import plan as train_plan
 
 SIZES = (33_000, 74_000, 100_000)
 GOAL = {"run": "big", "recipe": "bf16", "params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320,
@@ -99,7 +100,7 @@ def test_chinchillas_law_counts_parameters_each_way(tmp_path):
 def test_a_config_is_counted_exactly(study, tmp_path):
     """configs/demo_l_fp8.py, against the lines of train.py --plan."""
     made = predict.freeze("demo_l_fp8", groups_of(study), tmp_path)
-    lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_l_fp8.py"), ""))
+    lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_l_fp8.py"), "", torch.bfloat16))
     assert made.recipe == "tensorwise" and re.search(rf"  total +{made.N:,} ", lines)
     assert re.search(rf"  tokens +{made.D:,} ", lines)
     assert f"+ attention            {made.C:.4e}" in lines

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT, GPTConfig
 from runtime import fp8, probe
-from runtime.checkpoint import checkpoints, load_model
+from runtime.checkpoint import checkpoints, load_model, seal
 from runtime.config import FP8Config, ProbeConfig
 from runtime.probe import Probe, sequences, statistics
 from runtime.quantize import RECIPES, Operand
@@ -397,18 +397,18 @@ def test_a_resume_goes_on_probing_and_refuses_another_choice_of_layers(tiny, tmp
     rows = read(config.run_dir / "probe.jsonl")
     (config.run_dir / "summary.json").unlink()
     shutil.rmtree(checkpoints(config.run_dir)[-1])
-    manifest = checkpoints(config.run_dir)[-1] / "manifest.json"
-    content = json.loads(manifest.read_text())
+    checkpoint = checkpoints(config.run_dir)[-1]
+    content = json.loads((checkpoint / "manifest.json").read_text())
     assert content["state"]["probe_s"] > 0
     content["state"]["probe_s"] = 1000.0
     chosen = content["state"]["data"]["fp8"]
     content["state"]["data"]["fp8"] = "0" * 64
-    manifest.write_text(json.dumps(content))
+    seal(checkpoint, content)
     refused = call_train(capsys, config, tmp_path)
     assert refused.returncode == 2
     assert "fp8.recipe=auto chose other layers than this run was begun with: name the recipe" in refused.stderr
     content["state"]["data"]["fp8"] = chosen
-    manifest.write_text(json.dumps(content))
+    seal(checkpoint, content)
     assert call_train(capsys, config, tmp_path).returncode == 0
     again = read(config.run_dir / "probe.jsonl")
     assert again[:len(rows)] == rows

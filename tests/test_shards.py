@@ -2,10 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 from text_files import N_CTX, VOCAB, write_source
 
-from runtime.shards import read_index, remove_shards
+from runtime.shards import ShardWriter, read_index, remove_shards, write_index
 
 
 @pytest.fixture
@@ -75,6 +76,53 @@ def test_an_index_may_not_name_files_elsewhere(folder):
     path = folder / "a" / "index.json"
     path.write_text(path.read_text().replace("train_00000.bin", "../b/train_00000.bin"))
     assert "must name files like train_00000.bin" in refusal(folder)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A folder as prepare_data.py writes it, its index sealed by its own hash."""
+    folder = tmp_path / "w"
+    folder.mkdir()
+    splits = {}
+    for split in "train", "val":
+        writer = ShardWriter(folder, split)
+        writer.add(300, np.arange(100))
+        splits[split] = writer.finish()
+    write_index(folder, {"source": "w", "tokenizer": "byte", "tokenizer_sha256": "0", "vocab_size": 257, "dataset": "d",
+                         "revision": "r", "license": "CC0", "split_rule": "s", "duplicates": 0, "splits": splits})
+    return folder
+
+
+def test_no_flipped_bit_of_an_index_stays_unseen(written):
+    """One in each byte. But in the white space, where a flip that leaves it JSON changes nothing."""
+    path = written / "index.json"
+    sound, meant = path.read_bytes(), read_index(written)
+    unseen = []
+    for bit in np.arange(len(sound)) * 8 + np.random.default_rng(0).integers(0, 8, len(sound)):
+        content = bytearray(sound)
+        content[bit // 8] ^= 1 << int(bit) % 8
+        path.write_bytes(content)
+        try:
+            found = read_index(written)
+        except ValueError as error:
+            assert str(written) in str(error) and "\n" not in str(error)
+        else:
+            unseen.append(bit)
+            assert found == meant
+    assert all(chr(sound[bit // 8]).isspace() for bit in unseen)
+    assert len(unseen) < len(sound) / 20
+
+
+@pytest.mark.parametrize("key, value", [("license", "MIT"), ("duplicates", 1), ("revision", "R"), ("note", "mine")])
+def test_an_edited_index_is_refused(written, key, value):
+    path = written / "index.json"
+    index = json.loads(path.read_text())
+    assert read_index(written).license == "CC0"
+    path.write_text(json.dumps(index))      # another layout is no edit
+    read_index(written)
+    path.write_text(json.dumps(index | {key: value}))
+    with pytest.raises(ValueError, match=r"index.json is damaged \((it is not what was written|key 'note' is not one)"):
+        read_index(written)
 
 
 def test_what_was_read_is_what_was_written(folder):

@@ -1,0 +1,127 @@
+"""Copy a run's weights, without its optimizer, to one safetensors file.
+
+    python -m eval.weights out/RUN                          the newest sound checkpoint -> out/RUN/weights_00013500.safetensors
+    python -m eval.weights out/RUN my.safetensors dtype=bf16
+
+dtype   fp32 (as trained) or bf16 (as the matmuls see them; half the bytes)
+
+The names are the model's own (model.py); a tied head is the embedding and is not repeated. The file's metadata holds the
+run's name, the step and config.json's content. It is written beside its place, synced and renamed: whole or not there.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import torch
+
+from eval.options import read_options
+from runtime.checkpoint import checkpoints, load, read_manifest
+from runtime.config import ConfigError
+
+DTYPES = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
+ALIGNMENT = 8       # bytes; readers map the tensors where they lie
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: str
+    file: str | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"
+
+    POSITIONAL: ClassVar = ("run", "file")
+
+    def __post_init__(self):
+        if self.file is not None and not self.file.endswith(".safetensors"):
+            raise ConfigError(f"file={self.file!r} must end in .safetensors")
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code: 0 written, 1 the machine failed us, 2 the user's mistake."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else 2
+    try:
+        path, step, size = export(read_options(Options, argv))
+    except ConfigError as error:
+        print(f"eval.weights: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"eval.weights: {error.filename or 'the file'}: {error.strerror}; nothing was written", file=sys.stderr)
+        return 1
+    except MemoryError as error:
+        print(f"eval.weights: out of memory ({error}); nothing was written", file=sys.stderr)
+        return 1
+    print(f"step {step}: {size / 2**20:.1f} MiB -> {path}")
+    return 0
+
+
+def export(options: Options) -> tuple[Path, int, int]:
+    """Writes the file; returns its path, the step of the weights, its bytes. Raises ConfigError or OSError."""
+    run_dir = Path(options.run)
+    manifest, weights = _newest_weights(run_dir)
+    step = manifest["step"]
+    path = Path(options.file) if options.file is not None else run_dir / f"weights_{step:08d}.safetensors"
+    metadata = {"format": "pt", "run": str(manifest["config"].get("run")), "step": str(step),
+                "config": json.dumps(manifest["config"])}
+    write_safetensors(path, weights, options.dtype, metadata)
+    return path, step, path.stat().st_size
+
+
+def _newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
+
+    Read alone, nothing is renamed: the run may be going on. Raises ConfigError where no checkpoint is sound.
+    """
+    there = checkpoints(run_dir)
+    if not there:
+        raise ConfigError(f"{run_dir} has no finished checkpoint: give a run's folder, such as out/demo_l_fp8")
+    for path in reversed(there):
+        try:
+            manifest = read_manifest(path)
+            weights = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, dtype) in manifest["tensors"].items()
+                       if name.startswith("model.")}
+            load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
+            return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
+        except ConfigError as error:
+            print(f"eval.weights: {error}", file=sys.stderr)
+    raise ConfigError(f"{run_dir}: none of its {len(there)} checkpoints is sound")
+
+
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], dtype: str, metadata: dict[str, str]) -> None:
+    """One file: 8 bytes of header length, little-endian, a JSON header, the tensors' bytes in order.
+
+    Source: the format's description at github.com/huggingface/safetensors. Raises OSError; then nothing is left.
+    """
+    torch_dtype, name_of_dtype = DTYPES[dtype]
+    header, end = {"__metadata__": metadata}, 0
+    for name, t in tensors.items():
+        begin, end = end, end + t.numel() * torch_dtype.itemsize
+        header[name] = {"dtype": name_of_dtype, "shape": list(t.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    tmp = path.with_name(f".tmp_{path.name}")
+    try:
+        with open(tmp, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for t in tensors.values():
+                # The bytes as they lie: numpy knows no bfloat16.
+                file.write(t.to(torch_dtype).contiguous().flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(tmp, path)
+    except BaseException:
+        tmp.unlink(missing_ok=True)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)    # or a power cut may take the new name back
+    finally:
+        os.close(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

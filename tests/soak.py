@@ -1,0 +1,155 @@
+"""The long tier of fault injection: hundreds of kills, restarts under torchrun, every recipe, compiled runs, hangs.
+
+    make soak       or: python -m pytest tests/soak.py -k kills
+
+Everything is compared, bit for bit, with a run that was left alone. The table at the end is what LOG.md quotes.
+"""
+
+import os
+import random
+import signal
+import statistics
+import time
+from dataclasses import replace
+
+import pytest
+
+from runtime.config import Config, FP8Config
+from tests import faults
+from tests.faults import record, saved_steps, torchrun
+from tests.test_faults import base, finish, folder, kill_in_every_change, nursery, storm, whole, whole2  # noqa: F401
+
+LONG = 60       # steps: room for ten kills
+
+
+@pytest.fixture(scope="module")
+def table(request):
+    """Lines of (fault, tried, survived, seconds lost by each), printed at the end."""
+    lines: list[tuple[str, int, int, list[float]]] = []
+    yield lines
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n| fault | tried | survived | seconds lost, median | most |\n|---|---|---|---|---|")
+        for name, tried, survived, seconds in lines:
+            lost = f"{statistics.median(seconds):.1f} | {max(seconds):.1f}" if seconds else " | "
+            print(f"| {name} | {tried} | {survived} | {lost} |")
+
+
+@pytest.fixture(scope="module")
+def calm(nursery, base):        # noqa: F811
+    """calm(config, ranks): the same run, left alone."""
+    done = {}
+
+    def of(config: Config, ranks: int) -> Config:
+        key = repr((replace(config, run="calm", checkpoint=base.checkpoint), ranks))
+        if key not in done:
+            done[key] = finish(nursery, replace(config, run=f"calm{len(done)}"), ranks=ranks)
+        return done[key]
+    return of
+
+
+def storms(nursery, calm, table, config: Config, name: str, runs: int, kills: int, ranks: int = 1) -> None:     # noqa: F811
+    told = []
+    for seed in range(runs):
+        shaken = replace(config, run=f"{config.run}_{seed}")
+        told += storm(nursery, shaken, kills, seed, ranks, longest=1.0 * ranks)
+        assert record(shaken) == record(calm(config, ranks))
+        table.append((f"{name}, seed {seed}", kills, kills, [kill["s"] for kill in told[-kills:] if kill["s"]]))
+    del table[-runs:]
+    table.append((name, len(told), len(told), [kill["s"] for kill in told if kill["s"]]))
+
+
+def test_a_hundred_kills_of_one_process(nursery, base, calm, table):     # noqa: F811
+    config = replace(base, run="hundred", steps=LONG)
+    storms(nursery, calm, table, config, "kill -9 of one process, half of them in saves", 10, 10)
+
+
+def test_kills_of_two_ranks_at_once(nursery, base, calm, table):     # noqa: F811
+    config = replace(base, run="both", steps=LONG)
+    storms(nursery, calm, table, config, "kill -9 of both ranks, half of them in saves", 4, 10, 2)
+
+
+@pytest.mark.parametrize("shape", [{}, {"replicate": 2, "shard": 2}], ids=["shard4", "2x2"])
+def test_kills_of_four_ranks(nursery, base, calm, table, shape):     # noqa: F811
+    config = replace(base, run=f"four{len(shape)}", parallel=replace(base.parallel, **shape),
+                     data=replace(base.data, tokens_per_step=512))
+    storms(nursery, calm, table, config, f"kill -9 of four ranks {shape or 'that share the weights'}", 2, 4, 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_kill_before_every_change_that_a_save_makes(nursery, base, calm, table, ranks):     # noqa: F811
+    config = replace(base, run=f"every_change{ranks}", steps=120)
+    killed = kill_in_every_change(nursery, config, ranks)
+    assert record(config) == record(calm(config, ranks))
+    table.append((f"kill -9 before each change that a save makes on disk, {ranks} ranks", killed, killed, []))
+
+
+RECIPES = [("off", 1), ("tensorwise", 1), ("tensorwise_gw_hp", 1), ("rowwise", 1), ("rowwise_with_gw_hp", 1), ("amax", 1),
+           ("cscale", 1), ("off", 2), ("tensorwise_gw_hp", 2), ("rowwise", 2), ("rowwise_with_gw_hp", 2), ("gathered", 2)]
+
+
+@pytest.mark.parametrize("recipe, ranks", RECIPES)
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+def test_every_recipe_resumes_bit_for_bit(nursery, base, calm, table, recipe, ranks, recompute):     # noqa: F811
+    fp8 = FP8Config(recipe="tensorwise", all_gather=True) if recipe == "gathered" else FP8Config(recipe=recipe)
+    config = replace(base, run=f"{recipe}_{ranks}_{recompute}", fp8=fp8, parallel=replace(base.parallel, recompute=recompute))
+    name = f"kill -9, {recipe}, {ranks} ranks{', recompute' if recompute else ''}"
+    storms(nursery, calm, table, config, name, 1, 3, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_compiled_run_resumes_bit_for_bit(nursery, base, calm, table, ranks):     # noqa: F811
+    config = replace(base, run=f"compiled{ranks}", steps=8, model=replace(base.model, n_layer=1),
+                     parallel=replace(base.parallel, compile=True, timeout=120.0))
+    alone = finish(nursery, replace(config, run=f"compiled{ranks}_calm"), ranks=ranks)
+    run = nursery.start(config, ranks=ranks)
+    run.wait_until(lambda: bool(saved_steps(config)), 600)
+    started = time.monotonic()
+    run.kill()
+    run = nursery.start(config, ranks=ranks)
+    assert set(run.wait(600)) == {0}, run.output
+    assert record(config) == record(alone)
+    table.append((f"kill -9, compiled, {ranks} ranks", 1, 1, [time.monotonic() - started]))
+
+
+def test_twenty_kills_under_one_torchrun(nursery, base, calm, table):     # noqa: F811
+    """Each restart must come up: stock torchrun reads the addresses of dead ranks in two of five."""
+    config = replace(base, run="restarts", steps=400, data=replace(base.data, max_epochs=20),
+                     checkpoint=replace(base.checkpoint, every=5))
+    rng, seconds = random.Random(0), []
+    run = torchrun(nursery, config, restarts=20)
+    for kill in range(20):
+        run.wait_until(lambda kill=kill: run.output.count("resuming ") + run.output.count("starting at ") > kill)
+        at = faults.last_step(config)
+        run.wait_for_step(at + rng.randrange(1, 12))
+        hit, started = faults.last_step(config), time.monotonic()
+        os.kill(rng.choice(run.children()), signal.SIGKILL)
+        run.wait_until(lambda kill=kill: run.output.count("resuming ") > kill)
+        run.wait_for_step(hit)
+        seconds.append(time.monotonic() - started)
+    assert run.wait(600) == [0], run.output
+    assert record(config) == record(calm(config, 2))
+    table.append(("kill -9 of one rank under torchrun --max-restarts", 20, 20, seconds))
+
+
+def test_a_rank_that_stands_still_ends_the_job_which_resumes(nursery, base, whole2, table):     # noqa: F811
+    config = replace(base, run="still", parallel=replace(base.parallel, timeout=10.0))
+    started = time.monotonic()
+    run = torchrun(nursery, config, faults=["stop_in_step:5:1"], restarts=1)
+    assert run.wait(300) == [0], run.output
+    assert "rank 1" in run.output
+    assert list((config.run_dir / "stacks").glob("rank_*.txt"))
+    assert record(config) == record(whole2)
+    table.append(("SIGSTOP of one rank, timeout 10 s, under torchrun", 1, 1, [time.monotonic() - started]))
+
+
+def test_sixty_runs_of_two_ranks_exit_cleanly(nursery, base, table):     # noqa: F811
+    for i in range(60):
+        finish(nursery, replace(base, run=f"clean{i}", steps=2, eval=replace(base.eval, every=None)), ranks=2)
+    table.append(("the exit of a finished job of two ranks", 60, 60, []))
+
+
+def test_ten_runs_under_torchrun_exit_cleanly(nursery, base, table):     # noqa: F811
+    for i in range(10):
+        run = torchrun(nursery, replace(base, run=f"elastic{i}", steps=2, eval=replace(base.eval, every=None)))
+        assert run.wait() == [0], run.output
+    table.append(("the exit of a finished job under torchrun", 10, 10, []))
