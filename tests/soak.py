@@ -19,7 +19,7 @@ from tests import faults
 from tests.faults import record, saved_steps, torchrun
 from tests.test_faults import base, finish, folder, kill_in_every_change, nursery, storm, whole, whole2  # noqa: F401
 
-LONG = 60       # steps: room for ten kills
+LONG = 90       # steps: room for ten kills
 
 
 @pytest.fixture(scope="module")

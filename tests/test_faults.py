@@ -123,11 +123,11 @@ def storm(nursery: Nursery, config: Config, kills: int, seed: int, ranks: int = 
 
 
 @pytest.mark.parametrize("ranks, kills", [(1, 4), (2, 2)])
-def test_kill_9_at_random_moments_costs_steps_and_nothing_else(nursery, base, whole, whole2, ranks, kills):
-    config = replace(base, run=f"storm{ranks}")
+def test_kill_9_at_random_moments_costs_steps_and_nothing_else(nursery, base, long, whole2, ranks, kills):
+    config = replace(base, run=f"storm{ranks}", steps=long.steps if ranks == 1 else STEPS)
     told = storm(nursery, config, kills, seed=ranks, ranks=ranks)
-    assert record(config) == record(whole if ranks == 1 else whole2)
-    assert len(told) == kills
+    assert record(config) == record(long if ranks == 1 else whole2)
+    assert told, "on a machine so fast that a run is done before its first kill, make the runs longer"
     assert max(kill["lost"] for kill in told) <= 2 * EVERY, "the save under way and the steps since"
 
 

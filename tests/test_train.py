@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from model import GPT
 from runtime.checkpoint import checkpoints, load, load_model, read_manifest
-from runtime.config import FP8Config
+from runtime.config import FP8Config, ProbeConfig
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
@@ -99,6 +101,22 @@ def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(tiny, tmp_pat
     a, b = first_moments(one), first_moments(two)
     for name in a:
         assert (a[name] - b[name]).norm() / a[name].norm() < 2e-5, name
+
+
+def test_no_step_draws_random_numbers(tiny, tmp_path, capsys, monkeypatch):
+    """So a checkpoint needs no generator's state to be resumed from exactly; a step that begins to draw must store it."""
+    states, real = [], train.optim.set_learning_rate
+
+    def spy(optimizer, lr):
+        states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()))
+        real(optimizer, lr)
+
+    monkeypatch.setattr(train.optim, "set_learning_rate", spy)
+    config = with_recipe(tiny, "tensorwise", probe=ProbeConfig(every=2), eval=replace(tiny.eval, every=2),
+                         parallel=replace(tiny.parallel, recompute=True))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    assert len(states) == 6
+    assert all(state == states[0] for state in states)
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
