@@ -188,9 +188,10 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     saver = Saver(config.run_dir, config.checkpoint, world, metrics.validation_losses(config.run_dir / "metrics.jsonl"))
     probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model, fp8.recipes(layers, loss_scale),
                   config.probe.tokens)
-    meter, log = Meter(world.device), None
-    ending.callback(meter.close)
+    log = None
     if world.is_main:
+        meter = Meter(world.device)
+        ending.callback(meter.close)
         metrics.write_environment(config.run_dir / "env.json", world.device, ROOT)
         log = metrics.Log(config, step, config.total_steps)
         ending.callback(log.close)
@@ -211,7 +212,6 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     ending.callback(profiler.close)
 
     def note(event: str, step: int, reason: str) -> None:
-        """For people and for the figure."""
         if log:
             log.event({"event": event, "step": step, "reason": reason})
             log.say(reason)
@@ -268,16 +268,16 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             raise GuardError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
         to, state = found[1]["step"], found[1]["state"]
         saver.roll_back(to)
+        gather.reshard(model)
         optim.set_updates(optimizer, state["updates"])
         gather.precompute_scales(model)
-        reason = guard.reason
         guard.rolled_back(state["guard"])
         updates, moved_on = state["updates"], moved_on + bad - to
         batches.close()
         batches = stream(to)
         if log:
-            log.roll_back(to, {"event": "rollback", "step": bad, "to": to, "reason": reason, "moved_on": moved_on})
-            log.say(f"step {bad}: {reason}; back to step {to}, on with data not seen yet "
+            log.roll_back(to, {"event": "rollback", "step": bad, "to": to, "reason": guard.reason, "moved_on": moved_on})
+            log.say(f"step {bad}: {guard.reason}; back to step {to}, on with data not seen yet "
                     f"({guard.rollbacks} of {config.guard.rollbacks} times)")
         return to
 
@@ -337,6 +337,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
 
         step += 1
         step_s = time.perf_counter() - t0
+        watch.at("after the step", step, patience=config.parallel.start_timeout if config.profile else None)   # a trace is large
         profiler.end(step)
         if log:
             log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,

@@ -42,11 +42,18 @@ def full_weight(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
     return plain(module.weight).to(dtype).full_tensor()
 
 
-def keep_shards(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
-    """Note at each of `modules` of `model` with a wrapped weight where its own fp32 shard is; returns these modules."""
+def reshard(model: nn.Module) -> None:
+    """Drop what FSDP2 holds gathered. A forward pass without a backward one leaves the root's weights gathered, and with
+    parallel.reshard=false every block's: whoever changes the shards between two passes must call this, or the next forward
+    pass runs with the weights of before."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()    # a forward pass leaves weights gathered, and only shards lead to the fp32 values
+            module.reshard()
+
+
+def keep_shards(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Note at each of `modules` of `model` with a wrapped weight where its own fp32 shard is; returns these modules."""
+    reshard(model)      # only shards lead to the fp32 values
     wrapped = [module for module in modules if is_wrapped(module.weight)]
     for module in wrapped:
         module.shard = plain(module.weight)

@@ -386,18 +386,18 @@ def test_a_step_that_is_not_finite_leaves_no_trace_in_the_weights(nursery, base,
 
 
 def rolled_back(nursery: Nursery, config: Config, fault: str, bad: int, to: int, killed_at: int | None = None,
-                then: list[str] = ()) -> None:
+                then: list[str] = (), ranks: int = 1) -> None:
     """A run under `fault` goes from step `bad` back to step `to`, and ends as one that, from there on, was given the data
     from behind that step in the first place. With killed_at it is killed over that step's data and goes on under `then`."""
-    run = nursery.start(config, faults=[fault, *([f"kill_in_step:{killed_at}:0"] if killed_at else [])])
+    run = nursery.start(config, faults=[fault, *([f"kill_in_step:{killed_at}:0"] if killed_at else [])], ranks=ranks)
     if killed_at:
         assert run.wait() == [-signal.SIGKILL], run.output
         run = nursery.start(config, faults=then)
-    assert run.wait() == [0], run.output
+    assert set(run.wait()) == {0}, run.output
     events = [row for row in rows(config, "event") if row["event"] == "rollback"]
     assert [(row["step"], row["to"]) for row in events] == [(bad, to)], run.output
     told = replace(config, run=f"{config.run}_told")
-    finish(nursery, told, faults=[f"move_data:{to + 1}:{bad - to}"])
+    finish(nursery, told, faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
     assert not skipped(told)
     assert faults.digest(config) == faults.digest(told), run.output
     assert faults.trajectory(config) == faults.trajectory(told)
@@ -415,9 +415,13 @@ def test_a_poisoned_checkpoint_is_not_the_end(nursery, base):
     rolled_back(nursery, config, "nan_weight:8:0", bad=11, to=4, killed_at=11)
 
 
-def test_a_validation_that_is_not_finite_is_rolled_back_too(nursery, base):
-    config = replace(base, run="nan_validation", checkpoint=replace(base.checkpoint, every=4))
-    rolled_back(nursery, config, "nan_weight:8:0", bad=8, to=4)     # validated after step 8, where it was saved too
+@pytest.mark.parametrize("ranks, reshard", [(1, True), (2, True), (2, False)])
+def test_a_validation_that_is_not_finite_is_rolled_back_too(nursery, base, ranks, reshard):
+    """On two ranks the validation has left weights gathered: those of the checkpoint must be gathered anew."""
+    config = replace(base, run=f"nan_validation{ranks}{reshard}", checkpoint=replace(base.checkpoint, every=4),
+                     parallel=replace(base.parallel, reshard=reshard))
+    # validated after step 8, where it was saved too
+    rolled_back(nursery, config, "nan_weight:8:0", bad=8, to=4, ranks=ranks)
 
 
 def test_a_tenfold_loss_is_skipped_and_one_that_lasts_is_rolled_back(nursery, base):
