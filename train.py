@@ -8,13 +8,13 @@
     python train.py --help                                                  every key, its default and meaning
 
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
-Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one leaves at once.
+Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
 """
 
 import math
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from runtime.checkpoint import CheckpointError, branch_point, checkpoints, load,
 from runtime.config import Config, ConfigError, config_from_dict, help_text, load_config
 from runtime.data import open_data
 from runtime.diagnosis import diagnose
-from runtime.folder import hold, is_finished
+from runtime.folder import hold, is_finished, refuse_to_start_over
 from runtime.guard import Guard, GuardError, Verdict
 from runtime.machine import MachineError, check_device, out_of_memory
 from runtime.meter import Meter
@@ -95,8 +95,6 @@ def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
     return load_config(path, rest), gpu
 
 
-# ---------------------------------------------------------------------------------------------------------------- train
-
 def train(config: Config, world: World) -> None:
     """Build, resume, loop, evaluate, summarise.
 
@@ -106,6 +104,8 @@ def train(config: Config, world: World) -> None:
         ending.enter_context(watch)
         try:
             _train(config, world, watch, ending)
+        except (GuardError, CheckpointError):       # RuntimeErrors too, yet no other rank's doing
+            raise
         except (RuntimeError, MemoryError) as error:
             if told := out_of_memory(error, config, world) or watch.explain(error):
                 fault = MachineError(told)
@@ -135,9 +135,9 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         model = GPT(config.model, COMPUTE_DTYPE)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
     layers = fp8.convert(model, config.fp8, loss_scale)
-    identity = {"train": data.train_sha256, "val": data.val_sha256, "fp8": metrics.digest(recipes_by_layer(layers))}
+    identity = {"train": data.train_sha256, "val": data.val_sha256, "fp8": metrics.digest(fp8.by_layer(layers))}
     counts = model.counts()
-    flag_lines = parallel.set_torch_flags(config, world, recipes_by_layer(layers).values())
+    flag_lines = parallel.set_torch_flags(config, world, fp8.by_layer(layers).values())
     if config.parallel.recompute:
         parallel.recompute(model)
     parallel.shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
@@ -163,6 +163,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         manifest = read_manifest(checkpoint)
         optim.check_branch(config, config_from_dict(manifest["config"]), manifest["step"])
         load(checkpoint, manifest, tensors, world)
+        on_main(world, lambda: refuse_to_start_over(config))
         restored = checkpoint, manifest
     if restored:
         checkpoint, manifest = restored
@@ -180,12 +181,14 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         if not is_branching:     # the parent's hours are its own
             train_s, probe_s = state["train_s"], state["probe_s"]
     else:
+        on_main(world, lambda: refuse_to_start_over(config))
         model.init_weights(config.seed, assign)
     gather.precompute_scales(model)
     parallel.meet(world)    # all ranks have read the folder before one writes to it
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
     saver = Saver(config.run_dir, config.checkpoint, world, metrics.validation_losses(config.run_dir / "metrics.jsonl"))
+    ending.push(lambda kind, *_: kind in (ConfigError, GuardError) and saver.wait())    # the save under way is not lost
     probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model, fp8.recipes(layers, loss_scale),
                   config.probe.tokens)
     log = None
@@ -217,8 +220,6 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             log.say(reason)
 
     def save(done: int) -> None:
-        nonlocal oldest
-        oldest = min(oldest, done)
         watch.at("saving a checkpoint", done, patience=config.parallel.start_timeout)
         state = {"updates": updates, "guard": guard.state(), "data": identity, "moved_on": moved_on,
                  "train_s": train_s + time.perf_counter() - started, "probe_s": probe_s}
@@ -226,6 +227,15 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         saver.save(done, tensors, state, config)
         while saver.failures:       # of an earlier save: training goes on, and this one tries again
             note("save_failed", done, saver.failures.pop(0))
+
+    def can_roll_back(before: int) -> bool:
+        saver.wait()
+        return on_main(world, lambda: any(step_of(path) < before for path in checkpoints(config.run_dir)))
+
+    def give_up(done: int) -> None:
+        watch.at("looking for the cause", done, patience=config.parallel.start_timeout)
+        raise GuardError(f"step {done}: " + diagnose(model, tensors, x, y, done, guard.reason, config.run_dir, world.is_main,
+                                                     loss_scale))
 
     def measure() -> ValLoss | None:
         """None where a stop was requested meanwhile."""
@@ -262,8 +272,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         with data not seen yet. Returns the checkpoint's step."""
         nonlocal updates, moved_on, batches
         watch.at("going back to a checkpoint", bad, patience=config.parallel.start_timeout)
-        saver.wait()
-        found = restore(config.run_dir, tensors, world, log.say if log else print, before=guard.suspect_since)
+        found = restore(config.run_dir, tensors, world, lambda line: note("bad_checkpoint", bad, line), guard.suspect_since)
         if found is None:
             raise GuardError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
         to, state = found[1]["step"], found[1]["state"]
@@ -284,10 +293,10 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     stop = StopRequest()
     accumulation = config.accumulation(world.size)
     batches = stream(step)
-    oldest = on_main(world, lambda: min(map(step_of, checkpoints(config.run_dir)), default=math.inf))
+    is_save_due = False
     # A kill may have come between a save and its validation: it is made up for.
-    is_to_validate = oldest <= step and (step == config.total_steps or is_due(config.eval.every, step) and
-                                         on_main(world, lambda: not log.has_validation(step)))
+    is_to_validate = restored is not None and not is_branching and (
+        step == config.total_steps or is_due(config.eval.every, step) and on_main(world, lambda: not log.has_validation(step)))
 
     while True:
         if is_to_validate:
@@ -295,8 +304,9 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             if (as_trained := validate(step)) is None:
                 return leave(step)
             if not math.isfinite(as_trained.loss):
-                if guard.distrust(step, f"validation loss {as_trained.loss}", oldest < step) is Verdict.STOP:
-                    raise GuardError(f"step {step}: {guard.reason}")
+                if guard.distrust(step, f"validation loss {as_trained.loss}", can_roll_back) is Verdict.STOP:
+                    x, y = (t.to(world.device) for t in val_sets[data.sources[0]].batch(0, config.data.micro_batch))
+                    give_up(step)
                 step = go_back(step)
             elif step == config.total_steps:
                 break
@@ -310,7 +320,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         loss_sum = torch.zeros((), device=world.device)
         for micro in range(accumulation):
             watch.at("reading a micro-batch", step + 1)
-            x, y = next_batch(batches, world)
+            x, y = next(batches)
             watch.at("forward and backward", step + 1)
             parallel.sync_gradients(model, now=micro == accumulation - 1)
             micro_loss = model(x, y).sum()
@@ -323,16 +333,14 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         loss, stops, grad_norm = torch.cat((sums, grad_norm[None])).tolist()        # the step's one host read
         loss /= config.data.tokens_per_step
 
-        verdict = guard.judge(step, loss, grad_norm, oldest < (step if guard.suspect_since is None else guard.suspect_since))
+        verdict = guard.judge(step, loss, grad_norm, can_roll_back)
         if verdict in (Verdict.OK, Verdict.SPIKE):
             saver.staged()      # the save under way has its copy of the weights
             optimizer.step()
             updates += 1
             gather.precompute_scales(model)
-        elif verdict is Verdict.STOP:
-            watch.at("looking for the cause", step + 1, patience=config.parallel.start_timeout)
-            problem = diagnose(model, tensors, x, y, step + 1, guard.reason, config.run_dir, world.is_main, loss_scale)
-        optimizer.zero_grad()
+        if verdict is not Verdict.STOP:
+            optimizer.zero_grad()
         # --------------------------------------------------------------------------------------------------------------
 
         step += 1
@@ -346,9 +354,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         if watch.first_step_done():
             parallel.tighten(world, config.parallel.timeout)
         if verdict is Verdict.STOP:
-            with suppress(CheckpointError):     # the save under way, if any, is not lost; if it is, this is the smaller fault
-                saver.finish()
-            raise GuardError(f"step {step}: {problem}")
+            give_up(step)
         if verdict is Verdict.ROLLBACK:
             step = go_back(step)
             continue
@@ -356,10 +362,11 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             t0 = time.perf_counter()
             probe(step, x, y, loss_scale)
             probe_s += time.perf_counter() - t0
-        # In a row of skips the weights may be what is wrong: they are no checkpoint to go back to.
-        is_time = not guard.consecutive and (is_due(config.checkpoint.every, step) or is_due(config.checkpoint.rolling, step))
-        if is_time or step in (*config.checkpoint.at, config.total_steps):
+        is_save_due |= is_due(config.checkpoint.every, step) or is_due(config.checkpoint.rolling, step)
+        # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is due waits for its end.
+        if is_save_due and not guard.consecutive or step in (*config.checkpoint.at, config.total_steps):
             save(step)      # before the evaluation: a fault there must not cost the steps
+            is_save_due = False
         if stops and step < config.total_steps:
             return leave(step)
         is_to_validate = is_due(config.eval.every, step) or step == config.total_steps
@@ -380,20 +387,8 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     return None
 
 
-def next_batch(batches, world: World):
-    try:
-        return next(batches)
-    except ConfigError as error:        # a damaged shard, which perhaps no other rank has read
-        error.add_note(f"on rank {world.rank}")
-        raise
-
-
 def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
-
-
-def recipes_by_layer(layers: list[fp8.Layer]) -> dict[str, str]:
-    return {layer.name: layer.recipe for layer in layers if layer.reason is None}
 
 
 if __name__ == "__main__":

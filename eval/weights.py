@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
 def export(options: Options) -> tuple[Path, int, int]:
     """Writes the file; returns its path, the step of the weights, its bytes. Raises ConfigError or OSError."""
     run_dir = Path(options.run)
+    if options.file is not None and (not Path(options.file).parent.is_dir() or Path(options.file).is_dir()):
+        raise ConfigError(f"file={options.file} cannot be written: give a file's name in a folder that exists")
     manifest, weights = _newest_weights(run_dir)
     step = manifest["step"]
     path = Path(options.file) if options.file is not None else run_dir / f"weights_{step:08d}.safetensors"
@@ -78,7 +80,7 @@ def _newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     """
     there = checkpoints(run_dir)
     if not there:
-        raise ConfigError(f"{run_dir} has no finished checkpoint: give a run's folder, such as out/demo_l_fp8")
+        raise ConfigError(f"{run_dir} has no sound checkpoint: give the folder of a run that has saved, such as out/<run>")
     for path in reversed(there):
         try:
             manifest = read_manifest(path)

@@ -90,6 +90,8 @@ class Config:
             out.append(f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}")
         if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
             out.append(f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15")
+        elif not out and self.profile and self.profile_steps[0] > self.total_steps:
+            out.append(f"profile={self.profile} begins after the last step of this run, {self.total_steps}")
         if d.tokens_per_step % (m.n_ctx * d.micro_batch):
             out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
                        f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")

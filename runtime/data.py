@@ -232,7 +232,11 @@ class Data:
             ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
             while ahead:
                 self._raise_damage()
-                x, y = ahead.popleft().result()
+                try:
+                    x, y = ahead.popleft().result()
+                except ConfigError as error:
+                    _met_here(error)
+                    raise
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
@@ -256,7 +260,7 @@ class Data:
         if isinstance(problem, Exception):
             raise problem
         if problem:
-            raise ConfigError(f"{problem}; then run the same command again: it goes on from the last checkpoint")
+            raise _met_here(ConfigError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, limit = self.sources[s], len(self._train[s]), self.config.data.max_epochs
@@ -271,6 +275,12 @@ class Data:
                    f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
                    f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or "
                    f"give {name} less of data.mixture, or prepare more text")
+
+
+def _met_here(error: ConfigError) -> ConfigError:
+    """Other ranks read other shards and may know nothing of it: the note says that this one must be heard."""
+    error.add_note("met by this rank, perhaps alone")
+    return error
 
 
 def _identity(splits, *more) -> str:

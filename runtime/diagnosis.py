@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor
 AT_ONCE = 2**24         # values that are looked at together: some 300 MiB of memory, and no more of a large tensor
 NAMED = 3               # names in a sentence; the file has all
 PROBE_TAIL = 2**22      # bytes at the end of probe.jsonl that are read: the last probe of 2,000 Linears
+PATIENCE = 60           # seconds that a rank waits for the others' word on a pass; between ranks in step it is milliseconds
 COUNTS = ("values", "not_finite", "norm", "largest")
 
 Census = dict[str, dict[str, float | None]]
@@ -108,36 +110,67 @@ def _named(row: list[float], values: int | None = None) -> dict[str, float | Non
 
 
 def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict) -> None:
-    """An eager pass over the micro-batch with a look at every module's output, then one for the gradients."""
+    """An eager pass over the micro-batch with a look at every module's output, then one for the gradients.
+
+    A rank whose pass breaks off, for want of memory above all, leaves the others waiting in a collective. So after each
+    pass the ranks tell each other over the host how it went, before anyone waits for the device, and where it failed
+    on one they all leave it at that: nothing here may touch the device any more.
+    """
     device, names = x.device, [name for name, _ in model.named_modules() if name]
     table = torch.zeros(len(names) + 1, len(COUNTS), dtype=torch.float64, device=device)     # the last row is the loss
     order: dict[int, None] = {}     # of finishing; the same on all ranks
-    handles = [model.get_submodule(name).register_forward_hook(_watcher(table, order, i)) for i, name in enumerate(names)]
-    loss = None
+    group = _host_group()
     _forget_gradients(model)    # now: after a forward pass FSDP2 shows the root's gathered weights, which have no gradients
-    with torch.compiler.set_stance("force_eager"):
+
+    def forward() -> None:
+        handles = [model.get_submodule(name).register_forward_hook(_watcher(table, order, i))
+                   for i, name in enumerate(names)]
         try:
             with torch.no_grad():   # keeps no activations: fits wherever training did
                 loss = model(x, y).double().mean() / y.size(1)
                 table[-1, 0], table[-1, 2] = 1, loss
-        except Exception as error:
-            found["problems"].append(f"the forward pass failed: {_line(error)}")
         finally:
             for handle in handles:
                 handle.remove()
+
+    with torch.compiler.set_stance("force_eager"):
+        if not _succeeds("forward", forward, group, found):
+            return
         rows = _reduce(table)
         found["modules"] = {names[i]: _named(rows[i]) for i in order if rows[i][0]}
-        if loss is None:
-            return
         found["loss_anew"] = rows[-1][2] / rows[-1][0] if math.isfinite(rows[-1][2]) else None
         if found["loss_anew"] is None:
             return                  # the gradients would all be NaN and tell nothing
-        try:
-            (model(x, y).sum() * backward_scale).backward()
-        except Exception as error:
-            found["problems"].append(f"the backward pass failed: {_line(error)}")
-    found["gradients_anew"] = _census(_gradients(model), found)
+        if _succeeds("backward", lambda: (model(x, y).sum() * backward_scale).backward(), group, found):
+            found["gradients_anew"] = _census(_gradients(model), found)
     _forget_gradients(model)
+
+
+def _host_group() -> dist.ProcessGroup | None:
+    """For a word between the ranks' hosts while their devices are busy, or stuck; None where there is but one rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # A new one: the run's own gloo group may be in the middle of a save, and waits for as long as a slow disk may take.
+    return dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE))
+
+
+def _succeeds(name: str, act: Callable[[], None], group: dist.ProcessGroup | None, found: dict) -> bool:
+    """Whether a pass went through on every rank; the problems of all ranks are noted on each. No rank waits longer than
+    PATIENCE for the word of one that is still in a collective: once this one has left, that one is freed."""
+    problem = None
+    try:
+        act()
+    except Exception as error:
+        problem = f"the {name} pass failed: {_line(error)}"
+    said = [problem]
+    if group is not None:
+        said = [problem] * group.size()
+        try:
+            dist.all_gather_object(said, problem and f"rank {dist.get_rank()}: {problem}", group=group)
+        except Exception as error:
+            said = [problem, f"the ranks could not tell each other how the {name} pass went: {_line(error)}"]
+    found["problems"] += [problem for problem in said if problem]
+    return not any(said)
 
 
 def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -171,7 +204,7 @@ def _last_probe(path: Path) -> list[dict]:
             row = json.loads(line, parse_constant=lambda word: None)
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
-        except ValueError:      # cut short, by a kill or by where reading began
+        except (ValueError, RecursionError):    # cut short, by a kill or by where reading began, or no row of ours
             continue
     return [row for row in rows if row["step"] == rows[-1]["step"]]
 

@@ -16,6 +16,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from runtime.config import Config, ConfigError, read_config
+from runtime.rows import metrics_rows, read_rows
 
 LOCK = ".lock"
 OURS = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
@@ -100,6 +101,20 @@ def claim(run_dir: Path) -> Claim:
     return held
 
 
+def refuse_to_start_over(config: Config) -> None:
+    """Raises ConfigError where the run has come so far that it must have saved, yet no checkpoint is there any more.
+
+    The first save that was due may have been cut short; the second one has waited for it."""
+    policy, begun = config.checkpoint, config.parent[1] if config.parent else 0
+    steps = [row["step"] for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"]
+    reached = max(steps, default=0)
+    due = [step for step in range(begun + 1, reached + 1) if step in policy.at or any(
+        every and step % every == 0 for every in (policy.every, policy.rolling))]
+    if len(due) > 1:
+        raise ConfigError(f"{config.run_dir} has come to step {reached}, yet no checkpoint of it is left: put its checkpoints/ "
+                          f"back, or delete the folder to start the run anew")
+
+
 def _lock(run_dir: Path) -> tuple[int, str | None]:
     """An open, locked descriptor of the lock file; with a line instead of the lock where the file system has none."""
     path, end = run_dir / LOCK, time.monotonic() + PATIENCE_S
@@ -139,6 +154,7 @@ def _holder(descriptor: int) -> str:
 def _unusable(run_dir: Path, error: OSError) -> Exception:
     """The sentence for a folder that cannot be used, or the error itself where the user cannot help it."""
     if error.errno not in USERS_MISTAKES:
+        error.filename = error.filename or str(run_dir)
         return error
     return ConfigError(f"{error.filename or run_dir}: {os.strerror(error.errno)}; a run needs a folder {run_dir} that it can "
                        f"make and write to: choose another out= or run=, or correct the rights")

@@ -175,6 +175,11 @@ def refuse_below(recipe: str, capability: tuple[int, int], gpu: str) -> None:
                           f"{capability[0]}.{capability[1]}: use fp8.recipe=off (BF16) here, or an H100-class GPU")
 
 
+def by_layer(layers: list[Layer]) -> dict[str, str]:
+    """The recipe of each converted Linear, by its name."""
+    return {layer.name: layer.recipe for layer in layers if layer.reason is None}
+
+
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as lines for people: one per group of like-named Linears, then the sum, then what to know of it."""
     groups: dict[tuple, list[Layer]] = {}

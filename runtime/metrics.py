@@ -89,7 +89,8 @@ class Log:
     """Writes one run's rows. Only the main process has one.
 
     A branch's begin after its first step; the rows before are its parent's (parent_run in summary.json). Neither a disk
-    without room nor a dashboard that is down ends a run: rows wait for room, the dashboard is left out."""
+    without room nor a dashboard that is down ends a run: rows wait for room, as does the relabelling of a rollback, which
+    needs room for a second copy of the file; the dashboard is left out. A start without room raises OSError."""
 
     def __init__(self, config: Config, resume_step: int, total_steps: int):
         self.config, self.total_steps = config, total_steps
@@ -98,7 +99,9 @@ class Log:
         self._open_line = False
         self._steps = 0                     # done since this start
         self._seconds: list[float] = []     # of each of them, warm-up left out
-        self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
+        self._is_waiting = False            # for room
+        self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
+        self._put()
         self._mirrors = {name: DASHBOARDS[name]() for name in config.log.to}
         self._to_mirrors("open", config, resume_step)
 
@@ -111,8 +114,10 @@ class Log:
         self._progress(row)
 
     def validation(self, row: dict) -> None:
-        self._write({"kind": "val", **row})
-        self._validated.add(row["step"])
+        """A step that has its row keeps that one: the last step is validated again after a kill before the summary."""
+        if not self.has_validation(row["step"]):
+            self._write({"kind": "val", **row})
+            self._validated.add(row["step"])
         by_source = "  ".join(f"{name} {loss:.4f}" for name, loss in row["sources"].items())
         self.say(f"step {row['step']}: validation loss {row['loss']:.4f}   ({by_source})")
 
@@ -126,9 +131,12 @@ class Log:
     def roll_back(self, to_step: int, row: dict) -> None:
         """Relabel what came after `to_step` as undone and note the event `row`; a kill leaves all of it or nothing."""
         row = {"kind": "event", **row}
-        rows = undone(metrics_rows(parse(read_bytes(self.path) + self._unwritten)), to_step)
-        self._file.close()
-        self._replace([*rows, row])
+        file, on_disk = self._file, read_bytes(self.path) if self._file else b""
+        self._rewrite([*undone(metrics_rows(parse(on_disk + self._unwritten)), to_step), row])
+        self._flush()
+        if file:
+            with suppress(OSError):     # all that it held is in the new one
+                file.close()
         self._to_mirrors("roll_back", to_step)
         self._to_mirrors("write", row)
 
@@ -146,14 +154,16 @@ class Log:
             self._print("")
         self._flush()
         if self._unwritten:
-            self.say(f"{self.path}: the last {self._unwritten.count(10)} rows are lost, there was no room for them")
-        self._file.close()
+            on_disk = [] if self._file else metrics_rows(read_rows(self.path))
+            self.say(f"{self.path}: the last {self._unwritten.count(10) - len(on_disk)} rows are lost, there was no room for them"
+                     + ("" if self._file else "; steps that a rollback undid still stand in it as if they counted"))
+        if self._file:
+            self._file.close()
         self._to_mirrors("close")
 
-    def _replace(self, rows: list[dict]) -> None:
-        write_atomically(self.path, b"".join(map(to_line, rows)))
-        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - open as long as the run; close() ends it
-        self._unwritten = b""
+    def _rewrite(self, rows: list[dict]) -> None:
+        """Make `rows` what the next _put() has to replace the file by; until it succeeds the old file stays as it is."""
+        self._file, self._unwritten = None, b"".join(map(to_line, rows))
         self._validated = {row["step"] for row in rows if row["kind"] == "val"}
 
     def _write(self, row: dict) -> None:
@@ -161,14 +171,22 @@ class Log:
         self._flush()
         self._to_mirrors("write", row)
 
+    def _put(self) -> None:
+        """Put what is unwritten on the disk. Without an open file that is the whole of a new one."""
+        if self._file is None:
+            write_atomically(self.path, self._unwritten)
+            self._file, self._unwritten = open(self.path, "ab", buffering=0), b""   # noqa: SIM115 - close() ends it
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+
     def _flush(self) -> None:
-        was_waiting = self._unwritten.count(10) > 1
         try:
-            while self._unwritten:
-                self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+            self._put()
+            self._is_waiting = False
         except OSError as error:
-            if not was_waiting:
+            if not self._is_waiting:
                 self.say(f"{self.path}: {error.strerror}; rows wait for room, training goes on")
+            self._is_waiting = True
 
     def _to_mirrors(self, verb: str, *arguments) -> None:
         for name, mirror in list(self._mirrors.items()):

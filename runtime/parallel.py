@@ -62,7 +62,8 @@ def start(config: Config) -> World:
     store = own_keys(next(dist.rendezvous("env://"))[0])
     for name, value in flight_recorder(config).items():
         os.environ.setdefault(name, value)
-    patience = timedelta(seconds=p.start_timeout)
+    # Twice the watchdog's longest patience: it judges first, by beats of its own, and knows what to say.
+    patience = timedelta(seconds=2 * max(p.timeout, p.start_timeout))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
     mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
@@ -172,8 +173,11 @@ def _set_deterministic(on: bool) -> list[str]:
     if not on:
         return []
     # cuBLAS may split a sum by what memory is free; a workspace of fixed size leaves it one way. Read at its first call.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    return [f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']}, cudnn.deterministic"
+    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if workspace not in (":4096:8", ":16:8"):       # torch would refuse the first matmul on a GPU
+        raise ConfigError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
+                          f"{workspace!r}: set it to one of them, or unset it")
+    return [f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic"
             + (", inductor.deterministic" if has_switch else "")]
 
 
@@ -183,7 +187,7 @@ class RecomputedBlock(Block):
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
             return super().forward(x, cos, sin, cache)
-        # Nothing in a block draws random numbers, so that none have to be put back, which on CUDA would wait for the GPU.
+        # Nothing in a block draws random numbers, so that no generator's state has to be kept and put back.
         return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
 
 

@@ -101,13 +101,16 @@ class ParallelConfig:
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
     def problems(self):
-        yield from positive(self, "parallel", "replicate", "shard", "timeout", "start_timeout")
+        yield from positive(self, "parallel", "replicate", "shard", "start_timeout")
+        if not 1 <= self.timeout <= self.start_timeout:
+            yield (f"parallel.timeout={self.timeout} must be at least 1 second and at most "
+                   f"parallel.start_timeout={self.start_timeout}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int | None = 1000                # steps between checkpoints; none = only the last
-    keep: int = 3                           # newest checkpoints that stay on disk
+    keep: int = 3                           # newest checkpoints that stay on disk; the last two always do
     best: bool = True                       # keep that of lowest validation loss too
     forever: int | None = None              # checkpoints of every so many steps stay for good; none = of no step
     rolling: int | None = None              # steps between more saves of which only the newest stays; none = no more
@@ -159,7 +162,11 @@ class GuardConfig:
     rollbacks: int = 3                      # times that a run may go back before it stops
 
     def problems(self):
-        yield from positive(self, "guard", "window", "threshold", "skips")
+        yield from positive(self, "guard", "skips")
+        if self.window < 8:
+            yield f"guard.window={self.window} must be at least 8 steps: the spread of fewer is not known"
+        if not 2 <= self.threshold < math.inf:
+            yield f"guard.threshold={self.threshold} must be at least 2, or ordinary steps would count as spikes"
         if self.rollbacks < 0:
             yield f"guard.rollbacks={self.rollbacks} must be a number of times, 0 or more"
 

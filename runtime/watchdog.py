@@ -1,10 +1,10 @@
 """Notice that a run stands still, say which rank is to blame and where it was, end the job.
 
 The loop tells where it is, at("forward", step), several times a step; a thread looks at it once a beat and, with several
-ranks, publishes it through a store client of its own. Where nothing has moved for `timeout` seconds, that thread names
-the rank that is dead, silent or behind, writes every thread's stack to stderr and to out/<run>/stacks/rank_<r>.txt, dumps
-the flight recorder to out/<run>/flight_recorder/ where torch keeps one, and ends the process with exit code 1, so that
-torchrun or Slurm can start anew.
+ranks, publishes it through a store client of its own. Where nothing has moved for `timeout` seconds, or for some and a
+rank is dead or has failed (with NCCL its peers wait for it, deaf to SIGTERM), that thread names the rank to blame, writes
+all stacks to stderr and to out/<run>/stacks/rank_<r>.txt, dumps the flight recorders to out/<run>/flight_recorder/ where
+torch keeps any, and ends the process with exit code 1, so that torchrun or Slurm can start anew.
 
 Time is counted in beats of this thread, not by a clock: a job that was stopped as a whole (SIGSTOP, a suspended machine)
 or whose clock was set goes on as if nothing had been.
@@ -26,14 +26,17 @@ import torch
 import torch.distributed as dist
 
 BEAT = 0.5          # seconds between two looks
+LOOK = 10           # beats between two looks at the other ranks, while one place lasts
+LOOKS = 3           # of them in a row must find a rank lost: this one may be about to end by itself for the same reason
 LISTEN = 6          # beats without a sign from a rank before it counts as silent
 STORE_PATIENCE = 5  # seconds that the store has for an answer: with its host stopped there is none
-# Why a rank ended, as it told the others. One that failed is to blame; one that met an error in a collective, or whose
-# watchdog ended it, may be the victim of another.
+# Why a rank ended, as it told the others: the first is to blame; one that met an error in a collective, or whose watchdog
+# ended it, may be the victim of another.
 FAILED, MET, STOOD = "failed", "met", "its watchdog ended it"
+NEVER = {"host": "unknown", "pid": 0, "pids": "", "calls": 0, "phase": "its start", "step": None, "beat": 0, "why": None}
 
 
-class Watchdog:
+class Watchdog(contextlib.AbstractContextManager):
     """Watches the ranks of `world`; writes nothing below `run_dir` unless the run stands still.
 
     timeout, start_timeout: seconds that one place may last, after and before first_step_done()."""
@@ -44,7 +47,7 @@ class Watchdog:
         self._calls, self._place = 0, (0, "start", None, None)
         self._beat, self._why = 0, None
         self._closed = threading.Event()
-        self._store = _client(timedelta(seconds=STORE_PATIENCE)) if world.size > 1 else None
+        self._store = _client() if world.size > 1 else None
         self._publish()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
@@ -59,12 +62,10 @@ class Watchdog:
 
     def first_step_done(self) -> bool:
         """Compilation and loading are over: from here on a place may last `timeout` seconds. True at the first call."""
-        if self._is_warm:
-            return False
-        self._is_warm, self.patience = True, self.timeout
-        if self.world.size > 1 and self.world.device.type == "cuda":    # NCCL's own dump needs its folder beforehand
+        is_first, self._is_warm, self.patience = not self._is_warm, True, self.timeout
+        if is_first and self.world.size > 1 and self.world.device.type == "cuda":   # NCCL's own dump needs its folder
             (self.run_dir / "flight_recorder").mkdir(parents=True, exist_ok=True)
-        return True
+        return is_first
 
     def close(self, why: str = "left") -> None:
         """Stop watching and tell the other ranks that this one ended by itself; may be called again."""
@@ -74,38 +75,38 @@ class Watchdog:
             self._why = self._why or why
             self._publish()
 
-    def __enter__(self):
-        return self
-
     def __exit__(self, kind, error, traceback) -> None:
-        self.close("left" if error is None else _reason(error))
+        self.close("left" if error is None else _why(FAILED, error))    # what others may be to blame for, explain() knows
 
     def explain(self, error: Exception) -> str | None:
         """A sentence on the rank whose end made a collective fail with `error` here, after LISTEN beats at most; None
-        where no rank is missing, so that the error is this rank's own. May be called after close()."""
+        where no rank is missing, so that the error is this rank's own."""
         if self.world.size == 1:
             return None
-        self._why = self._why or _reason(error)
+        self._why = self._why or _why(MET, error)
         signs = self._listen()
         culprit = self._culprit(_by_rank(signs), missing_only=True) if signs else self._storeless()
         if culprit is None:
-            self._why = f"{FAILED}: {type(error).__name__}: {error}"[:300]
+            self._why = _why(FAILED, error)
             self._publish()
             return None
         kind = type(error).__name__ if signs else f"{type(error).__name__}: {error}"[:200]      # without signs it is a guess
         return f"{culprit}; a collective failed without it ({kind})"
 
-    # ------------------------------------------------------------------------------------------------------- the thread
-
     def _watch(self) -> None:
-        place, still = self._place, 0
+        place, still, seen = self._place, 0, 0
         while not self._closed.wait(BEAT):
-            still = still + 1 if self._place is place else 0
-            place = self._place
+            if self._place is not place:
+                place, still, seen = self._place, 0, 0
             self._publish()
             patience = place[3] or self.patience
             if still * BEAT > patience:
                 self._end(patience)
+            if still and still % LOOK == 0 and self._why is None:
+                seen = seen + 1 if self._has_lost() else 0
+                if seen >= LOOKS and self._place is place and self._why is None and not self._closed.is_set():
+                    self._end(still * BEAT, is_lost=True)
+            still += 1
 
     def _publish(self) -> None:
         """Write where this rank is; a store that has gone, with its host or at the job's end, is not written to again."""
@@ -119,28 +120,34 @@ class Watchdog:
             except Exception:       # of many types; training itself does not need the store any more
                 self._store = None
 
-    def _end(self, patience: float) -> None:
+    def _has_lost(self) -> bool:
+        """Whether another rank is dead or has ended with an error; one that left, is silent or behind is not lost."""
+        signs = _within(2 * STORE_PATIENCE, self._read) if self._store is not None else []
+        if signs is None:       # the call that waits holds this connection
+            self._store = _within(2 * STORE_PATIENCE, _client)
+        return any(_is_dead(sign) or (sign["why"] or "").startswith((FAILED, STOOD)) for sign in signs or [])
+
+    def _end(self, patience: float, is_lost: bool = False) -> None:
         """Say what is known, each part only if it can be said, and leave; nothing here may keep the process alive."""
-        message, signs = _within(60, lambda: self._judge(patience)) or (f"watchdog: rank {self.world.rank}: no progress", {})
+        message, signs = _within(60, lambda: self._judge(patience, is_lost)) or (f"watchdog: rank {self.world.rank} is stuck", {})
         stacks = _within(20, lambda: self._write(message, signs))
         _within(20, lambda: self._say(message + (f"; stacks in {stacks}" if stacks else "")))
         os._exit(1)
 
-    def _judge(self, patience: float) -> tuple[str, dict[int, dict]]:
+    def _judge(self, patience: float, is_lost: bool) -> tuple[str, dict[int, dict]]:
         """What to say, and the other ranks' last signs."""
         _, phase, step, _ = self._place
         line = f"no progress for {patience:g} s at {_where(phase, step)}"
         self._why = f"{STOOD}: {line}"      # first of all: the others must not blame a rank that merely tells
         signs = _by_rank(self._listen())
         if signs:
-            culprit = self._culprit(signs) or "all ranks are alive and equally far: a collective or the device hangs"
+            culprit = self._culprit(signs, missing_only=is_lost)
+            line += f"; {culprit or 'all ranks are alive and equally far: a collective or the device hangs'}"
         elif self.world.size > 1:
-            culprit = self._storeless()
-        else:
-            culprit = None
-        self._why = f"{STOOD}: {line}" + (f"; {culprit}" if culprit else "")
+            line += f"; {self._storeless()}"
+        self._why = f"{STOOD}: {line}"
         self._publish()
-        return f"watchdog: rank {self.world.rank}: {line}" + (f"; {culprit}" if culprit else ""), signs
+        return f"watchdog: rank {self.world.rank}: {line}", signs
 
     def _write(self, message: str, signs: dict[int, dict]) -> Path | None:
         """Returns the folder of the stacks; None where the run has none of its own yet, which is then left alone."""
@@ -152,16 +159,14 @@ class Watchdog:
             file.write(f"{message}\n" + "".join(f"rank {r}: {json.dumps(sign)}\n" for r, sign in signs.items()))
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
-        if trace := _flight_recorder():
+        for name, trace in _flight_recorders().items():
             (self.run_dir / "flight_recorder").mkdir(exist_ok=True)
-            (self.run_dir / "flight_recorder" / f"rank_{rank}.json").write_text(trace)
+            (self.run_dir / f"flight_recorder/rank_{rank}{name}.json").write_text(trace)
         return self.run_dir / "stacks"
 
     def _say(self, message: str) -> None:
         print(f"\n{message}", file=sys.stderr, flush=True)
         faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-
-    # ----------------------------------------------------------------------------------------------------- who is it
 
     def _listen(self) -> list[list[dict]]:
         """What all ranks publish, read twice LISTEN beats apart: [first, second], one entry a rank; [] without a store."""
@@ -179,14 +184,11 @@ class Watchdog:
         return signs
 
     def _read(self) -> list[dict] | None:
-        if self._store is None:
-            return None
-        never = {"host": "unknown", "pid": 0, "pids": "", "calls": 0, "phase": "its start", "step": None, "beat": 0, "why": None}
-        keys = [f"rank{rank}" for rank in range(self.world.size)]
         try:
-            return [json.loads(self._store.get(key)) if self._store.check([key]) else never for key in keys]
-        except RuntimeError:    # torch's network errors among them
+            texts = _texts(self._store, [f"rank{rank}" for rank in range(self.world.size)])
+        except (RuntimeError, AttributeError):      # torch's network errors among them; no store any more
             return None
+        return [json.loads(text) if text else NEVER for text in texts]
 
     def _storeless(self) -> str:
         """Who is to blame where the store that ranks tell their places by is gone."""
@@ -217,10 +219,17 @@ class Watchdog:
         return f"rank {rank} of {self.world.size} (host {sign['host']}, pid {sign['pid']})"
 
 
+def _texts(store: dist.Store, keys: list[str]) -> list[bytes | None]:
+    """Their values, None for a key that is not there. Two calls where all are: hundreds of ranks may ask at once, and in
+    one call per key the store would keep them waiting for longer than they do."""
+    if store.check(keys):
+        return store.multi_get(keys)
+    half = len(keys) // 2
+    return _texts(store, keys[:half]) + _texts(store, keys[half:]) if half else [None]
+
+
 def _by_rank(signs: list[list[dict]]) -> dict[int, dict]:
     """Each rank's second sign, with what the two together tell: whether the rank is dead, whether it is silent."""
-    if not signs:
-        return {}
     return {rank: {**after, "dead": _is_dead(after), "silent": before is not after and before["beat"] == after["beat"]}
             for rank, (before, after) in enumerate(zip(*signs, strict=True))}
 
@@ -237,16 +246,15 @@ def _is_dead(sign: dict) -> bool:
 
 
 def _pids() -> str:
-    """Where pids mean what they mean here; "" on a system without /proc."""
+    """Where pids mean what they mean here (hosts' names and namespaces' numbers recur elsewhere); "" without /proc."""
     try:
-        return os.readlink("/proc/self/ns/pid")
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
 
 
-def _reason(error: BaseException) -> str:
-    """Why a rank ends with `error`; collectives raise RuntimeError and its kin where another rank is to blame."""
-    return f"{MET if isinstance(error, RuntimeError) else FAILED}: {type(error).__name__}: {error}"[:300]
+def _why(how: str, error: BaseException) -> str:
+    return f"{how}: {type(error).__name__}: {error}"[:300]
 
 
 def _where(phase: str, step: int | None) -> str:
@@ -267,23 +275,25 @@ def _within(seconds: float, action: Callable[[], object]):
     return result[0] if result else None
 
 
-def _client(patience: timedelta) -> dist.Store | None:
+def _client() -> dist.Store | None:
     """A connection of its own to the store that torchrun's environment names, under this attempt's own keys: torch's
     own connection is held by one call at a time, and a rank that hangs may be in one."""
     try:
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                              wait_for_workers=False, timeout=patience)
+                              wait_for_workers=False, timeout=timedelta(seconds=60))   # many ranks connect at once
     except (KeyError, RuntimeError) as error:
         print(f"watchdog: no store to tell the ranks' places by ({error}); a stand-still is still noticed", file=sys.stderr)
         return None
+    store.set_timeout(timedelta(seconds=STORE_PATIENCE))
     return dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _flight_recorder() -> str | None:
-    """The last collectives of this process as JSON, where torch records them: NCCL's, under one name or the other."""
-    core = getattr(torch._C, "_distributed_c10d", None)
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):      # the first since 2.13, the second where NCCL is built in
-        if hasattr(core, name):
+def _flight_recorders() -> dict[str, str]:
+    """The last collectives of this process as JSON, where torch records them, by what is added to the file's name: NCCL
+    has a recorder of its own, in builds with NCCL; what gloo (and with it a CPU) did is in another."""
+    core, traces = getattr(torch._C, "_distributed_c10d", None), {}
+    for suffix, name in (("", "_dump_nccl_trace_json"), ("_gloo", "_dump_fr_trace_json")):
+        with contextlib.suppress(Exception):    # a recorder that is not there, or fails, must not cost the other
             trace = getattr(core, name)()
-            return trace.decode() if isinstance(trace, bytes) else trace
-    return None
+            traces[suffix] = trace.decode() if isinstance(trace, bytes) else trace
+    return traces

@@ -102,6 +102,17 @@ def test_a_budget_on_the_command_line_replaces_the_files(tiny):
                                "model.vocab_size=257"),
     ("data.micro_batch=5", "data.tokens_per_step=512 is not a whole number of micro-batches of 5 x 32 = 160 tokens "
                            "(data.micro_batch x model.n_ctx)"),
+    ("parallel.timeout=0", "parallel.timeout=0.0 must be at least 1 second and at most parallel.start_timeout=1800.0"),
+    ("parallel.timeout=3600", "parallel.timeout=3600.0 must be at least 1 second and at most parallel.start_timeout=1800.0"),
+    ("checkpoint.forever=7", "checkpoint.forever=7 must be a multiple of checkpoint.every=3: what is not saved cannot be kept"),
+    ("checkpoint.rolling=0", "checkpoint.rolling=0 must be a positive, finite number"),
+    ("guard.mode=acts", "guard.mode='acts' is not one of off, log, act; did you mean 'act'?"),
+    ("guard.window=1", "guard.window=1 must be at least 8 steps: the spread of fewer is not known"),
+    ("guard.threshold=1", "guard.threshold=1.0 must be at least 2, or ordinary steps would count as spikes"),
+    ("guard.rollbacks=-1", "guard.rollbacks=-1 must be a number of times, 0 or more"),
+    ("profile=5", "profile='5' must be the first and the last step to trace, such as profile=10:15"),
+    ("profile=9:2", "profile='9:2' must be the first and the last step to trace, such as profile=10:15"),
+    ("profile=7:9", "profile=7:9 begins after the last step of this run, 6"),
     ("run=a/b", "run='a/b' must be one folder name, of letters, digits, '_', '-' and '.'"),
     ("tokens_per_param=none", "steps=None and tokens_per_param=None: give exactly one of the two"),
 ])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from model import GPT, GPTConfig
-from runtime import fp8
+from runtime import diagnosis, fp8
 from runtime.config import FP8Config
 from runtime.diagnosis import diagnose
 from tests.conftest import ROOT
@@ -23,13 +23,13 @@ SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_ffn": 64, "n_ctx": 32, "voca
 SCALE = 1 / 128
 
 
-def build(recipe="off", seed=0, **changes):
+def build(recipe="off", seed=0, device="cpu", **changes):
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**SIZE, **changes}))
     fp8.convert(model, FP8Config(recipe=recipe), SCALE)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     model.init_weights(seed)
-    ids = torch.randint(257, (4, SIZE["n_ctx"] + 1), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(257, (4, SIZE["n_ctx"] + 1), generator=torch.Generator().manual_seed(seed)).to(device)
     return model, ids[:, :-1], ids[:, 1:]
 
 
@@ -216,10 +216,19 @@ def test_an_infinite_loss_in_the_reason_is_no_trouble(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------- several ranks
 
-def work(folder: Path) -> None:
-    """On each of two ranks: sharded, and replicated; one weight and one batch of the second rank alone are bad."""
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def work(folder: Path, device: str) -> None:
+    """On each of two ranks."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    if device == "cpu":
+        examine_faults(folder, dist.get_rank())
+    examine_failures(folder, dist.get_rank(), device)
+    os._exit(0)
+
+
+def examine_faults(folder: Path, rank: int) -> None:
+    """Sharded, and replicated; one weight and one batch of the second rank alone are bad."""
     for name, shape in (("sharded", (1, 2)), ("replicated", (2, 1))):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
         model, x, y = build(n_embd=48, n_ffn=72)
@@ -238,17 +247,52 @@ def work(folder: Path) -> None:
                 local[-1, -1] = math.nan
         text = diagnose(model, tensors_of(model), x, y, 6, "loss nan", folder / name, rank == 0, SCALE)
         (folder / name / f"bad_{rank}").write_text(text)
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
 
 
-def test_under_fsdp2_all_ranks_tell_the_same_and_count_each_value_once(tmp_path):
+def examine_failures(folder: Path, rank: int, device: str) -> None:
+    """The second rank's pass breaks off."""
+    mesh = init_device_mesh(device, (2,))
+    for fault in ("forward", "backward"):
+        (folder / fault).mkdir(exist_ok=True)
+        model, x, y = build(n_embd=48, n_ffn=72, device=device)
+        for block in model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        if rank == 1:
+            fall_short(model, fault)
+        diagnosis.PATIENCE = 5 if (fault, device) == ("backward", "cpu") else 120
+        text = diagnose(model, tensors_of(model), x, y, 7, "loss nan", folder / fault, rank == 0, SCALE)
+        (folder / fault / f"text_{rank}").write_text(text)
+
+
+def fall_short(model, where: str) -> None:
+    """Run out of memory after the last block's forward pass, or at the first operation of the backward pass."""
+    def refuse(*_):
+        raise torch.OutOfMemoryError(f"no memory for the {where} pass")
+
+    real = model.token_losses
+
+    def token_losses(*arguments):
+        if where == "forward":
+            refuse()
+        losses = real(*arguments)
+        if losses.requires_grad:
+            losses.register_hook(refuse)
+        return losses
+
+    model.token_losses = token_losses
+
+
+def run_work(folder, device="cpu"):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.test_diagnosis",
-               str(tmp_path)]
+               str(folder), device]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
+
+
+def test_under_fsdp2_all_ranks_tell_the_same_and_count_each_value_once(tmp_path):
+    run_work(tmp_path)
     model, x, y = build(n_embd=48, n_ffn=72)
     wanted = backward(model, x, y)
     for name in ("sharded", "replicated"):
@@ -266,6 +310,19 @@ def test_under_fsdp2_all_ranks_tell_the_same_and_count_each_value_once(tmp_path)
         assert {n: c["not_finite"] for n, c in bad["weights"].items() if c["not_finite"]} == {"layers.1.mlp.down.weight": 1}
         assert "that of layers.1.mlp.down (" in (folder / "bad_1").read_text()
 
+    # One rank's pass fails where the others are in no collective, as with NCCL, which does not hold up the host, they
+    # never are: all hear of it and leave it at that. With gloo they hang in one until this rank has given up and left.
+    problem = "rank 1: the forward pass failed: OutOfMemoryError: no memory for the forward pass"
+    assert problem in (tmp_path / "forward/text_0").read_text()
+    assert (tmp_path / "forward/text_0").read_text() == (tmp_path / "forward/text_1").read_text()
+    found = strict(tmp_path / "forward/diagnosis.json")
+    assert found["problems"] == [problem] and found["modules"] == {} and len(found["weights"]) == 14
+    assert "the backward pass failed: OutOfMemoryError: no memory for the backward pass" in \
+        (tmp_path / "backward/text_1").read_text()
+    found = strict(tmp_path / "backward/diagnosis.json")
+    assert found["loss_anew"] is not None and found["modules"] and found["gradients_anew"] == {}
+    assert any("the backward pass failed: " in said for said in found["problems"])
+
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]))
+    work(Path(sys.argv[1]), sys.argv[2])

@@ -435,11 +435,14 @@ def test_a_tenfold_loss_is_skipped_and_one_that_lasts_is_rolled_back(nursery, ba
     rolled_back(nursery, replace(config, run="spike3"), lasting, bad=24, to=20, killed_at=26, then=[lasting])
 
 
-def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(nursery, base):
-    config = replace(base, run="hopeless", guard=replace(base.guard, skips=2, rollbacks=1))
-    run = nursery.start(config, faults=["scale_loss:7:999:nan"])
-    assert run.wait() == [1], run.output
-    assert "step" in one_sentence(run)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(nursery, base, ranks):
+    config = replace(base, run=f"hopeless{ranks}", guard=replace(base.guard, skips=2, rollbacks=1))
+    run = nursery.start(config, faults=["scale_loss:7:999:nan"], ranks=ranks)
+    assert set(run.wait()) == {1}, run.output
+    assert "all guard.rollbacks=1 are used up" in one_sentence(run)
+    assert "diagnosis.json" in run.output
+    assert "ended first" not in run.output, "no rank is to blame"
     assert saved_steps(config)
     assert (config.run_dir / "diagnosis.json").exists()
 

@@ -28,11 +28,20 @@ def quiet(rng, loss=3.0, norm=1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
+def always(before):
+    """There is a checkpoint of fewer steps."""
+    return True
+
+
+def never(before):
+    return False
+
+
 def filled(settings=SMALL, steps=64, seed=0):
     """A guard that has seen a quiet run of so many steps."""
     guard, rng = Guard(settings), random.Random(seed)
     for step in range(steps):
-        assert guard.judge(step, *quiet(rng), True) is Verdict.OK
+        assert guard.judge(step, *quiet(rng), always) is Verdict.OK
     return guard
 
 
@@ -41,9 +50,12 @@ def run(settings, steps, values, every=8):
     data steps in values.sickening. Returns its verdicts, which data each surviving step saw, and how it ended."""
     guard, rng, step, moved_on, sick = Guard(settings), random.Random(0), 0, 0, False
     saved, verdicts, data = {}, [], {}
+
+    def is_saved(before):
+        return any(s < before for s in saved)
+
     while step < steps:
-        before = guard.suspect_since if guard.suspect_since is not None else step
-        verdict = guard.judge(step, *values(sick, step + moved_on, rng), any(s < before for s in saved))
+        verdict = guard.judge(step, *values(sick, step + moved_on, rng), is_saved)
         verdicts.append(verdict)
         data[step] = step + moved_on
         if verdict in (Verdict.OK, Verdict.SPIKE):
@@ -70,40 +82,63 @@ def run(settings, steps, values, every=8):
     (2.0, 1.0, "OK"), (2.0, 0.0, "OK"), (0.0, 1.0, "OK"), (2.0, 1e30, "OK"), (math.nan, 1.0, "SKIP"), (math.inf, 1.0, "SKIP"),
     (2.0, math.nan, "SKIP"), (2.0, math.inf, "SKIP"), (-math.inf, 1.0, "SKIP")])
 def test_what_is_not_finite_is_skipped_in_every_mode(mode, loss, norm, verdict):
-    assert Guard(GuardConfig(mode=mode)).judge(0, loss, norm, True) is Verdict(verdict)
+    assert Guard(GuardConfig(mode=mode)).judge(0, loss, norm, always) is Verdict(verdict)
 
 
 def test_the_ladder_skip_rollback_stop():
     guard = filled()
     for _ in range(2):
         kept = guard.state()
-        verdicts = [guard.judge(64, math.nan, 1.0, True) for _ in range(4)]
+        verdicts = [guard.judge(64, math.nan, 1.0, always) for _ in range(4)]
         assert verdicts == [Verdict.SKIP] * 3 + [Verdict.ROLLBACK]
         assert guard.suspect_since == 64
         guard.rolled_back(kept)
         assert guard.suspect_since is None and guard.consecutive == 0
-    assert [guard.judge(64, math.nan, 1.0, True) for _ in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
+    assert [guard.judge(64, math.nan, 1.0, always) for _ in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
     assert guard.reason == "loss nan, gradient norm 1; 4 skipped in a row, and all guard.rollbacks=2 are used up"
     assert (guard.skipped, guard.rollbacks, guard.consecutive) == (12, 2, 4)
 
 
 def test_no_checkpoint_to_go_back_to_is_a_stop():
     guard = Guard(SMALL)
-    assert [guard.judge(7 + i, 1.0, math.inf, False) for i in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
+    assert [guard.judge(7 + i, 1.0, math.inf, never) for i in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
     assert guard.reason.endswith("and there is no checkpoint from before step 7 to go back to")
+
+
+def test_checkpoints_are_asked_for_only_at_the_end_of_the_ladder():
+    """The answer waits for a save under way and for all ranks."""
+    guard, asked = filled(), []
+
+    def is_there(before):
+        asked.append(before)
+        return True
+
+    for _ in range(2):
+        assert [guard.judge(70 + i, math.nan, 1.0, is_there) for i in range(3)] == [Verdict.SKIP] * 3
+        guard.judge(73, 3.0, 1.0, is_there)
+    guard.judge(74, 300.0, 1.0, is_there)
+    assert asked == []
+    assert [guard.judge(75 + i, math.nan, 1.0, is_there) for i in range(3)] == [Verdict.SKIP] * 2 + [Verdict.ROLLBACK]
+    assert asked == [74], "of fewer steps than the row began after"
+    guard.rolled_back(guard.state())
+    guard.distrust(80, "validation loss nan", is_there)
+    assert asked == [74, 80]
+    guard.rolled_back(guard.state())
+    assert guard.distrust(90, "validation loss nan", is_there) is Verdict.STOP
+    assert asked == [74, 80], "all rollbacks are used up, whatever there is"
 
 
 @pytest.mark.parametrize("mode", ["off", "log"])
 def test_modes_that_do_not_act_never_go_back(mode):
     guard = Guard(replace(SMALL, mode=mode))
-    assert [guard.judge(0, math.nan, 1.0, True) for _ in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
+    assert [guard.judge(0, math.nan, 1.0, always) for _ in range(4)] == [Verdict.SKIP] * 3 + [Verdict.STOP]
     assert f"guard.mode={mode} never goes back" in guard.reason
 
 
 def test_a_good_step_forgives():
     guard = Guard(SMALL)
     for step in range(30):
-        verdict = guard.judge(step, math.nan if step % 4 else 2.0, 1.0, True)
+        verdict = guard.judge(step, math.nan if step % 4 else 2.0, 1.0, always)
         assert verdict is (Verdict.SKIP if step % 4 else Verdict.OK)
 
 
@@ -114,54 +149,54 @@ def test_a_good_step_forgives():
 def test_spikes_are_skipped_noted_or_ignored(loss, norm, named):
     for mode, verdict in (("act", Verdict.SKIP), ("log", Verdict.SPIKE), ("off", Verdict.OK)):
         guard = filled(replace(SMALL, mode=mode))
-        assert guard.judge(64, loss, norm, True) is verdict
+        assert guard.judge(64, loss, norm, always) is verdict
         assert mode == "off" or named in guard.reason and "of the last 16 accepted steps" in guard.reason
-        assert guard.judge(65, 3.0, 1.0, True) is Verdict.OK
+        assert guard.judge(65, 3.0, 1.0, always) is Verdict.OK
 
 
 def test_only_upward():
     guard = filled()
-    assert guard.judge(64, 0.03, 1e-9, True) is Verdict.OK
-    assert guard.judge(65, 0.0, 0.0, True) is Verdict.OK
+    assert guard.judge(64, 0.03, 1e-9, always) is Verdict.OK
+    assert guard.judge(65, 0.0, 0.0, always) is Verdict.OK
 
 
 def test_a_quiet_window_makes_no_spike_of_nothing():
     guard = Guard(SMALL)
     for step in range(64):
-        guard.judge(step, 3.0, 1.0, True)
-    assert guard.judge(64, 3.0 * 1.2, 2.5, True) is Verdict.OK
-    assert guard.judge(65, 3.0 * 1.3, 1.0, True) is Verdict.SKIP
-    assert guard.judge(65, 3.0, 2.9, True) is Verdict.SKIP
+        guard.judge(step, 3.0, 1.0, always)
+    assert guard.judge(64, 3.0 * 1.2, 2.5, always) is Verdict.OK
+    assert guard.judge(65, 3.0 * 1.3, 1.0, always) is Verdict.SKIP
+    assert guard.judge(65, 3.0, 2.9, always) is Verdict.SKIP
 
 
 def test_a_steep_start_hides_no_tenfold_loss():
     guard = Guard(GuardConfig())
     for step in range(100):     # from 10.8 to 3.2 nats
-        assert guard.judge(step, 3.0 + 7.8 * math.exp(-step / 30), 5 * math.exp(-step / 20) + 0.5, True) is Verdict.OK
-    assert guard.judge(100, 32.0, 0.5, True) is Verdict.SKIP
+        assert guard.judge(step, 3.0 + 7.8 * math.exp(-step / 30), 5 * math.exp(-step / 20) + 0.5, always) is Verdict.OK
+    assert guard.judge(100, 32.0, 0.5, always) is Verdict.SKIP
 
 
 def test_no_spike_before_half_the_window_is_known():
     guard = Guard(SMALL)
     for step in range(7):
-        guard.judge(step, 3.0, 1.0, True)
-    assert guard.judge(7, 300.0, 100.0, True) is Verdict.OK
-    guard.judge(8, 3.0, 1.0, True)
-    assert guard.judge(9, 300.0, 100.0, True) is Verdict.SKIP
+        guard.judge(step, 3.0, 1.0, always)
+    assert guard.judge(7, 300.0, 100.0, always) is Verdict.OK
+    guard.judge(8, 3.0, 1.0, always)
+    assert guard.judge(9, 300.0, 100.0, always) is Verdict.SKIP
 
 
 def test_spikes_stay_out_of_the_window():
     guard = filled()
     before = guard.state()["accepted"]
     for _ in range(3):
-        guard.judge(64, 30.0, 1.0, True)
-        guard.judge(64, 3.0, math.nan, True)
+        guard.judge(64, 30.0, 1.0, always)
+        guard.judge(64, 3.0, math.nan, always)
         assert guard.state()["accepted"] == before
-        guard.judge(64, 3.0, 1.0, True)
+        guard.judge(64, 3.0, 1.0, always)
         before = guard.state()["accepted"]
     noting = filled(replace(SMALL, mode="log"))
     before = noting.state()["accepted"]
-    noting.judge(64, 30.0, 1.0, True)
+    noting.judge(64, 30.0, 1.0, always)
     assert noting.state()["accepted"] == before, "applied, and no measure of what is usual"
 
 
@@ -174,7 +209,7 @@ def test_no_false_alarm_on_the_demo_whose_norms_have_outliers():
         if len(window) == 128:
             middle = window[64]
             outliers += math.log(norm) - middle > 14.8 * sorted(abs(n - middle) for n in window)[64]
-        assert guard.judge(i, loss, norm, True) is Verdict.OK, guard.reason
+        assert guard.judge(i, loss, norm, always) is Verdict.OK, guard.reason
     assert len(steps) == 2567 and outliers >= 3, "what 10 robust standard deviations of the norm alone would have skipped"
 
 
@@ -184,7 +219,7 @@ def test_spikes_are_caught_in_the_demo(loss, norm, caught):
     at = set(rng.sample(range(64, len(steps)), 100))
     for i, (usual_loss, usual_norm) in enumerate(steps):
         factors = (loss, norm) if i in at else (1, 1)
-        verdict = guard.judge(i, usual_loss * factors[0], usual_norm * factors[1], True)
+        verdict = guard.judge(i, usual_loss * factors[0], usual_norm * factors[1], always)
         hit += i in at and verdict is Verdict.SKIP
     assert hit >= 100 * caught
 
@@ -197,7 +232,7 @@ def test_false_alarms_and_hits_on_synthetic_norms():
         t4 = rng.gauss(0, 1) / math.sqrt(rng.gammavariate(2, 2) / 4)
         x = 0.5 * x + 0.04 * t4
         norm = math.exp(x + (rng.uniform(math.log(3), math.log(100)) if step in at else 0))
-        is_spike = guard.judge(step, 3 * math.exp(rng.gauss(0, 0.02)), norm, True) is Verdict.SKIP
+        is_spike = guard.judge(step, 3 * math.exp(rng.gauss(0, 0.02)), norm, always) is Verdict.SKIP
         hit += is_spike and step in at
         false += is_spike and step not in at
     assert hit >= 59 and false <= 2, (hit, false)
@@ -241,7 +276,7 @@ def test_a_shift_of_the_data_is_accepted_after_one_rollback(factor):
     assert done.count[Verdict.STOP] == 0 and done.count[Verdict.ROLLBACK] == 1 and done.count[Verdict.SPIKE] == 1
     assert done.count[Verdict.SKIP] == 2 * 3
     assert done.verdicts[-200:] == [Verdict.OK] * 200
-    assert done.guard.judge(300, 3.0 * factor * 10, 1.0, True) is Verdict.SKIP, "and the new level is guarded"
+    assert done.guard.judge(300, 3.0 * factor * 10, 1.0, always) is Verdict.SKIP, "and the new level is guarded"
 
 
 def test_large_gradients_at_a_normal_loss_are_accepted_without_going_back():
@@ -261,12 +296,12 @@ def test_garbage_that_is_not_level_is_no_shift():
 def test_a_slow_rise_is_followed():
     guard = Guard(GuardConfig())
     for step in range(2000):
-        assert guard.judge(step, 2.0 * 1.001 ** step, 1.002 ** step, True) is Verdict.OK
+        assert guard.judge(step, 2.0 * 1.001 ** step, 1.002 ** step, always) is Verdict.OK
 
 
 def test_log_mode_notes_a_shift_and_follows_it():
     guard = filled(replace(SMALL, mode="log"))
-    verdicts = [guard.judge(64 + i, 6.0, 1.0, True) for i in range(20)]
+    verdicts = [guard.judge(64 + i, 6.0, 1.0, always) for i in range(20)]
     assert verdicts == [Verdict.SPIKE] * 4 + [Verdict.OK] * 16
     assert guard.skipped == 0 and guard.consecutive == 0
 
@@ -281,7 +316,7 @@ def test_resumed_at_any_step_it_judges_as_if_never_stopped():
         series.append((loss * (5 if step in (40, 70, 71, 72, 73, 90, 91) else 1), math.nan if step in (50, 51, 92) else norm))
     whole, verdicts = Guard(SMALL), []
     for step, (loss, norm) in enumerate(series):
-        verdicts.append(whole.judge(step, loss, norm, False))
+        verdicts.append(whole.judge(step, loss, norm, never))
         if verdicts[-1] is Verdict.STOP:
             break
     assert {Verdict.SKIP, Verdict.STOP, Verdict.OK} <= set(verdicts)
@@ -290,28 +325,49 @@ def test_resumed_at_any_step_it_judges_as_if_never_stopped():
         for step, (loss, norm) in enumerate(series[:len(verdicts)]):
             if step == stop:
                 guard = Guard(SMALL, json.loads(json.dumps(guard.state(), allow_nan=False)))
-            assert guard.judge(step, loss, norm, False) is verdicts[step], (stop, step)
+            assert guard.judge(step, loss, norm, never) is verdicts[step], (stop, step)
         assert guard.state() == whole.state()
+
+
+@pytest.mark.parametrize("mode", ["off", "log", "act"])
+def test_preparing_changes_no_verdict_and_no_state(mode):
+    rng, settings, kept = random.Random(7), replace(SMALL, mode=mode), None
+    prepared, plain = Guard(settings), Guard(settings)
+    prepared.prepare()      # of a run that has seen nothing yet
+    for step in range(400):
+        loss, norm = quiet(rng, 3.0 * (4 if step % 90 > 80 else 1), 9.0 if step % 37 == 0 else 1.0)
+        loss = math.nan if step % 53 == 0 else loss
+        verdict = plain.judge(step, loss, norm, always)
+        assert prepared.judge(step, loss, norm, always) is verdict
+        assert prepared.state() == plain.state() and prepared.reason == plain.reason
+        if verdict is Verdict.ROLLBACK:
+            prepared.rolled_back(kept)
+            plain.rolled_back(kept)
+        elif verdict is Verdict.STOP:
+            break
+        prepared.prepare()
+        kept = plain.state() if step % 50 == 20 else kept
+    assert mode != "act" or plain.rollbacks
 
 
 @pytest.mark.parametrize("mode", ["log", "act"])
 def test_a_row_of_spikes_is_counted_on_across_a_resume_and_broken_by_a_nan(mode):
     guard = filled(replace(SMALL, mode=mode))
     for step in range(64, 67):
-        guard.judge(step, 3.0, 9.0, True)
+        guard.judge(step, 3.0, 9.0, always)
     resumed = Guard(guard.settings, json.loads(json.dumps(guard.state())))
-    assert resumed.judge(67, 3.0, 9.0, True) is Verdict.SPIKE and "the last of 4 in a row" in resumed.reason
+    assert resumed.judge(67, 3.0, 9.0, always) is Verdict.SPIKE and "the last of 4 in a row" in resumed.reason
     if mode == "log":
-        guard.judge(67, math.nan, 1.0, True)
-        assert guard.judge(68, 3.0, 9.0, True) is Verdict.SPIKE and "in a row" not in guard.reason
+        guard.judge(67, math.nan, 1.0, always)
+        assert guard.judge(68, 3.0, 9.0, always) is Verdict.SPIKE and "in a row" not in guard.reason
 
 
 def test_a_rollback_brings_back_the_window_but_not_the_counts():
     guard = filled()
     kept = guard.state()
     for step in range(64, 80):
-        guard.judge(step, 4.0 - 0.01 * step, 1.0, True)
-    guard.judge(80, math.nan, 1.0, True)
+        guard.judge(step, 4.0 - 0.01 * step, 1.0, always)
+    guard.judge(80, math.nan, 1.0, always)
     skipped = guard.skipped
     guard.rolled_back(kept)
     assert guard.state() == {**kept, "skipped": skipped, "rollbacks": 1, "is_back": True}
@@ -320,7 +376,7 @@ def test_a_rollback_brings_back_the_window_but_not_the_counts():
 def test_states_of_other_versions_and_windows_are_read():
     guard = Guard(SMALL, {"consecutive": 3, "skipped": 5})      # of format 1
     assert (guard.consecutive, guard.skipped, guard.rollbacks) == (3, 5, 0)
-    assert guard.judge(9, math.nan, 1.0, False) is Verdict.STOP
+    assert guard.judge(9, math.nan, 1.0, never) is Verdict.STOP
     wide = filled(replace(SMALL, window=64))
     narrow = Guard(SMALL, wide.state())
     assert narrow.state()["accepted"] == wide.state()["accepted"][-16:]
@@ -330,8 +386,8 @@ def test_a_state_is_a_copy():
     guard = filled()
     kept = guard.state()
     text = json.dumps(kept)
-    guard.judge(64, 30.0, 1.0, True)
-    guard.judge(65, 3.0, 1.0, True)
+    guard.judge(64, 30.0, 1.0, always)
+    guard.judge(65, 3.0, 1.0, always)
     assert json.dumps(kept) == text
 
 
@@ -341,7 +397,7 @@ def test_a_state_is_a_copy():
 def test_weights_that_fail_a_validation_are_gone_back_from(mode, can_roll_back, verdict, said):
     guard = filled(replace(SMALL, mode=mode))
     kept = guard.state()
-    assert guard.distrust(80, "validation loss nan", can_roll_back) is Verdict(verdict)
+    assert guard.distrust(80, "validation loss nan", always if can_roll_back else never) is Verdict(verdict)
     assert guard.suspect_since == 80 and guard.reason == f"validation loss nan{said}"
     assert (guard.skipped, guard.consecutive) == (0, 0), "no step was skipped"
     guard.rolled_back(kept)

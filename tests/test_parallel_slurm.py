@@ -36,7 +36,7 @@ echo "scontrol $*" >> "$STUBS/calls"
 PYTHON = f"""#!/bin/bash
 [ "$1" = -c ] && [ -n "${{READ:-}}" ] && exec {sys.executable} "$@"
 [ "$1" = -c ] && echo "$RUN" && exit 0
-echo "task $RANK/$LOCAL_RANK/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $*" >> "$STUBS/calls"
+echo "task $RANK/$LOCAL_RANK/$LOCAL_WORLD_SIZE/$WORLD_SIZE $MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS $*" >> "$STUBS/calls"
 eval "$TASK"
 """
 
@@ -67,7 +67,12 @@ def test_each_task_learns_its_rank_and_the_settings_arrive_whole(slurm):
     code, _, calls = submit(slurm, "exit 0", slurm.file, "optim.lr=3e-4", "run=job", SLURM_RESTART_COUNT="3", READ="1")
     tasks = sorted(call for call in calls if call.startswith("task"))
     assert code == 0
-    assert tasks == [f"task {i}/{i}/2 localhost:24714 1 train.py {slurm.file} optim.lr=3e-4 run=job" for i in range(2)]
+    assert tasks == [f"task {i}/{i}/2/2 localhost:24714 1 train.py {slurm.file} optim.lr=3e-4 run=job" for i in range(2)]
+
+
+def test_each_task_learns_how_many_there_are_on_its_machine(slurm):
+    _, _, calls = submit(slurm, "exit 0", SLURM_NTASKS="4", SLURM_NNODES="2")
+    assert sorted(call.split()[1] for call in calls if call.startswith("task")) == [f"{i}/{i}/2/4" for i in range(4)]
 
 
 @pytest.mark.parametrize("task, code, requeued, told", [

@@ -5,6 +5,8 @@ import resource
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -118,7 +120,7 @@ def test_a_rollback_that_dies_leaves_the_file_as_it_was(tiny, monkeypatch, dies_
     one = log(tiny)
     for step in range(1, 4):
         one.step(row(step))
-    before = (tiny.run_dir / "metrics.jsonl").read_bytes()
+    before = one.path.read_bytes()
 
     def die(*arguments):
         raise KeyboardInterrupt
@@ -126,8 +128,7 @@ def test_a_rollback_that_dies_leaves_the_file_as_it_was(tiny, monkeypatch, dies_
     monkeypatch.setattr(f"runtime.rows.os.{dies_in}", die)
     with pytest.raises(KeyboardInterrupt):
         one.roll_back(1, {"event": "rollback", "step": 3, "to": 1})
-    assert (tiny.run_dir / "metrics.jsonl").read_bytes() == before
-    assert [p.name for p in tiny.run_dir.iterdir()] == ["metrics.jsonl"]
+    assert one.path.read_bytes() == before and [p.name for p in tiny.run_dir.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_process_killed_in_rollbacks_leaves_before_or_after(tiny):
@@ -178,14 +179,10 @@ def test_a_full_disk_makes_rows_wait_and_loses_none(tiny, capsys):
     one = log(tiny)
     one.step(row(1))
     size = (tiny.run_dir / "metrics.jsonl").stat().st_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, hard))        # room for ten bytes of the next row
-    try:
+    with largest_file(size + 10):       # room for ten bytes of the next row
         for step in (2, 3, 4):
             one.step(row(step))
         one.event({"event": "save_failed", "step": 4})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (tiny.run_dir / "metrics.jsonl").stat().st_size == size + 10
     out = capsys.readouterr().out
     assert out.count("rows wait for room, training goes on") == 1 and "File too large" in out
@@ -207,6 +204,81 @@ def test_rows_that_wait_survive_a_rollback_and_a_close_counts_them(tiny, capsys,
     one.step(row(4))
     one.close()
     assert "the last 2 rows are lost, there was no room for them" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("spare", [-10**9, 0, 60, 300])     # bytes by which a file may outgrow what is there
+def test_a_rollback_waits_for_room_and_training_goes_on(tiny, capsys, spare):
+    one, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
+    before = one.path.read_bytes()
+    with largest_file(max(0, len(before) + spare)):
+        go_on(one)
+        assert one.path.read_bytes() == before or spare == 300      # the old file, whole, while the new one has no room
+        assert len(list(tiny.run_dir.iterdir())) == 1
+        assert not one.has_validation(6)
+    go_on(twin)
+    for each in one, twin:
+        each.step(row(7))
+        each.close()
+    assert one.path.read_bytes() == twin.path.read_bytes()          # nothing lost, nothing twice, in order
+    assert capsys.readouterr().out.count("rows wait for room, training goes on") == 1
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_rollback_that_never_finds_room_ends_no_run_and_is_told(tiny, capsys, monkeypatch, fails):
+    one = rolled_back(tiny)
+    before = one.path.read_bytes()
+    monkeypatch.setattr(f"runtime.rows.os.{fails}", full_disk)
+    go_on(one)
+    one.close()
+    out = capsys.readouterr().out
+    assert one.path.read_bytes() == before
+    assert out.count("No space left on device; rows wait for room, training goes on") == 1
+    assert "the last 6 rows are lost, there was no room for them; steps that a rollback undid still stand" in out
+    monkeypatch.undo()
+    log(tiny, resume=4).close()     # a kill leaves the same, and a resume goes on from it
+    assert [r["step"] for r in read(tiny)] == [1, 2, 2, 3, 4, 4]
+
+
+def go_on(one):
+    """Back from 6 to 4, 5 and 6 again, back to 5, once more 6: six rows more."""
+    one.roll_back(4, {"event": "rollback", "step": 6, "to": 4})
+    one.step(row(5, loss=7.0))
+    one.step(row(6, loss=7.0))
+    one.roll_back(5, {"event": "rollback", "step": 6, "to": 5})
+    one.event({"event": "save_failed", "step": 5})
+    one.step(row(6, loss=6.0))
+
+
+def test_a_start_without_room_is_refused_and_keeps_what_was_there(tiny, monkeypatch):
+    one = rolled_back(tiny)
+    before = one.path.read_bytes()
+    with largest_file(100), pytest.raises(OSError, match="File too large"):
+        log(tiny, resume=6)
+    assert one.path.read_bytes() == before
+
+
+def test_a_step_validated_again_keeps_its_row(tiny, capsys):
+    one = log(tiny)
+    one.step(row(1))
+    one.validation(val(1))
+    one.validation(val(1))
+    one.close()
+    one = log(tiny, resume=1)       # a kill came before the summary
+    one.validation(val(1))
+    one.close()
+    assert of(read(tiny), "kind", "step") == [("train", 1), ("val", 1)]
+    assert capsys.readouterr().out.count("step 1: validation loss 1.5000") == 3
+
+
+@contextmanager
+def largest_file(size):
+    """A disk without room, as one process can have it: no file grows beyond `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def full_disk(*arguments, **options):

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from bench import checkpoint as bench
 from runtime import checkpoint, saver
 from runtime.checkpoint import CheckpointError, checkpoints, latest, read_manifest, restore
 from runtime.config import CheckpointConfig, config_from_dict  # noqa: F401 - config_from_dict is used by the killed process
+from runtime.optim import OptimConfig
 from runtime.saver import Saver, kept
 from tests.conftest import ROOT
 from tests.test_checkpoint import ALONE, empty, names, read_back, same, save, tensors
@@ -106,6 +108,22 @@ def test_a_step_that_is_there_is_not_written_again(tiny):
     assert saver.failures == []
 
 
+def test_writing_does_not_wait_for_a_gpu(tiny, monkeypatch):
+    """What is written lies in host memory; torch's loader for tensors of a GPU would wait for the stream that trains."""
+    real = saver.dcp.save
+
+    def beside_a_gpu(*args, **others):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"    # private; without it nothing waits
+            patch.setattr(loader, full, raising=False)
+            return real(*args, **others)
+
+    monkeypatch.setattr(saver.dcp, "save", beside_a_gpu)
+    assert save(tiny, 1).failures == []
+    assert same(read_back(latest(tiny.run_dir)), 1)
+
+
 # ------------------------------------------------------------------------------------------------------- what fails
 
 @pytest.mark.parametrize("where, what", [(checkpoint, "_write_synced"), (saver, "sha256_of"), (saver.dcp, "save"),
@@ -129,6 +147,45 @@ def test_a_save_that_fails_is_noted_and_tried_again(tiny, monkeypatch, where, wh
     it.finish()     # the last one was good
     assert same(read_back(latest(tiny.run_dir)), 3)
     assert len(it.failures) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with"),
+                                   RuntimeError("CUDA error: OS call failed or operation not supported on this OS")])
+def test_too_little_host_memory_is_told_with_a_remedy_of_its_own(tiny, monkeypatch, error):
+    def none_left(live):
+        raise error
+
+    it = begin(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(saver, "_host_buffer", none_left)
+        it.save(2, tensors(2), {}, tiny)
+        it.wait()
+    assert "its copies need 4.83e-06 GiB of host memory on this rank, and there is not enough: " in it.failures[0]
+    assert it.failures[0].endswith(str(error).splitlines()[0] + ")" if str(error) else "MemoryError: )")
+    with pytest.raises(CheckpointError, match="end other programs on that machine, .* the same command to resume") as told:
+        it.finish()
+    assert "disk" not in str(told.value)
+    it.save(3, tensors(3), {}, tiny)        # memory may be there again
+    it.finish()
+    assert same(read_back(latest(tiny.run_dir)), 3)
+
+
+def test_host_memory_is_counted_as_torch_pins_it():
+    sizes = {"a": 4096, "b": 4097, "c": 1, "d": 0, "e": 3 * 2**20}
+    live = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    assert saver._host_need(live, pinned=False) == sum(sizes.values())
+    assert saver._host_need(live, pinned=True) == 4096 + 8192 + 1 + 0 + 4 * 2**20
+
+
+def test_a_rank_that_is_gone_is_no_matter_of_disk_space(tiny, monkeypatch):
+    def closed(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    it = begin(tiny)
+    monkeypatch.setattr(saver, "gather", closed)
+    it.save(1, tensors(1), {}, tiny)
+    with pytest.raises(CheckpointError, match="RuntimeError: Connection closed by peer.: run the same command to resume"):
+        it.finish()
 
 
 def test_three_failures_in_a_row_end_the_run(tiny, monkeypatch):
@@ -203,13 +260,28 @@ print(names(config))
 
 def test_what_cannot_be_pruned_fails_no_save(tiny, monkeypatch):
     it = begin(tiny, keep=1)
+    for step in (1, 2):
+        it.save(step, tensors(step), {}, tiny)
+    it.wait()
+    for step, what in ((3, "remove"), (4, "checkpoints")):
+        monkeypatch.setattr(saver, what, full)
+        it.save(step, tensors(step), {}, tiny)
+        it.finish()
+    assert it.failures == ["an old checkpoint could not be removed: [Errno 28] No space left on device"] * 2
+    assert names(tiny) == [f"step_0000000{step}" for step in (1, 2, 3, 4)]
+
+
+def test_waiting_raises_nothing_whatever_went_wrong(tiny, monkeypatch):
+    """What ends a run waits for the save under way; by then a GPU may refuse every call."""
+    it = begin(tiny)
+    it._copied = SimpleNamespace()      # as after a copy from a GPU
+    monkeypatch.setattr(torch.cuda, "current_stream", full)
+    monkeypatch.setattr(saver, "_host_buffer", full)
+    it._copied.synchronize = full
     it.save(1, tensors(1), {}, tiny)
     it.wait()
-    monkeypatch.setattr(saver, "remove", full)
-    it.save(2, tensors(2), {}, tiny)
-    it.finish()
-    assert it.failures == ["an old checkpoint could not be removed: [Errno 28] No space left on device"]
-    assert names(tiny) == ["step_00000001", "step_00000002"]
+    it.wait()
+    assert len(it.failures) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------- kills
@@ -242,7 +314,7 @@ KILLS = {       # the process dies there, at once and without a word
 
 def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_remains(tiny):
     """One process forks for each moment: what is imported is imported once."""
-    save(tiny, 1)
+    save(tiny, 1, 2)
     start = tiny.run_dir.with_name("start")
     shutil.copytree(tiny.run_dir, start)
     code = f"""
@@ -260,7 +332,7 @@ for moment, fault in json.loads(sys.argv[2]).items():
     if not os.fork():
         exec(fault)
         saver = begin(config_there, keep=1)
-        saver.save(2, tensors(2), {{}}, config_there)
+        saver.save(3, tensors(3), {{}}, config_there)
         saver.finish()
         os._exit(0)
     print(moment, os.waitstatus_to_exitcode(os.wait()[1]))
@@ -273,12 +345,12 @@ for moment, fault in json.loads(sys.argv[2]).items():
         config = config_from_dict(tiny.to_dict() | {"run": moment})
         filled = empty()
         path, manifest = restore(config.run_dir, filled, ALONE, pytest.fail)
-        assert manifest["step"] == (2 if moment in ("after_rename", "pruning") else 1), moment
+        assert manifest["step"] == (3 if moment in ("after_rename", "pruning") else 2), moment
         assert same(filled, manifest["step"]), moment
         for path in checkpoints(config.run_dir):        # half a deletion is no checkpoint
             read_manifest(path)
-        save(config, 3, keep=1)
-        assert names(config) == ["step_00000003"], moment
+        save(config, 4, keep=1)
+        assert names(config) == [path.name, "step_00000004"], moment
 
 
 def test_all_is_on_the_disk_itself_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):
@@ -310,16 +382,21 @@ def by_hand(steps, keep, losses):
 
 def test_the_keep_policy():
     assert by_hand([10, 20, 30], 2, {}) == [20, 30]
+    assert by_hand([10, 20, 30], 1, {}) == [20, 30]                                 # two always
     assert by_hand([4, 8, 10, 12, 16, 20, 24], 9, {}) == [10, 20, 24]               # one rolling, the newest
-    assert by_hand([4, 8, 10, 12, 20, 30], 1, {}) == [12, 30]                       # which outlives newer regular ones
-    assert by_hand([10, 20, 30, 33, 40, 50, 60], 1, {}) == [33, 40, 60]             # at and forever
-    assert by_hand([10, 20, 30, 40, 50, 60], 1, {10: 3.0, 20: 2.0, 30: 2.5, 50: 2.1}) == [20, 40, 60]
-    assert by_hand([10, 20, 30, 50], 1, {10: 3.0, 20: 2.0, 30: 2.0}) == [30, 50]    # the newer of two equals
-    assert by_hand([10, 20, 30, 50], 1, {10: float("nan"), 20: float("inf"), 30: 7.0}) == [30, 50]
-    assert by_hand([10, 13, 20, 27], 2, {}) == [20, 27]                             # saved on a signal: regular
+    assert by_hand([10, 996, 998, 1000, 1004, 1008], 2, {}) == [10, 1000, 1004, 1008]       # and the two newest of all
+    assert by_hand([10, 12, 20, 30, 50], 1, {}) == [12, 30, 50]                     # which outlives newer regular ones
+    assert by_hand([10, 20, 30, 33, 40, 50, 60, 70], 1, {}) == [33, 40, 60, 70]     # at and forever
+    assert by_hand([10, 20, 30, 40, 50, 60, 70], 1, {10: 3.0, 20: 2.0, 30: 2.5, 50: 2.1}) == [20, 40, 60, 70]
+    assert by_hand([10, 20, 30, 50, 60], 1, {10: 3.0, 20: 2.0, 30: 2.0}) == [30, 50, 60]    # the newer of two equals
+    assert by_hand([10, 20, 30, 50, 60], 1, {10: float("nan"), 20: float("inf"), 30: 7.0}) == [30, 50, 60]
+    assert by_hand([10, 13, 20, 27, 30, 50], 2, {}) == [27, 30, 50]                 # on a signal, or late: as a rolling one
+    without = CheckpointConfig(every=10, keep=2, best=False)
+    assert kept([10, 20, 27, 30], without, {}) == {27, 30}                          # without rolling: as a regular one
+    assert kept([10, 13, 27, 30], CheckpointConfig(every=None, keep=3, best=False), {}) == {13, 27, 30}
     assert kept([], CheckpointConfig(), {}) == set()
-    assert kept([10, 20], CheckpointConfig(every=10, keep=1, best=False), {10: 1.0, 20: 2.0}) == {20}
-    assert kept([5, 9], CheckpointConfig(every=None, keep=1, best=False, at=(5,)), {}) == {5, 9}
+    assert kept([10, 20, 30], CheckpointConfig(every=10, keep=1, best=False), {10: 1.0, 20: 2.0}) == {20, 30}
+    assert kept([5, 7, 8, 9], CheckpointConfig(every=None, keep=1, best=False, at=(5,)), {}) == {5, 8, 9}
 
 
 def test_the_newest_and_the_best_of_a_random_history_are_always_there():
@@ -331,7 +408,7 @@ def test_the_newest_and_the_best_of_a_random_history_are_always_there():
             there.append(step)
             judged = {s: losses[s] for s in there if s in losses}
             stay = kept(there, policy, losses)
-            assert step in stay
+            assert set(there[-2:]) <= stay
             assert not judged or min(judged.values()) in {losses.get(s) for s in stay}
             there = [s for s in there if s in stay]
             assert len(there) <= policy.keep + 3        # plus best, a rolling one and the newest
@@ -345,11 +422,29 @@ def test_the_policy_is_applied_on_disk(tiny):
         it.save(step, tensors(step), {}, tiny)
         it.wait()
         it.validated(step, loss)
-    assert names(tiny) == [f"step_0000000{s}" for s in (1, 3, 6)]
+    assert names(tiny) == [f"step_0000000{s}" for s in (1, 3, 5, 6)]
     again = begin(tiny, {1: 2.0, 3: 5.0}, keep=1)           # a resume with other wishes
     again.save(7, tensors(7), {}, tiny)
     again.finish()
-    assert names(tiny) == ["step_00000001", "step_00000007"]
+    assert names(tiny) == [f"step_0000000{s}" for s in (1, 6, 7)]
+
+
+def test_a_suspect_save_pushes_nothing_out(tiny):
+    """In a row of skips the weights may be what is wrong."""
+    it = begin(tiny, keep=1)
+    for step, consecutive in ((2, 0), (4, 0), (6, 1), (8, 2), (10, 3)):
+        it.save(step, tensors(step), {"guard": {"consecutive": consecutive}}, tiny)
+    it.finish()
+    suspect = tiny.to_dict() | {"run": "suspect"}
+    shutil.copytree(tiny.run_dir, config_from_dict(suspect).run_dir)
+    assert names(tiny) == [f"step_{step:08d}" for step in (2, 4, 6, 8, 10)]
+    it.save(12, tensors(12), {"guard": {"consecutive": 0}}, tiny)      # a good save prunes
+    it.finish()
+    assert names(tiny) == ["step_00000010", "step_00000012"]
+    config = config_from_dict(suspect)
+    it = begin(config, keep=1)
+    it.roll_back(4)                         # and a rollback deletes the suspects
+    assert names(config) == ["step_00000002", "step_00000004"]
 
 
 def test_a_rollback_forgets_the_losses_it_undid(tiny):
@@ -518,3 +613,30 @@ def test_the_bench_measures_what_it_says(tmp_path, capsys):
         assert bench.main(arguments) == 2
         assert told in capsys.readouterr().err
     assert out.exists()     # what was there is not the bench's to remove
+
+
+def test_the_bench_tells_what_a_gpu_waits_not_the_host(monkeypatch):
+    """On a GPU staged() returns at once and the stream waits; its clock is turned by hand here."""
+    clock = [0.0]
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = 1000 * clock[0]
+
+        def elapsed_time(self, end):
+            assert clock[-1] == "synchronized"
+            return end.ms - self.ms
+
+    def staged():
+        clock[0] += 2.5
+
+    training = bench.Training(SimpleNamespace(model=bench.model_of(1e5, 16), seed=1, optim=OptimConfig(lr=1e-4)),
+                              torch.device("cpu"))
+    assert training.step(SimpleNamespace(staged=lambda: time.sleep(0.05)))[1] >= 0.05      # a CPU waits itself
+    training.device = SimpleNamespace(type="cuda")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: clock.append("synchronized"))
+    assert training.step(SimpleNamespace(staged=staged))[1] == 2.5

@@ -349,6 +349,22 @@ def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(t
     assert "bad_checkpoint" in [row["event"] for row in rows(tiny.run_dir, "event")]
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, capsys):
+    """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
+    config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=2))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(config.run_dir / "checkpoints")
+    refused = call_train(capsys, config, tmp_path)
+    assert refused.returncode == 2
+    assert "has come to step 6, yet no checkpoint of it is left: put its checkpoints/ back" in refused.stderr
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    # Killed over its very first save a run has nothing to go back to, and begins anew.
+    (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+
+
 def test_plan_needs_no_data_and_trains_nothing(tmp_path):
     done = subprocess.run([sys.executable, "train.py", "configs/gpt1p5b_fp8.py", "--plan", "h100", f"out={tmp_path}"],
                           cwd=ROOT, capture_output=True, text=True)

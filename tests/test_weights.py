@@ -81,7 +81,7 @@ def test_the_copy_holds_the_newest_weights_and_nothing_of_the_optimizer(run, tmp
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["{tmp}/nowhere"], "has no finished checkpoint"), (["{tmp}", "x.bin"], "must end in .safetensors"),
+    (["{tmp}/nowhere"], "has no sound checkpoint"), (["{tmp}", "x.bin"], "must end in .safetensors"),
     (["{tmp}", "dtype=fp8"], "dtype='fp8' is not one of fp32, bf16"), (["{tmp}", "step=3"], "there is no key 'step'")])
 def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, told):
     assert weights.main([a.format(tmp=tmp_path) for a in arguments]) == 2
