@@ -15,7 +15,7 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 	@echo "figures: out/demo/law/*.png   laws: out/demo/law/law.json   runs: out/demo/*/summary.json"
 
 test: setup                 ## every test that needs no GPU
-	$(PY) -m pytest -q -m "not gpu"
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs, some hours
 	$(PY) -m pytest -q tests/soak.py

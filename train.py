@@ -156,6 +156,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     def pass_over(line: str) -> None:
         print(line, flush=True)
         bad.append(line)
+
     restored = restore(config.run_dir, tensors, world, say=pass_over)
     is_branching = restored is None and config.start_from is not None
     if is_branching:
@@ -240,6 +241,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     def measure() -> ValLoss | None:
         """None where a stop was requested meanwhile."""
         watch.at("validating", step, patience=config.parallel.start_timeout)    # its first batch may be compiled
+
         def is_stopping() -> bool:
             watch.at("validating", step)
             return bool(parallel.all_sum(torch.tensor(float(stop.requested), device=world.device), world))
@@ -339,6 +341,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             optimizer.step()
             updates += 1
             gather.precompute_scales(model)
+            guard.prepare()     # what the next step is measured by, while the GPU is busy with this one
         if verdict is not Verdict.STOP:
             optimizer.zero_grad()
         # --------------------------------------------------------------------------------------------------------------

@@ -123,8 +123,13 @@ def main(arguments: list[str]) -> int:
         options = read_options(Options, arguments)
         if not (1e5 <= options.params <= 1e12 and options.tokens >= 1 and options.repeats >= 1):
             raise ConfigError("params must lie between 1e5 and 1e12, tokens and repeats must be 1 or more")
-        if Path(options.out).exists():
-            raise ConfigError(f"out={options.out} exists already: name a folder that can be made and removed")
+        try:
+            Path(options.out).mkdir(parents=True)
+        except FileExistsError as error:
+            raise ConfigError(f"out={options.out} exists already: name a folder that can be made and removed") from error
+        except OSError as error:
+            raise ConfigError(f"out={options.out} cannot be made ({error.strerror}): name a folder on the disk to be measured, "
+                              f"which can be made and removed") from error
         try:
             bench(options)
         finally:

@@ -100,15 +100,7 @@ def flight_recorder(config: Config) -> dict[str, str]:
 
 
 def tighten(world: World, seconds: float) -> None:
-    """From here on, NCCL gives up a collective of training after twice `seconds`; called once the first step is done.
-
-    The watchdog judges after `seconds` of its own beats and knows what to say; twice that leaves it the word, and NCCL's
-    own dump is there where the host itself is stuck. gloo keeps its long time-out: it measures by the clock on the wall,
-    on which a job that was suspended for an hour and goes on looks like one that hung. So does the group of
-    checkpoints, where a slow disk is no fault.
-    """
-    if world.size > 1 and world.device.type == "cuda":
-        _set_timeouts(world, timedelta(seconds=2 * seconds))
+    """Nothing: a save or a validation may keep the others waiting for longer than a step, so that start()'s time-outs stay."""
 
 
 def _set_timeouts(world: World, patience: timedelta) -> None:

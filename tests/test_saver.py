@@ -608,10 +608,14 @@ def test_the_bench_measures_what_it_says(tmp_path, capsys):
     assert 0 <= copy_s <= save_s and blocked < save_s
     assert not out.exists()
     out.mkdir()
-    for arguments, told in [([f"out={out}"], "exists already"), (["params=-1"], "params must lie between"),
+    (tmp_path / "file").touch()
+    for arguments, told in [([f"out={out}"], "exists already: name"), (["params=-1"], "params must lie between"),
+                            (["out=/proc/x"], "out=/proc/x cannot be made (No such file"),
+                            ([f"out={tmp_path}/file/x"], "cannot be made (Not a directory): name a folder on the disk"),
                             (["parms=1e6"], "there is no key 'parms'; did you mean 'params'?")]:
         assert bench.main(arguments) == 2
-        assert told in capsys.readouterr().err
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
     assert out.exists()     # what was there is not the bench's to remove
 
 
