@@ -354,8 +354,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
                       "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                       "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": guard.reason}), **meter.read()})
-        if watch.first_step_done():
-            parallel.tighten(world, config.parallel.timeout)
+        watch.first_step_done()
         if verdict is Verdict.STOP:
             give_up(step)
         if verdict is Verdict.ROLLBACK:

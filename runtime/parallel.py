@@ -92,15 +92,10 @@ def own_keys(store: dist.Store) -> dist.Store:
 
 def flight_recorder(config: Config) -> dict[str, str]:
     """Environment by which NCCL and gloo keep their last collectives, and NCCL dumps them where a time-out ends the job;
-    under both names that torch 2.11 to 2.13 may know them by. Room for 2,000 entries: about a MB of host memory. The
+    by the names that torch 2.13 takes without a warning. Room for 2,000 entries: about a MB of host memory. The
     folder is made by runtime/watchdog.py, once something is to be put there."""
     file = str(config.run_dir / "flight_recorder" / "nccl_rank_")
-    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            "TORCH_FR_DUMP_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file}
-
-
-def tighten(world: World, seconds: float) -> None:
-    """Nothing: a save or a validation may keep the others waiting for longer than a step, so that start()'s time-outs stay."""
+    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": file}
 
 
 def _set_timeouts(world: World, patience: timedelta) -> None:

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 
 BEAT = 0.5          # seconds between two looks
-LOOK = 10           # beats between two looks at the other ranks, while one place lasts
+LOOK = 10           # beats between two looks at the other ranks, while one place lasts; with many ranks more, for the store's
+RANKS_A_LOOK = 64   # sake: all of them look, each at all
 LOOKS = 3           # of them in a row must find a rank lost: this one may be about to end by itself for the same reason
 LISTEN = 6          # beats without a sign from a rank before it counts as silent
 STORE_PATIENCE = 5  # seconds that the store has for an answer: with its host stopped there is none
@@ -60,12 +61,11 @@ class Watchdog(contextlib.AbstractContextManager):
         self._calls += 1
         self._place = (self._calls, phase, step, patience)
 
-    def first_step_done(self) -> bool:
-        """Compilation and loading are over: from here on a place may last `timeout` seconds. True at the first call."""
+    def first_step_done(self) -> None:
+        """Compilation and loading are over: from here on a place may last `timeout` seconds. May be called every step."""
         is_first, self._is_warm, self.patience = not self._is_warm, True, self.timeout
         if is_first and self.world.size > 1 and self.world.device.type == "cuda":   # NCCL's own dump needs its folder
             (self.run_dir / "flight_recorder").mkdir(parents=True, exist_ok=True)
-        return is_first
 
     def close(self, why: str = "left") -> None:
         """Stop watching and tell the other ranks that this one ended by itself; may be called again."""
@@ -102,7 +102,7 @@ class Watchdog(contextlib.AbstractContextManager):
             patience = place[3] or self.patience
             if still * BEAT > patience:
                 self._end(patience)
-            if still and still % LOOK == 0 and self._why is None:
+            if still and still % (LOOK * -(-self.world.size // RANKS_A_LOOK)) == 0 and self._why is None:
                 seen = seen + 1 if self._has_lost() else 0
                 if seen >= LOOKS and self._place is place and self._why is None and not self._closed.is_set():
                     self._end(still * BEAT, is_lost=True)

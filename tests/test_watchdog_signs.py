@@ -13,7 +13,6 @@ import torch.distributed as dist
 from runtime import watchdog
 from runtime.watchdog import FAILED, MET, STOOD, Watchdog
 
-
 # Many machines' first namespace has the same number, and many are called localhost: alone it must not tell one's own.
 NAMESPACE = os.path.basename(os.path.realpath("/proc/self/ns/pid"))
 
