@@ -189,6 +189,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
     saver = Saver(config.run_dir, config.checkpoint, world, metrics.validation_losses(config.run_dir / "metrics.jsonl"))
+    saver.prepare(tensors)
     ending.push(lambda kind, *_: kind in (ConfigError, GuardError) and saver.wait())    # the save under way is not lost
     probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model, fp8.recipes(layers, loss_scale),
                   config.probe.tokens)

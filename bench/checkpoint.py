@@ -155,7 +155,8 @@ def bench(options: Options) -> None:
     gib = sum(t.numel() * t.element_size() for t in training.tensors.values()) / 2**30
     print(f"{config.model.params_total:,} parameters, {gib:.2f} GiB a save, steps of {options.tokens} tokens on {device}, "
           f"{torch.get_num_threads()} threads, torch {torch.__version__}")
-    for _ in range(2):
+    saver.prepare(training.tensors)     # as train.py does: a run's first save is many steps away
+    for _ in range(5):
         training.step(saver)
     print("            save s  blocked s   of save   copy s    cpu s   step alone s  beside s   ratio")
     rows = [one_save(training, saver, config, number) for number in range(options.repeats + 1)]

@@ -72,6 +72,10 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         on_main(world, self._sweep)
 
+    def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Begin to make the host buffers, so that the first save need not: 1.4 GiB of fresh pages are seconds."""
+        self._thread.submit(self._make_buffers, tensors)        # what fails here fails there again, and is told
+
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
         """Begin to save and return; staged() must come before anything that changes `tensors`. `state` is plain JSON.
 
@@ -163,14 +167,11 @@ class Saver:
     def _stage(self, tensors: dict, ready, staging: threading.Event) -> None:
         """Copy this rank's shards to host buffers, which the next save uses again."""
         try:
-            if self._stream:
-                torch.cuda.set_device(self.world.device)        # each thread has a current device of its own
+            self._make_buffers(tensors)
             with torch.cuda.stream(self._stream):               # nothing without one
                 if ready:
                     self._stream.wait_event(ready)
                 for name, live in tensors.items():
-                    if name not in self._copies:
-                        self._copies[name] = self._make_buffer(live, tensors)
                     _local(self._copies[name]).copy_(_local(live), non_blocking=True)
                 self._copied = self._stream.record_event() if self._stream else None
         finally:
@@ -178,9 +179,12 @@ class Saver:
         if self._copied:
             self._copied.synchronize()
 
-    def _make_buffer(self, live: torch.Tensor, tensors: dict) -> torch.Tensor:
+    def _make_buffers(self, tensors: dict) -> None:
+        if self._stream:
+            torch.cuda.set_device(self.world.device)            # each thread has a current device of its own
         try:
-            return _host_buffer(live)
+            for name, live in tensors.items():
+                self._copies[name] = self._copies[name] if name in self._copies else _host_buffer(live)
         except (RuntimeError, MemoryError) as error:
             kind = "pinned host memory" if self._stream else "host memory"
             need = _gib(_host_need(tensors, bool(self._stream)))
@@ -282,6 +286,7 @@ def _host_buffer(live: torch.Tensor) -> torch.Tensor:
     """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
     local = _local(live)
     buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
+    buffer.zero_()      # or the first copy would have to wait for its pages
     if not isinstance(live, DTensor):
         return buffer
     # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way, from

@@ -91,6 +91,20 @@ def test_the_state_is_that_of_the_call(tiny, gate):
     assert read_manifest(latest(tiny.run_dir))["state"] == {"guard": {"window": [1.0, 2.5]}, "moved_on": 0}
 
 
+def test_buffers_made_ahead_are_those_of_the_first_save(tiny, monkeypatch):
+    """A run's first save comes long after its start, and must not make the loop wait for fresh pages."""
+    made, real = [], saver._host_buffer
+    monkeypatch.setattr(saver, "_host_buffer", lambda live: made.append(1) or real(live))
+    live, keeper = tensors(1), begin(tiny)
+    keeper.prepare(live)
+    keeper._thread.submit(int).result()     # what was asked for before is done
+    assert len(made) == len(live)
+    keeper.save(3, live, {}, tiny)
+    keeper.finish()
+    assert len(made) == len(live)
+    assert same(read_back(latest(tiny.run_dir)), 1)
+
+
 def test_the_host_buffers_are_used_again(tiny):
     saver = save(tiny, 1)
     before = {name: t.data_ptr() for name, t in saver._copies.items()}
