@@ -4,6 +4,7 @@ Every run here is compared with one that was left alone: weights, moments, each 
 losses, bit for bit. tests/soak.py has the long versions.
 """
 
+import json
 import os
 import random
 import shutil
@@ -443,6 +444,18 @@ def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(nursery, base
     assert "all guard.rollbacks=1 are used up" in one_sentence(run)
     assert "diagnosis.json" in run.output
     assert "ended first" not in run.output, "no rank is to blame"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_that_fail_their_validation_are_diagnosed_where_no_rollback_is_left(nursery, base, ranks):
+    config = replace(base, run=f"undiagnosed{ranks}", guard=replace(base.guard, rollbacks=0),
+                     checkpoint=replace(base.checkpoint, every=4))
+    run = nursery.start(config, faults=["nan_weight:8:0"], ranks=ranks)
+    assert set(run.wait()) == {1}, run.output
+    assert "step 8: validation loss nan, and all guard.rollbacks=0 are used up" in one_sentence(run)
+    found = json.loads((config.run_dir / "diagnosis.json").read_text())
+    assert sum(weight["not_finite"] for weight in found["weights"].values()) == 1
+    assert saved_steps(config)
     assert saved_steps(config)
     assert (config.run_dir / "diagnosis.json").exists()
 
