@@ -359,7 +359,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         if verdict is Verdict.STOP:
             give_up(step)
         if verdict is Verdict.ROLLBACK:
-            step = go_back(step)
+            step, is_save_due = go_back(step), False
             continue
         if is_due(config.probe.every, step):
             t0 = time.perf_counter()

@@ -2,7 +2,7 @@
 
     python bench/checkpoint.py params=124e6                     about GPT-2's size: 1.5 GB a save, weights and both moments
     python bench/checkpoint.py params=124e6 tokens=1024         longer steps
-    python bench/checkpoint.py params=1e6 repeats=1 out=/tmp/x  a rehearsal
+    python bench/checkpoint.py params=1e6 repeats=1       a rehearsal
 
 Steps without and with a save beside them take turns, so that what drifts cancels in their ratio. Of each save:
 

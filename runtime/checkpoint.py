@@ -99,9 +99,9 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
 def newest_good(run_dir: Path, world, say: Callable[[str], None], before: int | None = None) -> tuple[Path, dict] | None:
     """The newest checkpoint (of a step below `before`, where given) whose files are what was written, and its manifest.
 
-    Rank 0 looks, newest first, and every rank gets its choice. A damaged one is renamed to bad_step_XXXXXXXX and `say`, on
-    rank 0 alone, gets a line about it. None where there is none. Raises CheckpointError where there are only damaged ones,
-    now or set aside by an earlier start: a run never starts over silently; ConfigError for another format version.
+    Rank 0 looks, newest first, and every rank gets its choice. A damaged one is set aside, as bad_step_00000400 for one,
+    and `say`, on rank 0 alone, gets a line about it. None where there is none. Raises CheckpointError where there are only
+    damaged ones, now or set aside by an earlier start: a run never starts over silently; ConfigError for another format version.
     """
     return on_main(world, partial(_newest_good, run_dir, say, before))
 

@@ -7,6 +7,7 @@ import pickle
 import shutil
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -139,8 +140,11 @@ def test_a_profiled_run_leaves_a_trace_with_kernels_and_a_memory_snapshot(tiny, 
 
 
 def test_the_meter_reads_this_gpu():
-    pytest.importorskip("pynvml")
+    """Its memory at least where nvidia-ml-py is installed; without that package nothing, and no error."""
     meter = Meter(torch.device("cuda", 0), period=0.1)
+    if find_spec("pynvml") is None:
+        assert meter.read() == {}
+        return
     held = torch.ones(2**28, device="cuda")     # 1 GiB
     try:
         until = time.monotonic() + 60
