@@ -1,294 +1,281 @@
 """Turn text into token shards that training reads.
 
-    python prepare_data.py demo                         this Python installation's own text -> data/demo/<four sources>
-    python prepare_data.py local FILE... name=mydata    your .txt, .jsonl, .parquet (also .gz, .xz, .zst) -> data/mydata
-    python prepare_data.py --verify data/demo           hash every shard again; says OK or names the bad one
+    python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
+    python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any data set there that needs no script
+    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .parquet (also .gz, .xz, .zst)
+    python prepare_data.py demo                                      this Python installation's own text
+    python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
+    python prepare_data.py --show [FOLDER...]                        what a data folder holds, finished or not
+    python prepare_data.py --verify [FOLDER...]                      hash every shard again; OK, or the bad one's name
 
-Options are key=value, a leading -- is accepted:
-    out=FOLDER          folder of the sources (demo: data/demo, local: data)
-    tokenizer=NAME      gpt2 or byte (demo: byte, local: gpt2)
-    val_share=0.005     share of the documents, by hash, that is kept for validation (demo: 0.04)
-    name=NAME           local: what the mixture calls the source
-    column=NAME         local: which column holds the text (text)
-    license=WORDS       local: written to index.json ("not stated")
+The named sources are values in configs/sources.py. Options are key=value, a leading -- is accepted:
+    tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
+    out=FOLDER              folder of the sources (data; demo: data/demo)
+    tokenizer=NAME          gpt2 or byte (gpt2; demo: byte)
+    val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
+    processes=N             processes that tokenise (one per core; demo: 1)
+    worker=3/16             this is worker 3 of 16 on the same folder, of a job array say; torchrun sets it by itself
+    tokenizer_backend=NAME  tiktoken, or gigatoken where it is installed: checked against tiktoken at every start
+    decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
+    skip_bad=true           finish without the files that could not be read, rather than stop before that
+    name=NAME               what the mixture calls the source (its own name; needed for local)
+    column=NAME             local, hf: which column holds the text (text)
+    license=WORDS           local, hf: written to index.json (not stated; hf: what the data set's card says)
+    revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet
 
-A document that came before, word for word, is dropped. What is complete stays as it is; what was cut off starts anew.
+A document that came before, word for word, in this source or another one of the folder, is dropped. Killed at any
+moment, the same command goes on, and the shards end as if nothing had happened, however many workers there were.
 """
 
+import errno
 import hashlib
 import json
+import os
 import re
+import signal
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_type_hints
 
-from runtime import harvest
-from runtime.annotations import nearest
-from runtime.config import ConfigError
-from runtime.documents import LocalFiles
-from runtime.shards import Index, ShardWriter, Split, damage, read_index, remove_shards, write_index
-from runtime.tokenizer import Tokenizer, clean, load_tokenizer
+from configs.mixture import MIXTURE
+from configs.sources import SOURCES
+from prepare import harvest, hub, inventory
+from prepare.contamination import read_grams
+from prepare.documents import local_files
+from prepare.phases import HASH_STEPS, Job, Unfinished, prepare
+from prepare.pool import BACKENDS
+from prepare.source import BadFile, Batch, Source, batches
+from runtime.annotations import ConfigError, nearest, parse
+from runtime.tokenizer import clean, load_tokenizer
 
-HASH_STEPS = 10_000             # val_share is kept in steps of 1 / this
 
-DEFAULTS = {
-    "demo": {"out": "data/demo", "tokenizer": "byte", "val_share": "0.04"},     # small sources need a larger share
-    "local": {"out": "data", "tokenizer": "gpt2", "val_share": "0.005", "name": "", "column": "text",
-              "license": "not stated"},
-    "verify": {},
-}
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What key=value may set; which command takes which key is in KEYS."""
+    out: str = "data"
+    tokenizer: str = "gpt2"
+    val_share: float = 0.005
+    tokens: float | None = None
+    processes: int | None = None
+    worker: str | None = None
+    tokenizer_backend: str = "tiktoken"
+    decontaminate: tuple[str, ...] = ()
+    skip_bad: bool = False
+    name: str | None = None
+    column: str = "text"
+    license: str | None = None
+    revision: str | None = None
+    files: str | None = None
 
+
+COMMON = {"out", "tokenizer", "val_share", "processes"}
+STREAMED = COMMON | {"tokens", "worker", "tokenizer_backend", "decontaminate", "skip_bad"}
+# What a path itself is to blame for; any other error (no space, input/output, the network) is not the user's mistake.
+USERS_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
+               errno.ENAMETOOLONG}
+KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license"}, "named": STREAMED | {"name"},
+        "hf": STREAMED | {"name", "column", "license", "revision", "files"},
+        "check-sources": set(), "show": set(), "verify": set()}
+DEFAULTS = {"demo": Options(out="data/demo", tokenizer="byte", val_share=0.04, processes=1)}   # small: a larger share
+
+
+# -------------------------------------------------------------------------------------------------------------- sources
 
 @dataclass(frozen=True)
-class Source:
-    """Where documents come from; everything after `documents` is common to all sources."""
+class Installed:
+    """A source of the demo as one input file."""
     name: str
-    documents: Callable[[], Iterable[str]]      # the same documents in the same order at each call
-    dataset: str
-    revision: str
-    license: str
-    may_age: bool = False                       # whether shards of an older revision serve as well
-    share_read: Callable[[], float] = lambda: 0.0   # how far the last iteration has come, 0 to 1, where that is known
+    bytes: int | None = None
+
+    def read(self, skip_rows: int) -> Iterator[Batch]:
+        texts = harvest.documents(self.name, note=lambda text: print(text, file=sys.stderr))
+        return batches(map(clean, texts), skip_rows)
 
 
 def demo_sources() -> list[Source]:
     """What is installed; every machine has other versions, so an older harvest serves as well."""
-    return [Source(name, lambda name=name: harvest.documents(name, note=lambda text: print(text, file=sys.stderr)),
-                   "installed", harvest.revision(name), license, may_age=True)
+    return [Source(name, lambda known, name=name: [Installed(name)], "installed", harvest.revision(name), license, may_age=True)
             for name, license in harvest.LICENSES.items()]
 
 
-def local_source(paths: list[str], name: str, column: str, license: str) -> Source:
+def local_source(paths: list[str], options: Options) -> Source:
     """Raises ConfigError: no name, no files, a missing file or one of another kind."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ConfigError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as "
-                          f"name=mydata")
+    name = _folder_name(options.name or "")
     if not paths:
         raise ConfigError("no file is named: python prepare_data.py local FILE... name=mydata")
-    files = LocalFiles(paths, column)
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files.paths]
-    return Source(name, lambda: files, f"local: {', '.join(p.name for p in files.paths)}; column {column}",
-                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], license,
-                  share_read=lambda: files.bytes_read / max(1, files.bytes_total))
+    files = local_files(paths, options.column)
+    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
+    return Source(name, lambda known: files, f"local: {', '.join(p.name for p in map(Path, paths))}; column {options.column}",
+                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated")
 
 
-# ------------------------------------------------------------------------------------------------------------ preparing
-
-def prepare(sources: list[Source], out: Path, tokenizer: Tokenizer, val_per_10k: int) -> None:
-    """Makes out/<source>/ for each source that is not complete yet, one document in memory at a time.
-
-    Raises ConfigError: bad input, or a folder that holds something else. Then what was begun is removed again.
-    """
-    common = {
-        "tokenizer": tokenizer.name, "tokenizer_sha256": tokenizer.sha256,
-        "split_rule": f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} "
-                      f"< {val_per_10k}, else train",
-    }
-    complete = {source.name for source in sources if _is_complete(source, out / source.name, common)}
-    seen: set[int] = set()      # of all sources: no document comes twice, so none lies in both splits
-    for source in sources:
-        if source.name not in complete:
-            _write_source(source, out / source.name, tokenizer, val_per_10k, seen, common)
-        elif len(complete) < len(sources):      # the sources after this one drop what it holds
-            seen.update(_digest(clean(text).encode()) for text in source.documents())
+def any_source(dataset: str, options: Options) -> Source:
+    """A data set of the Hub that configs/sources.py does not name."""
+    value = hub.any_dataset(dataset, options.column, options.revision, options.files, options.license)
+    return hub.hub_source(_folder_name(options.name or dataset.partition("/")[2].lower()), value)
 
 
-def _is_complete(source: Source, folder: Path, common: dict) -> bool:
-    if not (folder / "index.json").exists():
-        return False
-    index = _read(folder)
-    for key, wanted in {"dataset": source.dataset, **common, "revision": source.revision}.items():
-        found = getattr(index, key)
-        if found == wanted:
-            continue
-        if key == "revision" and source.may_age:
-            print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
-        elif key == "revision":
-            raise ConfigError(f"{folder} was made when {source.dataset} held something else: delete it, or give "
-                              f"another name=")
-        else:
-            raise ConfigError(f"{folder} holds shards of {key}={found!r}, not {wanted!r}: delete it, or give another "
-                              f"out=")
-    print(f"{folder} is complete")
-    _print_row(source.name, index.splits, index.license)
-    return True
+def named_sources(names: list[str], options: Options) -> list[Source]:
+    """Values of configs/sources.py; one alone may get another name. Raises ConfigError for a name that is not there."""
+    for name in names:
+        if name not in SOURCES or names.count(name) > 1:
+            raise ConfigError(f"{name} is named twice" if name in SOURCES else
+                              f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
+                              f"commands of their own")
+    if options.name and len(names) > 1:
+        raise ConfigError(f"name={options.name} can name one source, not {len(names)}")
+    return [hub.hub_source(_folder_name(options.name or name), SOURCES[name]) for name in names]
 
 
-def _write_source(source: Source, folder: Path, tokenizer: Tokenizer, val_per_10k: int, seen: set[int],
-                  common: dict) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    remove_shards(folder)       # of a run that was killed
-    splits = {name: ShardWriter(folder, name) for name in ("train", "val")}
-    progress, duplicates, empty = Progress(source), 0, 0
-    try:
-        for text in source.documents():
-            text = clean(text)
-            data = text.encode()
-            digest = _digest(data)
-            if not text.strip():
-                empty += 1
-            elif digest in seen:
-                duplicates += 1
-            else:
-                seen.add(digest)
-                split = splits["val" if digest % HASH_STEPS < val_per_10k else "train"]
-                split.add(len(data), tokenizer.encode_document(text))
-            progress.show(len(data))
-        _check_splits(source, splits, duplicates + empty)
-        write_index(folder, {
-            "source": source.name, **common, "vocab_size": tokenizer.vocab_size, "dataset": source.dataset,
-            "revision": source.revision, "license": source.license, "duplicates": duplicates,
-            "splits": {name: split.finish() for name, split in splits.items()}})
-    except BaseException:
-        for split in splits.values():
-            split.abandon()
-        remove_shards(folder)
-        if not any(folder.iterdir()):
-            folder.rmdir()
-        raise
-    finally:
-        progress.clear()
-    print(f"{folder}: {duplicates} documents dropped that came before, {empty} empty ones")
-    _print_row(source.name, _read(folder).splits, source.license)
-
-
-def _read(folder: Path) -> Index:
-    try:
-        return read_index(folder)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _digest(data: bytes) -> int:
-    """A document's name, for the split and for finding copies: among 10 million, a false copy has odds of 3e-6."""
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-
-
-def _check_splits(source: Source, splits: dict[str, "ShardWriter"], dropped: int) -> None:
-    documents = {name: split.documents for name, split in splits.items()}
-    total = sum(documents.values())
-    if not total:
-        raise ConfigError(f"{source.name} has no documents: {source.dataset} holds no text" +
-                          (f" ({dropped} were empty or copies)" if dropped else ""))
-    for name, count in documents.items():
-        if not count:
-            raise ConfigError(f"none of the {total} documents of {source.name} fell to the {name} split: give more "
-                              f"documents, or another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
-
-
-# ------------------------------------------------------------------------------------------------------------ verifying
-
-def verify(folders: list[Path]) -> None:
-    """Hashes every shard again and prints a line per source. Raises ConfigError naming all that differ."""
-    bad = []
-    for folder in folders:
-        for source in sorted(path.parent for path in folder.rglob("index.json")) or [folder]:
-            found = list(damage(source))
-            print(f"{'BAD' if found else 'OK '} {source}")
-            bad += found
-    if bad:
-        raise ConfigError("\n".join(bad))
-
-
-# ------------------------------------------------------------------------------------------------------------- printing
-
-class Progress:
-    """One live line on a terminal; elsewhere a line every ten seconds."""
-
-    def __init__(self, source: Source):
-        self._source, self._start, self._bytes, self._documents = source, time.monotonic(), 0, 0
-        self._is_live = sys.stderr.isatty()
-        self._shown = self._start
-
-    def show(self, text_bytes: int) -> None:
-        self._documents, self._bytes = self._documents + 1, self._bytes + text_bytes
-        now = time.monotonic()
-        if now - self._shown < (0.2 if self._is_live else 10):
-            return
-        self._shown, mb, done = now, self._bytes / 1e6, self._source.share_read()
-        wall_s = now - self._start
-        line = f"{self._source.name}: {self._documents:,} documents, {mb:,.1f} MB, {mb / wall_s:.1f} MB/s"
-        if done:
-            line += f", {done:.0%}, {wall_s * (1 - done) / done:,.0f} s left"
-        print(f"\r{line:<79}" if self._is_live else line + "\n", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._is_live:
-            print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
-
-
-def _print_row(name: str, splits: dict[str, Split], license: str) -> None:
-    for split, s in splits.items():
-        print(f"  {name:12} {split:5} {s.documents:>9,} documents {s.text_bytes / 1e6:>9,.2f} MB "
-              f"{s.tokens:>14,} tokens  {license}")
+def _folder_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+        raise ConfigError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as name=mydata")
+    return name
 
 
 # --------------------------------------------------------------------------------------------------------- command line
 
 def main(arguments: list[str]) -> int:
-    """Runs the command line; returns the exit code: 0, or 2 for a mistake told on stderr."""
+    """Runs the command line; returns the exit code: 0, 2 for a mistake told on stderr, 1 for the machine's faults."""
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         return _run(arguments)
     except ConfigError as error:
         print(error, file=sys.stderr)
+        return 2
+    except Unfinished as error:
+        print(error, file=sys.stderr)
+    except BrokenPipeError:     # --show | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"{error.filename or 'writing'}: {error.strerror or error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("\ninterrupted: the source at hand was removed again, finished ones stay", file=sys.stderr)
-        return 130
-    return 2
+        if error.errno in USERS_PATHS:
+            print(f"{error.filename}: {error.strerror}; name another file or out=", file=sys.stderr)
+            return 2
+        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}; what was prepared stays, and the "
+              f"same command goes on", file=sys.stderr)
+    except (KeyboardInterrupt, Stopped) as error:
+        print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
+        return 143 if isinstance(error, Stopped) else 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 1
+
+
+class Stopped(BaseException):
+    """SIGTERM: pieces at hand are dropped, locks and processes let go."""
+
+
+def _stop(*_) -> None:
+    raise Stopped
 
 
 def _run(arguments: list[str]) -> int:
-    command = arguments[0].removeprefix("--") if arguments else "help"
+    words = [word for word in arguments if "=" not in word]
+    command = (words[0] if words else "help").removeprefix("--")
     if command in ("help", "-h"):
         print(__doc__)
         return 0
-    if command not in DEFAULTS:
-        raise ConfigError(f"there is no command {arguments[0]!r}{nearest(command, list(DEFAULTS))}")
-    options, words = _parse(arguments[1:], DEFAULTS[command])
-    if command == "verify":
-        verify([Path(word) for word in words] or [Path("data")])
+    kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
+    if kind not in KEYS:
+        raise ConfigError(f"there is no command {words[0]!r}{nearest(command, [*KEYS, *SOURCES])}")
+    first = arguments.index(words[0])
+    options, words = _parse(kind, arguments[:first] + arguments[first + 1:])
+    if kind == "show":
+        print(*inventory.show([Path(word) for word in words] or [Path(options.out)]), sep="\n")
         return 0
-    if command == "demo" and words:
-        raise ConfigError(f"demo takes no {words[0]!r}: it reads what is installed; your files are for `local`")
-    try:
-        tokenizer = load_tokenizer(options["tokenizer"])
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    val_per_10k = _per_10k(options["val_share"])
-    sources = demo_sources() if command == "demo" else [
-        local_source(words, options["name"], options["column"], options["license"])]
-    prepare(sources, Path(options["out"]), tokenizer, val_per_10k)
+    if kind == "verify":
+        inventory.verify([Path(word) for word in words] or [Path(options.out)])
+        return 0
+    if kind == "check-sources":
+        return _check_sources(words or list(MIXTURE))
+    if kind in ("demo", "hf") and words:
+        raise ConfigError(f"{command} takes no {words[0]!r}" + (": it reads what is installed; your files are for `local`"
+                                                                if kind == "demo" else ": one data set at a time"))
+    job = _job(options)     # what is wrong with the options is told before any server is asked
+    sources = (demo_sources() if kind == "demo" else [local_source(words, options)] if kind == "local" else
+               [any_source(command.removeprefix("hf:"), options)] if kind == "hf" else named_sources([command, *words], options))
+    prepare(sources, replace(job, budgets=_budgets(options.tokens, [source.name for source in sources])))
     return 0
 
 
-def _parse(arguments: list[str], defaults: dict[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Options and plain words. Raises ConfigError for a key that does not exist."""
-    options, words = dict(defaults), []
+def _check_sources(names: list[str]) -> int:
+    code = 0
+    for name in names:
+        if name not in SOURCES:
+            raise ConfigError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
+        try:
+            for line in hub.check(name, SOURCES[name]):
+                print(line, flush=True)
+        except (ConfigError, OSError, BadFile) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            code = 2 if isinstance(error, ConfigError) else max(code, 1)
+    return code
+
+
+def _job(options: Options) -> Job:
+    try:
+        tokenizer = load_tokenizer(options.tokenizer)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    worker, workers = _worker(options.worker)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processes = options.processes or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return Job(out=Path(options.out), tokenizer=tokenizer, backend=options.tokenizer_backend,
+               val_per_10k=round(options.val_share * HASH_STEPS), processes=processes, worker=worker, workers=workers,
+               grams=read_grams(list(options.decontaminate)) if options.decontaminate else None,
+               skip_bad=options.skip_bad, is_quiet=options.worker is None and worker > 1)
+
+
+def _worker(text: str | None) -> tuple[int, int]:
+    """Which worker this is, from 1, and of how many: by worker=, or as torchrun says in the environment."""
+    if text is None:
+        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        return (int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])) if is_torchrun else (1, 1)
+    worker, slash, workers = text.partition("/")
+    if not (worker + workers).isascii() or not (worker.isdigit() and workers.isdigit() and 1 <= int(worker) <= int(workers)):
+        raise ConfigError(f"worker={text!r} must be this one's number, from 1, and how many there are, such as worker=3/16")
+    return int(worker), int(workers)
+
+
+def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
+    """Training tokens of each source: shares of `tokens` by the mixture's weights among those named; {} = all there are."""
+    if tokens is None:
+        return {}
+    weights = {name: MIXTURE.get(name) for name in names} if len(names) > 1 else {names[0]: 1.0}
+    for name, weight in weights.items():
+        if weight is None:
+            raise ConfigError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
+    return {name: round(tokens * weight / sum(weights.values())) for name, weight in weights.items()}
+
+
+def _parse(kind: str, arguments: list[str]) -> tuple[Options, list[str]]:
+    """Options and plain words. Raises ConfigError for a key that does not exist, or a value that cannot be."""
+    hints, keys = get_type_hints(Options), KEYS[kind]
+    values, words = {}, []
     for argument in arguments:
         key, equals, value = argument.removeprefix("--").partition("=")
-        if equals and key in defaults:
-            options[key] = value
+        if equals and key in keys:
+            try:
+                values[key] = parse(key, value, hints[key])
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         elif argument.startswith("--") or (equals and not Path(argument).exists()):
-            known = nearest(key, [f"{name}=..." for name in defaults]) if defaults else "; verify takes folders alone"
+            known = nearest(key, [f"{name}=..." for name in sorted(keys)]) if keys else f"; {kind} takes names alone"
             raise ConfigError(f"there is no option {argument!r}{known}")
         else:
             words.append(argument)
+    options = replace(DEFAULTS.get(kind, Options()), **values)
+    if not 1 / HASH_STEPS <= options.val_share <= 0.5:
+        raise ConfigError(f"val_share={options.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
+    if options.tokens is not None and not 1 <= options.tokens < 2**53:
+        raise ConfigError(f"tokens={options.tokens} must be a count, such as tokens=31e9")
+    if options.processes is not None and not 1 <= options.processes <= 1024:
+        raise ConfigError(f"processes={options.processes} must be a number from 1 to 1024")
+    if options.tokenizer_backend not in BACKENDS:
+        raise ConfigError(f"there is no tokenizer_backend={options.tokenizer_backend!r}; there are: {', '.join(BACKENDS)}")
     return options, words
-
-
-def _per_10k(text: str) -> int:
-    try:
-        share = float(text)
-    except ValueError:
-        share = -1.0
-    if not 1 / HASH_STEPS <= share <= 0.5:
-        raise ConfigError(f"val_share={text} must be a number from {1 / HASH_STEPS} to 0.5")
-    return round(share * HASH_STEPS)
 
 
 if __name__ == "__main__":

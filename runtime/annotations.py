@@ -13,6 +13,12 @@ WHOLE = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf|nan)")
 
 
+class ConfigError(ValueError):
+    """A mistake of the user's, told in a sentence; the entry points print it and exit with code 2.
+
+    It stands here so that a command which needs no torch can raise it without loading torch."""
+
+
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises ValueError with a sentence naming the form."""
     options = [t for t in (get_args(hint) if _is_union(hint) else (hint,)) if t is not type(None)]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from model import GPTConfig
-from runtime.annotations import field_lines, keyword_sentence, nearest, parse, type_problems
+from runtime.annotations import ConfigError, field_lines, keyword_sentence, nearest, parse, type_problems
 from runtime.sections import (
     CheckpointConfig,
     DataConfig,
@@ -32,10 +32,6 @@ from runtime.sections import (
     positive,
 )
 from runtime.tokenizer import VOCAB_SIZE
-
-
-class ConfigError(ValueError):
-    """A mistake of the user's, told in a sentence; the entry points print it and exit with code 2."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,9 @@
 """Keep tokens in a folder of shards with an index.
 
 One folder per source: train_00000.bin ..., val_00000.bin ... (little-endian uint16 token ids, an end-of-text token
-before each document) and index.json, which is written last: a folder without it is unfinished. The index holds the
-SHA-256 of each shard and of itself, so no flipped bit and no edit stays unseen.
+before each document), hashes.npy (blake2b-64 of the documents, sorted: sources prepared later drop copies of them) and
+index.json, which is written last: a folder without it is unfinished. The index holds the SHA-256 of each of these files
+and of itself, so no flipped bit and no edit stays unseen.
 """
 
 import hashlib
@@ -11,14 +12,18 @@ import os
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
-import numpy as np
-
-FORMAT_VERSION = 1
-KEYS = {"format_version", "dtype", "source", "tokenizer", "tokenizer_sha256", "vocab_size", "dataset", "revision", "license",
-        "split_rule", "duplicates", "splits"}       # of index.json; and "sha256", of all of them
+FORMAT_VERSION = 2
+# The keys of index.json and what each holds, by the format that brought it; and "sha256", of all of them.
+KEYS_1 = {"format_version": int, "dtype": str, "source": str, "tokenizer": str, "tokenizer_sha256": str, "vocab_size": int,
+          "dataset": str, "revision": str, "license": str, "split_rule": str, "duplicates": int, "splits": dict}
+KEYS_2 = {"duplicates": dict, "empty": int, "contaminated": int, "decontaminated_against": list, "skipped": list, "files": list,
+          "selection": dict, "is_whole": bool, "budget": int | None, "hashes_sha256": str}
+MIXTURE = ("fineweb_edu", "python", "c", "arxiv")       # sources that are made by their name alone
 SHARD_TOKENS = 100_000_000      # 200 MB: few files, yet a damaged one is soon replaced
 
 
@@ -50,8 +55,17 @@ class Index:
     revision: str
     license: str
     split_rule: str
-    duplicates: int
+    duplicates: dict[str, int]      # documents dropped, by the source that holds the first copy
     splits: dict[str, Split]        # "train" and "val"
+    empty: int = 0                  # documents of white space alone, dropped
+    contaminated: int = 0           # documents dropped for words they share with ...
+    decontaminated_against: list[dict[str, str]] = field(default_factory=list)      # ... these: {file, sha256}
+    skipped: list[dict[str, str]] = field(default_factory=list)     # input files that could not be read: {file, reason}
+    files: list[str] = field(default_factory=list)                  # input files read, in order
+    selection: dict = field(default_factory=dict)                   # what was taken of each row
+    is_whole: bool = True           # whether no budget cut the source short
+    budget: int | None = None       # training tokens asked for
+    hashes_sha256: str | None = None    # of hashes.npy; format 1 had none
 
 
 def read_index(folder: Path) -> Index:
@@ -65,27 +79,31 @@ def read_index(folder: Path) -> Index:
         raw = json.loads(path.read_bytes().decode())
     except FileNotFoundError as error:
         known = sorted(p.parent.name for p in folder.parent.glob("*/index.json"))
+        words = folder.name if folder.name in MIXTURE else f"local FILE... name={folder.name}"
         raise ValueError(f"there is no {path}" + (f" ({folder.parent} holds {', '.join(known)})" if known else "") +
-                         f": make it with `python prepare_data.py local FILE... name={folder.name} "
-                         f"out={folder.parent}`, or the demo's sources with `python prepare_data.py demo "
-                         f"out={folder.parent}`") from error
+                         (f": {folder} is unfinished, the command that began it goes on with it" if (folder / "parts").is_dir()
+                          else f": make it with `python prepare_data.py {words} out={folder.parent}`, or the demo's sources "
+                               f"with `python prepare_data.py demo out={folder.parent}`")) from error
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read ({error}): {again}") from error
     try:
         if not isinstance(raw, dict):
             raise TypeError("it is no table of keys")
-        if raw["format_version"] != FORMAT_VERSION or raw["dtype"] != "uint16":
-            raise ValueError(f"{path} describes format_version={raw['format_version']!r:.40} and dtype={raw['dtype']!r:.40}, "
-                             f"but this version reads format_version={FORMAT_VERSION} and dtype='uint16': {again}")
-        if strange := raw.keys() - KEYS - {"sha256"}:
+        version = raw["format_version"]
+        if version not in (1, FORMAT_VERSION) or raw["dtype"] != "uint16":
+            raise ValueError(f"{path} describes format_version={version!r:.40} and dtype={raw['dtype']!r:.40}, but this "
+                             f"version reads format_version={FORMAT_VERSION} or 1 and dtype='uint16': {again}")
+        keys = KEYS_1 if version == 1 else KEYS_1 | KEYS_2
+        if strange := raw.keys() - keys - {"sha256"}:
             raise TypeError(f"key {min(strange)!r:.40} is not one of its keys")
-        if "sha256" in raw and raw["sha256"] != _index_sha256(raw):     # an index of earlier versions has none
+        if (version > 1 or "sha256" in raw) and raw["sha256"] != _index_sha256(raw):    # some of format 1 have none
             raise TypeError("it is not what was written, its own sha256 says")
-        words = {key: _typed(raw, key, str) for key in
-                 ("source", "tokenizer", "tokenizer_sha256", "dataset", "revision", "license", "split_rule")}
-        counts = {key: _typed(raw, key, int) for key in ("vocab_size", "duplicates")}
-        raw_splits = _typed(raw, "splits", dict)
-        splits = {name: _read_split(folder, name, _typed(raw_splits, name, dict)) for name in ("train", "val")}
+        values = {key: _typed(raw, key, kind) for key, kind in keys.items()}
+        if version == 1:
+            values["duplicates"] = {values["source"]: values["duplicates"]} if values["duplicates"] else {}
+        for source in values["duplicates"]:
+            _typed(values["duplicates"], source, int)
+        splits = {name: _read_split(folder, name, _typed(values["splits"], name, dict)) for name in ("train", "val")}
     except (KeyError, TypeError, RecursionError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is damaged ({reason}): {again}") from error
@@ -95,11 +113,11 @@ def read_index(folder: Path) -> Index:
             found = "is missing" if size is None else f"has {size} bytes"
             raise ValueError(f"{shard.path} {found}, but {path} promises {2 * shard.tokens} bytes: list all damage "
                              f"with `python prepare_data.py --verify {folder}`, then restore the file, or {again}")
-    return Index(splits=splits, **words, **counts)
+    return Index(**{key: values[key] for key in values.keys() - {"format_version", "dtype"}} | {"splits": splits})
 
 
 def damage(folder: Path) -> Iterator[str]:
-    """A sentence for each shard whose content is not the one that was written, or for an index that cannot be read."""
+    """A sentence for each file whose content is not the one that was written, or for an index that cannot be read."""
     try:
         index = read_index(folder)
     except ValueError as error:
@@ -108,14 +126,23 @@ def damage(folder: Path) -> Iterator[str]:
     for shard in (shard for split in index.splits.values() for shard in split.shards):
         if (sentence := _damage(shard)) is not None:
             yield sentence
+    hashes = folder / "hashes.npy"
+    if index.hashes_sha256 is not None and (not hashes.is_file() or file_sha256(hashes) != index.hashes_sha256):
+        yield (f"{hashes} is {'damaged' if hashes.exists() else 'missing'}: training does not need it, but copies in sources "
+               f"prepared after this one are found by it; restore the file, or delete {folder} and run "
+               f"`python prepare_data.py` again")
 
 
 def _damage(shard: Shard) -> str | None:
-    with open(shard.path, "rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256:
-            return None
+    if file_sha256(shard.path) == shard.sha256:
+        return None
     return (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
             f"{shard.path.parent} and run `python prepare_data.py` again")
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class Verification:
@@ -157,67 +184,40 @@ def _read_split(folder: Path, name: str, raw: dict) -> Split:
 
 def _typed(raw: dict, key: str, kind: type):
     value = raw[key]
-    if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and not 0 <= value < 2**53):
-        raise TypeError(f"key {key!r} is {str(value)[:40]!r}, not {'a count' if kind is int else kind.__name__}")
+    is_count = kind in (int, int | None)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or \
+            (is_count and value is not None and not 0 <= value < 2**53):
+        raise TypeError(f"key {key!r:.40} is {str(value)[:40]!r}, not {'a count' if is_count else kind.__name__}")
     return value
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
-class ShardWriter:
-    """Appends documents to one split; shards of SHARD_TOKENS tokens appear under their name when they are whole."""
-
-    def __init__(self, folder: Path, split: str):
-        self.documents = self.text_bytes = 0
-        self._folder, self._split = folder, split
-        self._shards: list[dict] = []
-        self._file, self._tokens, self._hash = None, 0, None
-
-    def add(self, text_bytes: int, ids: np.ndarray) -> None:
-        self.documents += 1
-        self.text_bytes += text_bytes
-        while len(ids):
-            if self._file is None:
-                path = self._folder / f"{self._split}_{len(self._shards):05d}.bin.tmp"
-                self._file, self._tokens, self._hash = open(path, "wb"), 0, hashlib.sha256()    # noqa: SIM115  outlives us
-            part, ids = np.split(ids, [SHARD_TOKENS - self._tokens])
-            data = part.astype("<u2").tobytes()
-            self._file.write(data)
-            self._hash.update(data)
-            self._tokens += len(part)
-            if self._tokens == SHARD_TOKENS:
-                self._close_shard()
-
-    def finish(self) -> dict:
-        """This split's part of index.json."""
-        if self._file is not None:
-            self._close_shard()
-        return {"documents": self.documents, "text_bytes": self.text_bytes,
-                "tokens": sum(shard["tokens"] for shard in self._shards), "shards": self._shards}
-
-    def abandon(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _close_shard(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        name = Path(self._file.name).name.removesuffix(".tmp")
-        os.replace(self._file.name, self._folder / name)
-        self._shards.append({"file": name, "tokens": self._tokens, "sha256": self._hash.hexdigest()})
-        self._file = None
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which appears under its name when all of it is on disk; after an error nothing is left."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)       # it may have filled the disk
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)        # what it was made of may be deleted next
+    finally:
+        os.close(folder)
 
 
 def write_index(folder: Path, index: dict) -> None:
     """Declares the folder complete: everything else is on disk already."""
-    path = folder / "index.json"
     index = {"format_version": FORMAT_VERSION, "dtype": "uint16", **index}
-    with open(f"{path}.tmp", "wb") as file:
+    with new_file(folder / "index.json") as file:
         file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
 
 
 def _index_sha256(index: dict) -> str:
@@ -226,7 +226,7 @@ def _index_sha256(index: dict) -> str:
 
 
 def remove_shards(folder: Path) -> None:
-    """Removes shards and index, whole or begun, from the folder of a source; other people's files stay."""
+    """Removes shards, hashes and index, whole or begun, from the folder of a source; other people's files stay."""
     for path in folder.iterdir():
-        if re.fullmatch(r"((train|val)_\d{5}\.bin|index\.json)(\.tmp)?", path.name):
+        if re.fullmatch(r"((train|val)_\d{5}\.bin|hashes\.npy|index\.json)(\.tmp)?", path.name):
             path.unlink()

@@ -35,7 +35,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 ROOT = Path(__file__).resolve().parents[1]
-WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
 def main(argv: list[str]) -> int:
@@ -270,42 +269,8 @@ def _of_save(step: int):
 
 
 def _on_change(is_counted, call) -> None:
-    """call(count, "what path") before each change on disk whose path is_counted. Python announces them all, whoever makes
-    them, except fsync."""
-    count, lock, fsync = [0], threading.RLock(), os.fsync
-
-    def note(what: str, path: str) -> None:
-        with lock:
-            if is_counted(path):
-                count[0] += 1
-                call(count[0], f"{what} {path}")
-
-    def hook(event: str, arguments: tuple) -> None:
-        if event == "open":
-            path, mode, flags = arguments
-            if not isinstance(path, int) and (set(mode or "") & set("wax+") or mode is None and flags & WRITING):
-                note("open", _path(path))
-        elif event in ("os.mkdir", "os.remove", "os.rmdir"):
-            note(event[3:], _path(arguments[0], arguments[-1]))     # the last one is the folder it is relative to
-        elif event == "os.truncate":
-            note("truncate", _path(arguments[0]))
-        elif event in ("os.rename", "os.link", "os.symlink"):
-            note(event[3:], f"{_path(arguments[0])} -> {_path(arguments[1])}")
-
-    def fsync_noted(descriptor):
-        note("fsync", _path(descriptor if isinstance(descriptor, int) else descriptor.fileno()))
-        return fsync(descriptor)
-
-    sys.addaudithook(hook)
-    os.fsync = fsync_noted
-
-
-def _path(path, folder: int = -1) -> str:
-    """As text; of a descriptor, and relative to the folder of one, what it is open on."""
-    if isinstance(path, int):
-        return os.readlink(f"/proc/self/fd/{path}") if path >= 0 else ""
-    text = os.fsdecode(path)
-    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text) if folder >= 0 and not text.startswith("/") else text
+    from tests.changes import on_change  # main() has put it on the path
+    on_change(is_counted, call)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,12 @@ import pytest
 from runtime.config import Config, FP8Config
 from tests import faults
 from tests.faults import record, saved_steps, torchrun
+from tests.prepare_runs import content
 from tests.test_faults import base, finish, folder, kill_in_every_change, nursery, storm, whole, whole2  # noqa: F401
+from tests.test_prepare_faults import big, files, fill_at_each, forge, kill_at_each, moments, paths  # noqa: F401
+from tests.test_prepare_faults import calm as calm_shards  # noqa: F401
+from tests.test_prepare_faults import storm as storm_of_shards
+from tests.test_prepare_workers import at_once
 
 LONG = 90       # steps: room for ten kills
 
@@ -153,3 +158,39 @@ def test_ten_runs_under_torchrun_exit_cleanly(nursery, base, table):     # noqa:
         run = torchrun(nursery, replace(base, run=f"elastic{i}", steps=2, eval=replace(base.eval, every=None)))
         assert run.wait() == [0], run.output
     table.append(("the exit of a finished job under torchrun", 10, 10, []))
+
+
+# ------------------------------------------------------------------------------------------------------------- prepare_data.py
+
+def test_a_hundred_kills_of_prepare_data(big, tmp_path, table):     # noqa: F811
+    told = []
+    for seed in range(5):
+        told += storm_of_shards(tmp_path, *big, 20, 100 + seed)
+    for phase, words in ("tokens", "while it tokenises"), ("assembly", "while it writes shards"):
+        table.append((f"prepare_data.py: kill -9 {words}", told.count(phase), told.count(phase), []))
+
+
+def test_every_change_that_prepare_data_makes_on_disk(forge, paths, calm_shards, tmp_path, table):     # noqa: F811
+    everything = moments(calm_shards, each=10_000)
+    kill_at_each(forge, paths, calm_shards, tmp_path / "kill", everything)
+    table.append(("prepare_data.py: kill -9 before each change on disk", len(everything), len(everything), []))
+    room = moments(calm_shards, each=10_000, besides="rem")
+    fill_at_each(forge, paths, calm_shards, tmp_path / "full", room)
+    table.append(("prepare_data.py: the disk full from each change on", len(room), len(room), []))
+
+
+def test_workers_that_are_killed_and_come_back_in_other_numbers(big, tmp_path, table):     # noqa: F811
+    where, whole_folder = big
+    rng, killed = random.Random(4), 0
+    for number in range(20):
+        out = tmp_path / f"out{number}"
+        while not (out / "mine/index.json").exists():
+            runs = at_once(tmp_path / f"logs{number}", where, out, rng.choice((1, 2, 3, 5)))
+            time.sleep(rng.uniform(0.3, 0.9))
+            for run in rng.sample(runs, rng.randrange(1 + len(runs))):
+                killed += run.process.poll() is None
+                run.kill()
+            assert {run.wait() for run in runs} <= {0, -signal.SIGKILL}, [run.output for run in runs]
+        last = at_once(tmp_path / f"last{number}", where, out, 1)[0]     # what a kill left after the index goes
+        assert last.wait() == 0 and content(out) == whole_folder, last.output
+    table.append(("prepare_data.py: kill -9 of some of 1 to 5 workers, started again in other numbers", killed, killed, []))

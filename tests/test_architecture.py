@@ -9,9 +9,9 @@ import pytest
 
 from tests.conftest import ROOT
 
-LEVEL_0 = {"model", "runtime.annotations", "runtime.tokenizer", "runtime.order", "runtime.shards", "runtime.harvest",
+LEVEL_0 = {"model", "runtime.annotations", "runtime.tokenizer", "runtime.order", "runtime.shards", "prepare.harvest",
            "runtime.quantize", "runtime.speed", "runtime.sections", "runtime.rows", "runtime.dashboards", "runtime.reader",
-           "runtime.stop"}
+           "runtime.stop", "prepare.source", "prepare.progress", "prepare.locks"}
 SCALING = {f"scaling.{room}" for room in (
     "command", "records", "points", "forms", "solver", "laws", "chinchilla", "isoflop", "bootstrap", "robustness", "groups",
     "tables", "fit", "forecast", "frozen", "predict", "budget", "design", "published", "precision", "equivalence", "gap_tables",
@@ -24,8 +24,16 @@ ALLOWED = {
     "scaling.study": {"model", "runtime.config"},
     "runtime.config": {"model", "runtime.annotations", "runtime.tokenizer", "runtime.sections"},
     **{f"runtime.{room}": LEVEL_0 | {"runtime.config"}
-       for room in ("documents", "data", "fp8", "parallel", "optim", "checkpoint", "metrics", "guard", "probe",
+       for room in ("data", "fp8", "parallel", "optim", "checkpoint", "metrics", "guard", "probe",
                     "folder", "machine", "diagnosis", "watchdog", "profiler", "meter")},
+    # Those of prepare_data.py: without runtime.config, which loads torch.
+    **{f"prepare.{room}": LEVEL_0 for room in ("packing", "copies", "pieces", "pool", "contamination", "inventory")},
+    "prepare.assemble": LEVEL_0 | {"prepare.copies"},
+    "prepare.documents": LEVEL_0 | {"prepare.packing"},
+    "prepare.hub_files": LEVEL_0 | {"prepare.packing"},
+    "prepare.hub": LEVEL_0 | {"prepare.hub_files"},
+    "prepare.parts": LEVEL_0 | {"prepare.pieces"},
+    "prepare.phases": LEVEL_0 | {f"prepare.{room}" for room in ("parts", "pool", "contamination", "assemble", "inventory")},
     "eval.loss": LEVEL_0 | {"runtime.config"},
     "bench.turns": set(),
     "runtime.gather": {"model"},
@@ -46,7 +54,7 @@ def sources():
                           capture_output=True, text=True)
     files = [ROOT / f for f in done.stdout.split()] or list(ROOT.rglob("*.py"))
     return [p for p in files if p.exists() and p.relative_to(ROOT).parts[0] in
-            ("model.py", "train.py", "prepare_data.py", "runtime", "eval", "scaling", "configs", "bench")]
+            ("model.py", "train.py", "prepare_data.py", "runtime", "prepare", "eval", "scaling", "configs", "bench")]
 
 
 def module(path):
@@ -72,15 +80,18 @@ def imports(path):
 def test_imports_go_down(path):
     name, used = module(path), imports(path)
     if name.startswith("configs."):
-        allowed = {"model", "runtime.config", "scaling.study"} | {m for m in OURS if m.startswith("configs.")}
+        allowed = {"model", "runtime.config", "prepare.hub", "scaling.study"} | {m for m in OURS if m.startswith("configs.")}
     elif name in TOP:
         allowed = {m for m in OURS if m.startswith("runtime.") or m in ("model", "eval.loss")}
         if name.startswith("eval."):
             allowed |= {m for m in OURS if m.startswith("eval.")}
+        if name == "prepare_data":
+            allowed |= {"configs.mixture", "configs.sources"} | {m for m in OURS if m.startswith("prepare.")}
     elif name in ("scaling.sweep", "scaling.grid", "scaling.plan"):
         allowed = {m for m in OURS if m.startswith(("runtime.", "scaling.")) or m == "model"}
-    elif name in ("bench.linears", "bench.checkpoint"):
-        allowed = {m for m in OURS if m.startswith(("runtime.", "configs.")) or m in ("model", "bench.turns", "eval.options")}
+    elif name.startswith("bench.") and name not in ALLOWED:
+        allowed = {m for m in OURS if m.startswith(("runtime.", "prepare.", "configs.")) or
+                   m in ("model", "bench.turns", "bench.data_scale", "bench.data_plan", "bench.raw", "eval.options")}
     else:
         assert name in ALLOWED, f"{name} is not on the map: add it to the README's file tree and to this test"
         allowed = ALLOWED[name]
@@ -112,6 +123,12 @@ def test_nothing_happens_at_import(path):
 
 def test_scaling_reads_without_torch():
     code = "import sys, scaling.fit; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_preparing_data_loads_neither_torch_nor_datasets():
+    """Each process that tokenises imports the command again: that must cost little time and memory."""
+    code = "import sys, prepare_data; sys.exit(bool({'torch', 'datasets', 'pyarrow', 'tiktoken'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 

@@ -1,4 +1,4 @@
-"""Tests of runtime/harvest.py: what an installation yields, and that odd files do no harm."""
+"""Tests of prepare/harvest.py: what an installation yields, and that odd files do no harm."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime import harvest
+from prepare import harvest
 
 ROOT = Path(__file__).parent.parent
 

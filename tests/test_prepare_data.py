@@ -2,26 +2,22 @@
 
 import gzip
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import tracemalloc
 from hashlib import blake2b, sha256
-from pathlib import Path
 
 import numpy as np
 import pytest
 from text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
 
-import prepare_data
-from prepare_data import Source, main, prepare
-from runtime import harvest, shards
-from runtime.config import ConfigError
+from prepare import harvest, progress, source
+from prepare.phases import Job, prepare
+from prepare.source import Source, batches
+from prepare_data import main
+from runtime import shards
 from runtime.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).parent.parent
+
 def in_split(document, split, val_per_10k=2000):
     """The split rule, told a second time."""
     number = int.from_bytes(blake2b(document.encode(), digest_size=8).digest(), "little")
@@ -37,7 +33,7 @@ def content(folder):
 
 
 def local(*files, out, **options):
-    options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "out": out} | options
+    options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "processes": 1, "out": out} | options
     return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
 
 
@@ -61,7 +57,8 @@ def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
         shard = {"file": f"{split}_00000.bin", "tokens": len(ids), "sha256": sha256(data).hexdigest()}
         assert found == {"documents": len(chosen), "text_bytes": sum(len(d.encode()) for d in chosen),
                          "tokens": len(ids), "shards": [shard]}
-    assert (index["format_version"], index["dtype"], index["source"], index["duplicates"]) == (1, "uint16", "mine", 0)
+    assert (index["format_version"], index["dtype"], index["source"], index["duplicates"]) == (2, "uint16", "mine", {})
+    assert (index["files"], index["skipped"], index["is_whole"], index["budget"]) == (["a.jsonl"], [], True, None)
     assert index["tokenizer"] == tokenizer and index["tokenizer_sha256"] == tok.sha256
     assert index["vocab_size"] == tok.vocab_size
     assert index["license"] == "CC0-1.0" and "% 10000 < 2000" in index["split_rule"] and "a.jsonl" in index["dataset"]
@@ -103,7 +100,8 @@ def test_copies_and_empty_documents_are_dropped_and_counted(tmp_path, capsys):
     assert local(file, out=tmp_path) == 0
     assert "3 documents dropped that came before, 3 empty ones" in capsys.readouterr().out
     index = shards.read_index(tmp_path / "mine")
-    assert index.duplicates == 3 and sum(split.documents for split in index.splits.values()) == len(DOCUMENTS)
+    assert (index.duplicates, index.empty) == ({"mine": 3}, 3)
+    assert sum(split.documents for split in index.splits.values()) == len(DOCUMENTS)
 
 
 def test_half_characters_of_json_become_replacement_characters(tmp_path):
@@ -114,19 +112,28 @@ def test_half_characters_of_json_become_replacement_characters(tmp_path):
     assert "a\ufffdb" in everything and "🙂" in everything
 
 
-def test_memory_does_not_grow_with_the_source(tmp_path):
-    rng = random.Random(0)
-    source = Source("big", lambda: (rng.randbytes(50_000).hex() for _ in range(400)), "d", "r", "l")     # 40 MB
+def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
+
+    class Big:
+        name, bytes = "big.txt", None
+
+        def read(self, skip_rows):
+            rng = random.Random(0)
+            return batches((rng.randbytes(50_000).hex() for _ in range(400)), skip_rows)      # 40 MB
+    big = Source("big", lambda known: [Big()], "d", "r", "l")
+    job = Job(out=tmp_path, tokenizer=load_tokenizer("byte"), backend="tiktoken", val_per_10k=500, processes=1, worker=1,
+              workers=1, grams=None, skip_bad=False, is_quiet=True)
     tracemalloc.start()
     try:
-        prepare([source], tmp_path, load_tokenizer("byte"), 500)
-        assert tracemalloc.get_traced_memory()[1] < 4e6
+        prepare([big], job)
+        assert tracemalloc.get_traced_memory()[1] < 40e6, "a few batches of 2 MB and their ids, of a source of 40 MB, 80 on disk"
     finally:
         tracemalloc.stop()
     assert shards.read_index(tmp_path / "big").splits["train"].tokens > 3e7
 
 
-# ---------------------------------------------------------------------------------------------------- again and cut off
+# ---------------------------------------------------------------------------------------------------------------- again
 
 def test_a_complete_folder_is_left_alone(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
@@ -154,76 +161,50 @@ def test_a_folder_of_something_else_is_not_overwritten(tmp_path, capsys):
     assert "was made when local: a.jsonl; column text held something else: delete it" in refused(capsys, *arguments)
 
 
-KILLED = """
-import os, signal, sys
-import prepare_data, runtime.shards
-from runtime.documents import LocalFiles
-whole = LocalFiles.__iter__
-def cut(self):
-    for i, text in enumerate(whole(self)):
-        if i == 25:
-            os.kill(os.getpid(), signal.{how})
-        yield text
-LocalFiles.__iter__ = cut
-runtime.shards.SHARD_TOKENS = 500
-sys.exit(prepare_data.main(sys.argv[1:]))
-"""
+def test_copies_across_sources_are_dropped(tmp_path):
+    texts = {"one": DOCUMENTS[:25], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
+    for name, documents in texts.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_bytes(jsonl(documents))
+        assert local(file, out=tmp_path / "data", name=name) == 0
+    duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
+    assert duplicates == {"one": {}, "two": {"one": 5}, "three": {"one": 5}}
 
 
-@pytest.mark.parametrize("how", ["SIGKILL", "SIGINT"])
-def test_a_run_cut_off_in_the_middle_starts_anew_and_ends_the_same(tmp_path, monkeypatch, how):
+def test_a_source_of_copies_alone_is_a_sentence(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
     file.write_bytes(jsonl(DOCUMENTS))
-    monkeypatch.setattr(shards, "SHARD_TOKENS", 500)
-    assert local(file, out=tmp_path / "undisturbed") == 0
-    arguments = ["local", str(file), "name=mine", "tokenizer=byte", "val_share=0.2", f"out={tmp_path / 'cut'}"]
-    cut = subprocess.run([sys.executable, "-c", KILLED.format(how=how), *arguments], cwd=ROOT, capture_output=True,
-                         text=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    left = {path.name for path in (tmp_path / "cut").rglob("*") if path.is_file()}
-    if how == "SIGKILL":
-        assert cut.returncode == -signal.SIGKILL
-        assert "index.json" not in left and "train_00000.bin" in left and any(name.endswith(".tmp") for name in left)
-    else:
-        assert cut.returncode == 130 and "interrupted" in cut.stderr and "Traceback" not in cut.stderr and not left
-    (tmp_path / "cut/mine").mkdir(exist_ok=True)
-    (tmp_path / "cut/mine/train_00077.bin").write_bytes(b"of a longer run that was killed")
-    (tmp_path / "cut/mine/notes.txt").write_text("the user's own")
-    assert main(arguments) == 0
-    after = content(tmp_path / "cut/mine")
-    assert after.pop("notes.txt") == b"the user's own"
-    assert after == content(tmp_path / "undisturbed/mine")
+    assert local(file, out=tmp_path / "data") == 0
+    said = refused(capsys, "local", file, "name=yours", "tokenizer=byte", "val_share=0.2", "processes=1",
+                   f"out={tmp_path / 'data'}")
+    assert "yours" in said and "mine" in said
 
 
-def test_copies_across_sources_are_dropped_also_when_resumed(tmp_path):
-    texts = {"one": DOCUMENTS[:25], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
-
-    def sources(broken=None):
-        def read(name):
-            yield from texts[name][:6]
-            if name == broken:
-                raise ConfigError("cut off")
-            yield from texts[name][6:]
-        return [Source(name, lambda name=name: read(name), "d", "r", "l") for name in texts]
-
-    tok = load_tokenizer("byte")
-    prepare(sources(), tmp_path / "whole", tok, 2000)
-    duplicates = {name: shards.read_index(tmp_path / "whole" / name).duplicates for name in texts}
-    assert duplicates == {"one": 0, "two": 5, "three": 5}
-    for broken in "two", "three":
-        with pytest.raises(ConfigError, match="cut off"):
-            prepare(sources(broken), tmp_path / broken, tok, 2000)
-        assert not (tmp_path / broken / broken).exists()
-        prepare(sources(), tmp_path / broken, tok, 2000)
-        for name in texts:
-            assert content(tmp_path / broken / name) == content(tmp_path / "whole" / name)
+def test_a_budget_counts_training_tokens(tmp_path, capsys):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(DOCUMENTS))
+    assert local(file, out=tmp_path, tokens=1000) == 0
+    index, ended = shards.read_index(tmp_path / "mine"), {"train": [], "val": []}
+    for document in DOCUMENTS:
+        split = "train" if in_split(document, "train") else "val"
+        ended[split] += [256, *document.encode()]
+        if len(ended["train"]) >= 1000:
+            break
+    for split, ids in ended.items():
+        assert tokens(tmp_path / "mine", split).tolist() == ids
+    assert (index.is_whole, index.budget) == (False, 1000)
+    capsys.readouterr()
+    assert local(file, out=tmp_path, tokens=900) == 0 and "is complete" in capsys.readouterr().out     # it holds as many
+    assert "training tokens, not the 5,000 asked for" in refused(
+        capsys, "local", file, "name=mine", "tokenizer=byte", "val_share=0.2", f"out={tmp_path}", "tokens=5000")
 
 
 # ------------------------------------------------------------------------------------------------------------ verifying
 
 def test_verify_names_the_bad_shard(tmp_path, capsys):
-    file = tmp_path / "a.jsonl"
-    file.write_bytes(jsonl(DOCUMENTS))
-    for name in "mine", "yours":
+    for name, documents in {"mine": DOCUMENTS, "yours": some_documents(40, 1)}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_bytes(jsonl(documents))
         assert local(file, out=tmp_path / "data", name=name) == 0
     assert main(["--verify", str(tmp_path / "data")]) == main(["verify", str(tmp_path / "data/mine")]) == 0
     assert capsys.readouterr().out.count("OK  ") == 3
@@ -253,7 +234,18 @@ def test_verify_names_the_bad_shard(tmp_path, capsys):
     (["demo", "val_share=0.9"], "val_share=0.9 must be a number from 0.0001 to 0.5"),
     (["demo", "val_share=nan"], "val_share=nan must be a number"),
     (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
-    (["--verify", "out=x"], "there is no option 'out=x'; verify takes folders alone"),
+    (["--verify", "out=x"], "there is no option 'out=x'"),
+    (["local", "x.txt", "name=mine", "tokens=-1"], "tokens=-1.0 must be a count, such as tokens=31e9"),
+    (["local", "x.txt", "name=mine", "tokens=many"], "tokens='many'"),
+    (["local", "x.txt", "name=mine", "processes=0"], "processes=0 must be a number from 1"),
+    (["local", "x.txt", "name=mine", "worker=0/2"], "worker='0/2' must be this one's number, from 1"),
+    (["local", "x.txt", "name=mine", "worker=3/2"], "such as worker=3/16"),
+    (["local", "x.txt", "name=mine", "tokenizer_backend=fast"], "there is no tokenizer_backend='fast'"),
+    (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
+    (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
+    (["python", "python"], "python is named twice"),
+    (["fineweb_edu", "column=code"], "there is no option 'column=code'"),
+    (["hf:owner/name", "other"], "one data set at a time"),
 ])
 def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(tmp_path)
@@ -264,7 +256,8 @@ def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, argum
 def test_a_full_or_forbidden_disk_is_a_sentence(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
     (tmp_path / "file").write_text("in the way")
-    assert "Not a directory" in refused(capsys, "local", tmp_path / "a.jsonl", "name=mine", f"out={tmp_path / 'file'}")
+    said = refused(capsys, "local", tmp_path / "a.jsonl", "name=mine", f"out={tmp_path / 'file'}")
+    assert str(tmp_path / "file") in said and "the same command goes on" not in said
 
 
 def test_help_shows_the_usage(capsys):
@@ -276,7 +269,7 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
     monkeypatch.setattr(harvest, "documents", lambda source, note: iter(some_documents(300, len(source))))
     monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
     assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
-    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["c", "prose", "python", "science"]
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir() if path.is_dir()) == ["c", "prose", "python", "science"]
     index = shards.read_index(tmp_path / "demo/science")
     assert (index.tokenizer, index.dataset, index.license) == ("byte", "installed", "BSD-3-Clause")
     assert "% 10000 < 400" in index.split_rule
@@ -290,9 +283,12 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
 
 def test_progress_is_told_while_files_are_read(tmp_path, monkeypatch, capsys):
     file = tmp_path / "a.jsonl.gz"
-    file.write_bytes(gzip.compress(jsonl(DOCUMENTS)))
-    clock = iter(range(0, 10_000, 11))
-    monkeypatch.setattr(prepare_data.time, "monotonic", lambda: next(clock))
+    file.write_bytes(gzip.compress(jsonl(some_documents(3000)), 1))
+    clock = iter(range(0, 1_000_000, 61))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(source, "BATCH_BYTES", 20_000)
     assert local(file, out=tmp_path) == 0
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == len(DOCUMENTS) and "MB/s, 100%, 0 s left" in lines[-1]
+    assert len(lines) > 5 and all("tok/s" in line and line.startswith("mine: ") for line in lines)
+    shares = [float(line.split("tok/s, ")[1].split("%")[0]) for line in lines if "%" in line]
+    assert shares == sorted(shares) and shares[0] < 60 and "100.0%, 0 s left" in lines[-1], lines

@@ -111,6 +111,28 @@ def test_decode_of_odd_ids(name):
             tok.decode(bad)
 
 
+@pytest.mark.parametrize("white", [" ", "\n", "\u3000", " \n"])
+def test_a_million_blanks_before_a_word(gpt2, white):
+    """tiktoken 0.14 gives up on them. All but the last are one piece, the last is the word's where it is a space."""
+    run = white * (1_000_100 // len(white))
+    ids = [*gpt2.encode("a" + run[:-1]), *gpt2.encode(run[-1] + "word")]
+    assert gpt2.encode(f"a{run}word").tolist() == ids
+    if white == " ":
+        assert gpt2.encode(f"a{run}word{run}word{run}").tolist() == ids + ids[1:] + gpt2.encode(run).tolist()
+
+
+def test_where_long_texts_are_cut_changes_nothing(gpt2, monkeypatch):
+    rng = random.Random(2)
+    blanks = [chr(code) for code in range(0x3001) if chr(code).isspace() or code in (0x180E, 0x200B)]    # Python's, and two
+    texts = ["".join(rng.choice(["x", "'s", "1", "!", "é", "\x1c", *rng.sample(blanks, 3)]) * rng.choice([1, 2, 3, 9])
+                     for _ in range(rng.randrange(12))) for _ in range(3000)]
+    whole = [gpt2.encode(text).tolist() for text in texts]
+    monkeypatch.setattr(tokenizer, "LONG_RUN", 2)
+    assert sum(len(tokenizer._cut(text)) > 2 for text in texts) > 500
+    for text, ids in zip(texts, whole, strict=True):
+        assert gpt2.encode(text).tolist() == ids, text
+
+
 def test_byte_ids_are_the_bytes():
     assert load_tokenizer("byte").encode("Aé").tolist() == [0x41, 0xC3, 0xA9]
     assert load_tokenizer("byte").sha256 != VOCAB_BPE

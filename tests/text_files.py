@@ -1,6 +1,7 @@
 """Documents, the files that hold them, token shards: material for the tests of the data path."""
 
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -11,7 +12,7 @@ import pyarrow
 import pyarrow.parquet
 import zstandard
 
-import prepare_data
+from runtime.shards import new_file, write_index
 
 SHA, N_CTX, VOCAB = "0123abcd", 8, 60_000
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
@@ -39,6 +40,9 @@ def parquet(documents, column="text", type=None):
 
 def refused(capsys, *arguments, out=None):
     """The sentence of a command that must fail with exit code 2 and leave nothing in `out`."""
+    # Imported here: most tests of the rooms do not need the command.
+    import prepare_data
+
     capsys.readouterr()
     assert prepare_data.main([str(a) for a in arguments]) == 2
     said = capsys.readouterr().err
@@ -48,8 +52,9 @@ def refused(capsys, *arguments, out=None):
     return said
 
 
-def write_source(folder, windows, offset, val_windows=5):
-    """Shards of consecutive token ids: a window's first id names it. Each shard ends in a part of a window."""
+def write_source(folder, windows, offset, val_windows=5, format_version=1):
+    """Shards of consecutive token ids: a window's first id names it. Each shard ends in a part of a window. Format 2 is
+    sealed by its own hash, as prepare_data.py leaves it; format 1 is not, as the first versions left it."""
     folder.mkdir(parents=True)
     splits, value = {}, offset
     for split, shards in ("train", windows), ("val", (val_windows,)):
@@ -58,10 +63,20 @@ def write_source(folder, windows, offset, val_windows=5):
             tokens = np.arange(value, value + count * N_CTX + 1 + i % N_CTX, dtype="<u2")
             value += len(tokens)
             tokens.tofile(folder / f"{split}_{i:05d}.bin")
-            entries.append({"file": f"{split}_{i:05d}.bin", "tokens": len(tokens), "sha256": f"{split}{i}{offset}"})
+            sha256 = f"{split}{i}{offset}" if format_version == 1 else hashlib.sha256(tokens.tobytes()).hexdigest()
+            entries.append({"file": f"{split}_{i:05d}.bin", "tokens": len(tokens), "sha256": sha256})
         total = sum(entry["tokens"] for entry in entries)
         splits[split] = {"documents": 3, "text_bytes": 4 * total, "tokens": total, "shards": entries}
-    index = {"format_version": 1, "source": folder.name, "tokenizer": "byte", "tokenizer_sha256": SHA,
-             "vocab_size": VOCAB, "dtype": "uint16", "dataset": "d", "revision": "r", "license": "l", "split_rule": "s",
-             "duplicates": 0, "splits": splits}
-    (folder / "index.json").write_text(json.dumps(index))
+    index = {"source": folder.name, "tokenizer": "byte", "tokenizer_sha256": SHA, "vocab_size": VOCAB, "dataset": "d",
+             "revision": "r", "license": "l", "split_rule": "s", "splits": splits}
+    if format_version == 1:
+        index |= {"format_version": 1, "dtype": "uint16", "duplicates": 0}
+        (folder / "index.json").write_text(json.dumps(index))
+        return
+    with new_file(folder / "hashes.npy") as file:
+        np.save(file, np.arange(6, dtype="<u8"))
+    hashes_sha256 = hashlib.sha256((folder / "hashes.npy").read_bytes()).hexdigest()
+    write_index(folder, index | {
+        "duplicates": {folder.name: 2, "other": 1}, "empty": 1, "contaminated": 4, "is_whole": False, "budget": 150,
+        "decontaminated_against": [{"file": "e.jsonl", "sha256": "0"}], "skipped": [{"file": "x.gz", "reason": "cut short"}],
+        "files": ["y.gz"], "selection": {"column": "text"}, "hashes_sha256": hashes_sha256})

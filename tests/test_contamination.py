@@ -1,0 +1,155 @@
+"""Tests of prepare/contamination.py against plain sets of words."""
+
+import hashlib
+import json
+import pickle
+import random
+import unicodedata
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from prepare import contamination
+from prepare.contamination import Grams, read_grams
+from runtime.annotations import ConfigError
+
+LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
+
+
+def reference(text: str) -> set[tuple[str, ...]]:
+    """The 13-grams of a text, from the definition alone."""
+    bare = ["".join(c for c in word if unicodedata.category(c)[0] not in "PS") for word in text.lower().split()]
+    words = [word for word in bare if word]
+    return {tuple(words[i:i + 13]) for i in range(len(words) - 12)}
+
+
+def grams_of(texts: list[str], folder) -> Grams:
+    (folder / "eval.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return read_grams([str(folder / "eval.jsonl")])
+
+
+def compare(grams: Grams, evaluation: list[str], documents: list[str]) -> int:
+    wanted = set().union(*map(reference, evaluation))
+    assert len(grams.hashes) == len(wanted)
+    found = 0
+    for document in documents:
+        assert grams.found_in(document) == (not wanted.isdisjoint(reference(document))), document
+        found += grams.found_in(document)
+    return found
+
+
+def test_what_is_found_is_what_sets_of_words_find(tmp_path):
+    """Few words, so that long matches, near misses and other cuts of the same letters all come by chance."""
+    rng = random.Random(0)
+    texts = [" ".join(rng.choice(["a", "a", "a", "a", "ab", "aa b"]) for _ in range(rng.randrange(40))) for _ in range(3000)]
+    found = compare(grams_of(texts[:60], tmp_path), texts[:60], texts[60:])
+    assert 50 < found < 2500
+
+
+def test_case_punctuation_and_white_space_of_any_script(tmp_path):
+    rng = random.Random(1)
+    pieces = ["don't", "DON’T", "dont", "Straße", "STRASSE", "İstanbul", "ΣΊΣΥΦΟΣ", "σίσυφος", "日本", "𠀋", "𐐀", "𐐨", "x",
+              "\ud800", "👍", "…", "$", "“quoted”", "\u0301", "\u200b", "1.5", "15", "ﬁ", "\x00"]
+    gaps = [" ", "\n", "\u00a0", "\u2003", "\x1f", "\t \r\n", " — ", "-", "\u3000", "\x85"]
+    texts = ["".join(rng.choice(pieces) + rng.choice(gaps) for _ in range(rng.randrange(45))) for _ in range(400)]
+    copies = [rng.choice(["", "so "]) + "!" + text.title().replace(" ", " \n") for text in texts]
+    found = compare(grams_of(texts[:100], tmp_path), texts[:100], texts[100:] + copies)
+    assert 40 < found < 450
+
+
+def test_every_character_is_of_the_kind_that_unicode_gives():
+    kinds = contamination._kinds()
+    for code in range(0x110000):
+        char = chr(code)
+        expected = 1 if not char.split() else 0 if unicodedata.category(char)[0] in "PS" else 2
+        assert kinds[min(code, len(kinds) - 1)] == expected, hex(code)
+
+
+def test_where_a_text_is_cut_changes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(contamination, "CHARS", 100)
+    grams, letters = grams_of([LONG], tmp_path), "abcdefg"
+    rng = random.Random(2)
+    for at in range(0, 230):
+        before = "".join(rng.choice(letters + "  ") for _ in range(at))
+        assert grams.found_in(f"{before} {LONG} {before}") and not grams.found_in(f"{before} {LONG[:-1]} {before}")
+        for filler in ("x" * at, " " * at, "." * at, " ." * at, "é." * at, "x " * at):
+            assert grams.found_in(f"{filler} {LONG}") and grams.found_in(f"{LONG} {filler}"), filler
+            assert not grams.found_in(f"{filler} {LONG[4:]}") and not grams.found_in(f"{filler} {LONG}th {filler}")
+
+
+def test_long_texts_against_the_sets(tmp_path):
+    rng = random.Random(3)
+    words = [f"w{n}" for n in range(300)]
+    documents = [" ".join(rng.choice(words) for _ in range(60_000)) + rng.choice(["", "é"]) for _ in range(3)]
+    planted = documents[1].split()[43_210:43_223]
+    assert compare(grams_of([" ".join(planted), LONG], tmp_path), [" ".join(planted), LONG], documents) == 1
+
+
+def test_many_grams_and_a_trip_to_another_process(tmp_path):
+    rng = random.Random(4)
+    texts = [" ".join(str(rng.randrange(1000)) for _ in range(1012)) for _ in range(30)]
+    grams = pickle.loads(pickle.dumps(grams_of(texts, tmp_path)))
+    assert len(grams.hashes) == 30_000 and grams._bits.nbytes <= 30_000 * 8
+    assert not any(grams.found_in(" ".join(str(rng.randrange(1000)) for _ in range(1000))) for _ in range(100))
+    for text in texts:
+        words = text.split()
+        at = rng.randrange(1000)
+        assert grams.found_in(" ".join(words[at:at + 13])) and not grams.found_in(" ".join(words[at:at + 12]))
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+
+TEXTS = [LONG, LONG.replace("one", "uno"), LONG.replace("two", "due")]
+ROWS = [{"q": TEXTS[0], "choices": {"text": [TEXTS[1], "short"], "n": 3}}, {"q": TEXTS[2], "choices": None}]
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "list.json", "nested.json", "lines.json", "rows.parquet", "all.txt", "bom.jsonl"])
+def test_every_string_of_a_file_is_looked_for(tmp_path, name, capsys):
+    path, lines = tmp_path / name, "\n\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    else:
+        content = {"rows.jsonl": lines, "list.json": json.dumps(ROWS), "nested.json": json.dumps({"data": {"rows": ROWS}}),
+                   "lines.json": lines, "all.txt": "\r\n".join(TEXTS), "bom.jsonl": "\ufeff" + lines + "\n"}
+        path.write_text(content[name])
+    grams = read_grams([str(path)])
+    assert all(map(grams.found_in, TEXTS)) and not grams.found_in(LONG.replace("three", "tre"))
+    assert grams.files == [{"file": name, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}]
+    out = capsys.readouterr().out
+    if name != "all.txt":
+        assert out == (f"{path}: 4 texts, 3 stretches of 13 words to look for; 1 texts are shorter and are not looked for\n")
+        assert len(grams.hashes) == 3
+
+
+def test_a_line_separator_within_a_string_ends_no_row(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"q": LONG.replace(" ", "\u2028")}, ensure_ascii=False))
+    assert read_grams([str(tmp_path / "a.jsonl")]).found_in(LONG)
+
+
+def test_several_files_are_one_set(tmp_path):
+    (tmp_path / "a.txt").write_text(LONG)
+    (tmp_path / "b.txt").write_text(LONG + " fourteen")
+    grams = read_grams([str(tmp_path / "a.txt"), str(tmp_path / "b.txt")])
+    assert [file["file"] for file in grams.files] == ["a.txt", "b.txt"] and len(grams.hashes) == 2
+    assert (np.diff(grams.hashes.astype(object)) > 0).all()
+
+
+@pytest.mark.parametrize("name, content, sentence", [
+    ("none.txt", None, "there is no such file"), ("a.csv", b"", "must end in .txt, .json, .jsonl, .parquet"),
+    ("a.txt", b"", "has no text of 13 words"), ("a.txt", LONG[:-9].encode(), "has no text of 13 words"),
+    ("a.json", b'{"a": ', "cannot be read .*Expecting value"), ("a.jsonl", b'{"a": 1}\n{"a"', "cannot be read"),
+    ("a.jsonl", b'{"a": 1} {"b": 2}', "cannot be read .*Extra data"), ("a.json", b"[" * 200_000, "cannot be read"),
+    ("a.json", b"[]", "has no text"), ("a.parquet", b"PAR1 no", "cannot be read"), ("a.jsonl", b"\xff\xfe", "cannot be read")])
+def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, name, content, sentence):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        read_grams([str(tmp_path / name)])
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_is_a_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="is a folder: name the files in it"):
+        read_grams([str(tmp_path)])
