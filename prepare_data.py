@@ -1,7 +1,7 @@
 """Turn text into token shards that training reads.
 
     python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
-    python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any data set there that needs no script
+    python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any parquet or JSON-lines data set there
     python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .parquet (also .gz, .xz, .zst)
     python prepare_data.py demo                                      this Python installation's own text
     python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
@@ -37,48 +37,25 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_type_hints
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
 from prepare import harvest, hub, inventory
 from prepare.contamination import read_grams
 from prepare.documents import local_files
-from prepare.phases import HASH_STEPS, Job, Unfinished, prepare
-from prepare.pool import BACKENDS
+from prepare.job import HASH_STEPS, Job
+from prepare.options import KEYS, Options, read_options
+from prepare.parts import begun
+from prepare.phases import Unfinished, prepare
+from prepare.pool import load_backend
 from prepare.source import BadFile, Batch, Source, batches
-from runtime.annotations import ConfigError, nearest, parse
+from runtime.annotations import ConfigError, nearest
+from runtime.shards import read_index
 from runtime.tokenizer import clean, load_tokenizer
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What key=value may set; which command takes which key is in KEYS."""
-    out: str = "data"
-    tokenizer: str = "gpt2"
-    val_share: float = 0.005
-    tokens: float | None = None
-    processes: int | None = None
-    worker: str | None = None
-    tokenizer_backend: str = "tiktoken"
-    decontaminate: tuple[str, ...] = ()
-    skip_bad: bool = False
-    name: str | None = None
-    column: str = "text"
-    license: str | None = None
-    revision: str | None = None
-    files: str | None = None
-
-
-COMMON = {"out", "tokenizer", "val_share", "processes"}
-STREAMED = COMMON | {"tokens", "worker", "tokenizer_backend", "decontaminate", "skip_bad"}
 # What a path itself is to blame for; any other error (no space, input/output, the network) is not the user's mistake.
 USERS_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
                errno.ENAMETOOLONG}
-KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license"}, "named": STREAMED | {"name"},
-        "hf": STREAMED | {"name", "column", "license", "revision", "files"},
-        "check-sources": set(), "show": set(), "verify": set()}
-DEFAULTS = {"demo": Options(out="data/demo", tokenizer="byte", val_share=0.04, processes=1)}   # small: a larger share
 
 
 # -------------------------------------------------------------------------------------------------------------- sources
@@ -108,13 +85,23 @@ def local_source(paths: list[str], options: Options) -> Source:
     files = local_files(paths, options.column)
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
     return Source(name, lambda known: files, f"local: {', '.join(p.name for p in map(Path, paths))}; column {options.column}",
-                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated")
+                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated", has_stamps=True)
 
 
 def any_source(dataset: str, options: Options) -> Source:
-    """A data set of the Hub that configs/sources.py does not name."""
-    value = hub.any_dataset(dataset, options.column, options.revision, options.files, options.license)
-    return hub.hub_source(_folder_name(options.name or dataset.partition("/")[2].lower()), value)
+    """A data set of the Hub that configs/sources.py does not name; without revision= at the commit that was begun with."""
+    name = _folder_name(options.name or dataset.partition("/")[2].lower())
+    revision = options.revision or _revision(Path(options.out) / name, dataset)
+    return hub.hub_source(name, hub.any_dataset(dataset, options.column, revision, options.files, options.license))
+
+
+def _revision(folder: Path, dataset: str) -> str | None:
+    """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
+    try:
+        found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder / "parts") or {}
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return found["revision"] if found.get("dataset") == dataset else None
 
 
 def named_sources(names: list[str], options: Options) -> list[Source]:
@@ -140,6 +127,8 @@ def _folder_name(name: str) -> str:
 def main(arguments: list[str]) -> int:
     """Runs the command line; returns the exit code: 0, 2 for a mistake told on stderr, 1 for the machine's faults."""
     before = signal.signal(signal.SIGTERM, _stop)
+    for stream in (sys.stdout, sys.stderr):     # names and texts of any language, on a terminal of ASCII too
+        getattr(stream, "reconfigure", dict)(errors="backslashreplace")
     try:
         return _run(arguments)
     except ConfigError as error:
@@ -153,8 +142,9 @@ def main(arguments: list[str]) -> int:
         if error.errno in USERS_PATHS:
             print(f"{error.filename}: {error.strerror}; name another file or out=", file=sys.stderr)
             return 2
-        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}; what was prepared stays, and the "
-              f"same command goes on", file=sys.stderr)
+        # An error of ours, without a number, says itself what to do.
+        goes_on = "; what was prepared stays, and the same command goes on" if error.errno else ""
+        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}{goes_on}", file=sys.stderr)
     except (KeyboardInterrupt, Stopped) as error:
         print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
         return 143 if isinstance(error, Stopped) else 130
@@ -173,15 +163,17 @@ def _stop(*_) -> None:
 
 def _run(arguments: list[str]) -> int:
     words = [word for word in arguments if "=" not in word]
+    if arguments and not words:
+        raise ConfigError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
     command = (words[0] if words else "help").removeprefix("--")
     if command in ("help", "-h"):
         print(__doc__)
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:
-        raise ConfigError(f"there is no command {words[0]!r}{nearest(command, [*KEYS, *SOURCES])}")
+        raise ConfigError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
     first = arguments.index(words[0])
-    options, words = _parse(kind, arguments[:first] + arguments[first + 1:])
+    options, words = read_options(kind, arguments[:first] + arguments[first + 1:])
     if kind == "show":
         print(*inventory.show([Path(word) for word in words] or [Path(options.out)]), sep="\n")
         return 0
@@ -194,6 +186,7 @@ def _run(arguments: list[str]) -> int:
         raise ConfigError(f"{command} takes no {words[0]!r}" + (": it reads what is installed; your files are for `local`"
                                                                 if kind == "demo" else ": one data set at a time"))
     job = _job(options)     # what is wrong with the options is told before any server is asked
+    load_backend(job.tokenizer.name, job.backend)
     sources = (demo_sources() if kind == "demo" else [local_source(words, options)] if kind == "local" else
                [any_source(command.removeprefix("hf:"), options)] if kind == "hf" else named_sources([command, *words], options))
     prepare(sources, replace(job, budgets=_budgets(options.tokens, [source.name for source in sources])))
@@ -221,7 +214,7 @@ def _job(options: Options) -> Job:
         raise ConfigError(str(error)) from error
     worker, workers = _worker(options.worker)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = options.processes or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    processes = options.processes or max(1, cores // (_from_torchrun("LOCAL_WORLD_SIZE") or 1))
     return Job(out=Path(options.out), tokenizer=tokenizer, backend=options.tokenizer_backend,
                val_per_10k=round(options.val_share * HASH_STEPS), processes=processes, worker=worker, workers=workers,
                grams=read_grams(list(options.decontaminate)) if options.decontaminate else None,
@@ -231,12 +224,18 @@ def _job(options: Options) -> Job:
 def _worker(text: str | None) -> tuple[int, int]:
     """Which worker this is, from 1, and of how many: by worker=, or as torchrun says in the environment."""
     if text is None:
-        is_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        return (int(os.environ["RANK"]) + 1, int(os.environ["WORLD_SIZE"])) if is_torchrun else (1, 1)
+        rank, size = _from_torchrun("RANK"), _from_torchrun("WORLD_SIZE")
+        return (1, 1) if rank is None or size is None else (rank + 1, size)
     worker, slash, workers = text.partition("/")
     if not (worker + workers).isascii() or not (worker.isdigit() and workers.isdigit() and 1 <= int(worker) <= int(workers)):
         raise ConfigError(f"worker={text!r} must be this one's number, from 1, and how many there are, such as worker=3/16")
     return int(worker), int(workers)
+
+
+def _from_torchrun(name: str) -> int | None:
+    """A number that torchrun sets; without torchrun, whatever is set, None."""
+    value = os.environ.get(name, "")
+    return int(value) if "TORCHELASTIC_RUN_ID" in os.environ and value.isdecimal() else None
 
 
 def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
@@ -247,35 +246,7 @@ def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
     for name, weight in weights.items():
         if weight is None:
             raise ConfigError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
-    return {name: round(tokens * weight / sum(weights.values())) for name, weight in weights.items()}
-
-
-def _parse(kind: str, arguments: list[str]) -> tuple[Options, list[str]]:
-    """Options and plain words. Raises ConfigError for a key that does not exist, or a value that cannot be."""
-    hints, keys = get_type_hints(Options), KEYS[kind]
-    values, words = {}, []
-    for argument in arguments:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        if equals and key in keys:
-            try:
-                values[key] = parse(key, value, hints[key])
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        elif argument.startswith("--") or (equals and not Path(argument).exists()):
-            known = nearest(key, [f"{name}=..." for name in sorted(keys)]) if keys else f"; {kind} takes names alone"
-            raise ConfigError(f"there is no option {argument!r}{known}")
-        else:
-            words.append(argument)
-    options = replace(DEFAULTS.get(kind, Options()), **values)
-    if not 1 / HASH_STEPS <= options.val_share <= 0.5:
-        raise ConfigError(f"val_share={options.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
-    if options.tokens is not None and not 1 <= options.tokens < 2**53:
-        raise ConfigError(f"tokens={options.tokens} must be a count, such as tokens=31e9")
-    if options.processes is not None and not 1 <= options.processes <= 1024:
-        raise ConfigError(f"processes={options.processes} must be a number from 1 to 1024")
-    if options.tokenizer_backend not in BACKENDS:
-        raise ConfigError(f"there is no tokenizer_backend={options.tokenizer_backend!r}; there are: {', '.join(BACKENDS)}")
-    return options, words
+    return {name: max(1, round(tokens * weight / sum(weights.values()))) for name, weight in weights.items()}
 
 
 if __name__ == "__main__":

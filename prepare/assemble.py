@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.copies import COPY, FIRST, find_fates, hash_ranges, read_table
+from prepare.copies import COPY, FIRST, find_fates, hash_ranges, load, read_table
 from prepare.source import Piece
 from runtime import shards
 from runtime.shards import file_sha256, new_file, remove_shards
@@ -192,14 +192,14 @@ def _recorded_sha256(record: Path, path: Path, tokens: int) -> str | None:
 
 def _read_tokens(folder: Path, layout: dict, split: str, begin: int, end: int) -> Iterator[bytes]:
     """Tokens begin to end (exclusive) of a split, out of the pieces."""
-    kept = np.load(folder / "parts" / "layout.npy", mmap_mode="r")
+    kept = load(folder / "parts" / "layout.npy", mmap_mode="r")
     column, start, before = (2 if split == "train" else 3), 0, 0
     for piece in layout["in_use"]:
         name, documents, first_token = piece[0], piece[1], before
         before, start = piece[column], start + documents
         if before <= begin or first_token >= end:
             continue
-        table = np.load(folder / "parts" / f"{name}.npy")[:documents]
+        table = load(folder / "parts" / f"{name}.npy")[:documents]
         chosen = kept[start - documents:start] & (_is_val(table, layout["val_per_10k"]) == (split == "val"))
         edges = np.flatnonzero(np.diff(chosen, prepend=False, append=False)).reshape(-1, 2)     # runs of documents
         ends = np.cumsum(table["tokens"], dtype=np.int64)

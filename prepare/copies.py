@@ -76,13 +76,21 @@ def hash_ranges(documents: int) -> Iterator[tuple[np.uint64, np.uint64]]:
 
 
 def read_table(piece: Piece) -> np.ndarray:
-    """DOCUMENT (documents,)"""
-    try:
-        table = np.load(f"{piece.stem}.npy")
-        is_sound = table.dtype == DOCUMENT and table.shape == (piece.documents,) and \
-            int(table["tokens"].sum(dtype=np.int64)) == piece.tokens
-    except (ValueError, EOFError):
-        is_sound = False
-    if not is_sound:
-        raise OSError(f"{piece.stem}.npy is not what was written: delete {piece.stem.parent} and run the same command again")
+    """DOCUMENT (documents,). Raises OSError where it is not what was written."""
+    table = load(Path(f"{piece.stem}.npy"))
+    if table.dtype != DOCUMENT or table.shape != (piece.documents,) or \
+            int(table["tokens"].sum(dtype=np.int64)) != piece.tokens:
+        raise OSError(_not_written(Path(f"{piece.stem}.npy")))
     return table
+
+
+def load(path: Path, mmap_mode: str | None = None) -> np.ndarray:
+    """np.load of a file in parts/. Raises OSError where it is gone or no array."""
+    try:
+        return np.load(path, mmap_mode=mmap_mode)
+    except (ValueError, EOFError, FileNotFoundError) as error:
+        raise OSError(_not_written(path)) from error
+
+
+def _not_written(path: Path) -> str:
+    return f"{path} is not what was written: delete {path.parent} and run the same command again"

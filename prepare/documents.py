@@ -5,6 +5,7 @@ document; a long one is often a whole corpus, so it is cut at blank lines. Each 
 """
 
 import codecs
+import errno
 import io
 import json
 import lzma
@@ -19,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from prepare.packing import PACKINGS, unpacked
-from prepare.source import BATCH_BYTES, Batch, batches
+from prepare.source import BATCH_BYTES, BadFile, Batch, batches
 from runtime.annotations import ConfigError
 from runtime.tokenizer import clean
 
@@ -34,12 +35,13 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"    # a line of these alone (also a byte order
 class LocalFile:
     """A prepare.source.InputFile on this machine; `column` names the text of .jsonl and .parquet.
 
-    Reading raises ConfigError: a file cut short or malformed, a row without the column or with something else in it.
+    Reading raises BadFile: it was cut short, or is malformed; ConfigError: another column is meant, or a package lacks.
     """
     name: str
     path: Path
     bytes: int
     column: str
+    stamp: int          # time of its last change, in ns
 
     def read(self, skip_rows: int) -> Iterator[Batch]:
         with open(self.path, "rb") as file:
@@ -53,7 +55,10 @@ class LocalFile:
                     texts = self._read_jsonl(stream, skip_rows) if _format(self.path) == ".jsonl" else _read_txt(stream)
                     yield from batches(texts, skip_rows, lambda: file.tell() / max(1, self.bytes))
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-                raise ConfigError(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
+                if getattr(error, "errno", None) == errno.ENOSPC:       # the disk that it is unpacked to is to blame
+                    error.filename = tempfile.gettempdir()
+                    raise
+                raise BadFile(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
 
     def _read_jsonl(self, stream: io.BufferedIOBase, skip_rows: int) -> Iterator[str]:
         rows = 0
@@ -68,10 +73,10 @@ class LocalFile:
             try:
                 row = json.loads(line.decode("utf-8-sig", errors="replace"))
             except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where} is no line of JSON ({error}): each line must be one object, "
-                                  f'such as {{"{self.column}": "..."}}') from error
+                raise BadFile(f"{where} is no line of JSON ({error}): each line must be one object, "
+                              f'such as {{"{self.column}": "..."}}') from error
             if not isinstance(row, dict):
-                raise ConfigError(f'{where} is not an object: each line must look like {{"{self.column}": "..."}}')
+                raise BadFile(f'{where} is not an object: each line must look like {{"{self.column}": "..."}}')
             if self.column not in row:
                 raise ConfigError(self._no_column(where, list(row)))
             text = row[self.column]
@@ -88,6 +93,7 @@ class LocalFile:
         with tempfile.TemporaryFile() as whole:
             if self.path.suffix in PACKINGS:     # parquet is read from its end, which a packed stream reaches last
                 shutil.copyfileobj(stream, whole)
+                whole.flush()
                 stream = whole
             try:
                 # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
@@ -101,7 +107,7 @@ class LocalFile:
                 yield from _joined(_columns(table, self.column, skip_rows), table.metadata.num_rows)
             except (pyarrow.ArrowException, OSError) as error:
                 reason = str(error).partition("\n")[0]
-                raise ConfigError(f"{self.path} is no sound parquet file ({reason}): fetch it again") from error
+                raise BadFile(f"{self.path} is no sound parquet file ({reason}): fetch it again") from error
 
     def _no_column(self, where: str, columns: list[str]) -> str:
         return f"{where} has no column {self.column!r}: set column= to one of {', '.join(columns) or '(none)'}"
@@ -123,7 +129,8 @@ def local_files(paths: list[str | Path], column: str) -> list[LocalFile]:
         if path in files:
             raise ConfigError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
-        files[path] = LocalFile(path.name if alike[path.name] == 1 else str(path), path, path.stat().st_size, column)
+        name, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
+        files[path] = LocalFile(name, path, stat.st_size, column, stat.st_mtime_ns)
     return list(files.values())
 
 

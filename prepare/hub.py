@@ -5,6 +5,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
 
-from prepare.hub_files import FORMATS, HubFile, brief, faults, is_local, quiet_datasets, refused
+from prepare.hub_faults import brief, faults, is_local, quiet_datasets, refused
+from prepare.hub_files import FORMATS, HubFile
 from prepare.source import Source
 from runtime.annotations import ConfigError
 
@@ -69,7 +71,8 @@ def check(name: str, value: HubSource) -> Iterator[str]:
     if first is None:
         raise ConfigError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
     line = next((line for line in first.splitlines() if line.strip()), "")
-    yield f"  {line.strip()[:100]}"
+    # A line separator, a terminal's escape or one that turns the writing around would spoil the lines about it.
+    yield "  " + "".join(c if c.isprintable() else " " for c in line.strip()[:100]).rstrip()
 
 
 def _first_document(files: list[HubFile]) -> str | None:
@@ -94,7 +97,10 @@ def _listing(value: HubSource) -> list[tuple[str, int]]:
     from fsspec.utils import glob_translate
     from huggingface_hub.errors import EntryNotFoundError
     at, patterns = f"{value.dataset}@{value.revision}", (value.files,) if isinstance(value.files, str) else value.files
-    wanted = [re.compile(glob_translate(pattern)) for pattern in patterns] if isinstance(value.files, str) else []
+    try:
+        wanted = [re.compile(glob_translate(pattern)) for pattern in patterns] if isinstance(value.files, str) else []
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"files={value.files} is no pattern ({error}): give one such as files=data/**/*.parquet") from error
     folder = _common_folder(patterns)
 
     def ask(api) -> list[tuple[str, int]]:
@@ -129,40 +135,57 @@ def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str,
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
         begins = list(pool.map(lambda file: _first_value(value, file[0]), found))
     wanted = value.keep[value.grouped_by]
-    chosen = [file for n, file in enumerate(found) if begins[n] in wanted or (n + 1 < len(found) and begins[n + 1] in wanted)]
+    chosen = [n for n in range(len(found)) if begins[n] in wanted or (n + 1 < len(found) and begins[n + 1] in wanted)]
     if not chosen:
         raise ConfigError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
-                          f"{', '.join(sorted({str(begin) for begin in begins}))}")
-    return chosen
+                          f"{', '.join(sorted(set(begins)))}")
+    others = Counter(begin for n, begin in enumerate(begins) if n not in chosen)
+    told = ", ".join(f"{begin} ({count})" for begin, count in others.most_common())
+    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {_wanted(value)}" +
+          (f"; the others begin with {told}" if told else ""), file=sys.stderr)
+    return [found[n] for n in chosen]
 
 
-def _first_value(value: HubSource, path: str) -> str | None:
-    """The column `grouped_by` of a json.gz file's first record, by a request for its first bytes."""
+def _first_value(value: HubSource, path: str) -> str:
+    """The column `grouped_by` of the first record of a json.gz file that has it, by a request for the file's first bytes."""
     from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
     url = hf_hub_url(value.dataset, path, repo_type="dataset", revision=value.revision)
 
     def ask(size: int) -> bytes:
-        answer = get_session().get(url, headers={**build_hf_headers(), "Range": f"bytes=0-{size - 1}"}, timeout=TIMEOUT_S,
-                                   follow_redirects=True)
-        hf_raise_for_status(answer)
-        return answer.content
+        headers, head = {**build_hf_headers(), "Range": f"bytes=0-{size - 1}"}, b""
+        # Waits as long as a 429 asks for.
+        with http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as answer:
+            hf_raise_for_status(answer)
+            for data in answer.iter_bytes():
+                head += data
+                if len(head) >= size:       # a server that knows no ranges would send all of the file
+                    break
+        return head[:size]
 
-    line = b""
     for size in HEAD_BYTES:
-        packed = _ask(lambda api, size=size: ask(size), value.dataset, value.revision)
+        packed, lines = _ask(lambda api, size=size: ask(size), value.dataset, value.revision), []
         with suppress(zlib.error):
-            line, newline, _ = zlib.decompressobj(31).decompress(packed).partition(b"\n")
-            if newline:
-                break
+            lines = zlib.decompressobj(31).decompress(packed).split(b"\n")
+        is_whole = len(packed) < size
+        for line in lines if is_whole else lines[:-1]:
+            if (found := _at(line, value.grouped_by)) is not None:
+                return found
+        if is_whole:
+            break
+    raise ConfigError(f"{value.dataset}/{path}: its first rows have no {value.grouped_by}: the data set is laid out otherwise; "
+                      f"correct configs/sources.py")
+
+
+def _at(line: bytes, column: str) -> str | None:
+    """A text field, nested by dots, of a line of JSON; None where there is none."""
     try:
         found = json.loads(line)
-        for name in value.grouped_by.split("."):
+        for name in column.split("."):
             found = found[name]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{value.dataset}/{path}: its first row has no {value.grouped_by} ({brief(error)}): the data set is "
-                          f"laid out otherwise; correct configs/sources.py") from error
-    return found
+    except (ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
 
 
 def _train_split(dataset: str, revision: str) -> tuple[str, ...]:

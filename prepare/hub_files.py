@@ -1,30 +1,29 @@
 """Read the documents of one file of a data set on the Hugging Face Hub, whatever the network does."""
 
 import codecs
-import gzip
 import json
 import sys
-import tempfile
 import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import numpy as np
 
+from prepare.hub_faults import BadLine, brief, faults, is_broken_off, is_content, is_local, quiet_datasets, refused
 from prepare.packing import unpacked
 from prepare.source import BATCH_BYTES, BadFile, Batch
 from runtime.annotations import ConfigError
 from runtime.tokenizer import clean
 
-# Seconds before a file is opened again, while no new row comes: an outage of two minutes costs no file. huggingface_hub
-# itself asks six times within 23 s before that counts as one failure.
-WAITS = (1, 5, 25, 60)
+# Seconds before a file is opened again, while it comes no further: 18 minutes of silence cost no file. huggingface_hub's own
+# six tries add 23 s, to the first failure alone: the later ones fail when the file is opened, which it tries once.
+WAITS = (1, 5, 25, 60, 120, 300, 600)
 BLOCK = 32 << 20        # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
+BLOCK_LEAST = 2 << 20   # of a file whose connections break off
 LINES = 1 << 20         # bytes that are parsed at once
 TABLE_ROWS = 64         # rows of parquet at once: documents of a megabyte must not fill the memory
-TEXT_TYPES = ("string", "large_string", "null")
+TEXT_TYPES = ("string", "large_string", "string_view", "null")
 FORMATS = (".parquet", *(f"{suffix}{packing}" for suffix in (".jsonl", ".json") for packing in ("", ".gz", ".zst")))
 
 
@@ -42,71 +41,82 @@ class HubFile:
         """Batches of the rows wanted, after the first `skip_rows` rows of all.
 
         Raises BadFile where the file stays unreadable, ConfigError: no such column or data set, or no right to it."""
-        rows, failures = skip_rows, 0
+        rows, met, failures, broken = skip_rows, -1, 0, 0
         while True:
+            before, place = met, [-1]
             try:
-                # Smaller requests at each new try: a connection may not live as long as a large one takes.
-                for batch in _batched(self.tables(rows, BLOCK >> 2 * failures), rows):
-                    rows, failures = batch.rows, 0
+                # Smaller requests each time one breaks off: a connection may not live as long as a large one takes.
+                for batch in _batched(self.tables(rows, max(BLOCK >> 2 * broken, min(BLOCK, BLOCK_LEAST)), place), rows):
+                    rows, before, failures, broken = batch.rows, -1, 0, 0
                     yield batch
                 return
             except faults() as error:
                 if is_local(error):
                     raise
-                if refusal := refused(error, self.dataset, self.revision):
+                if refusal := refused(error, self.dataset, self.revision, is_sure=True):
                     raise refusal from error
+                met = place[0]
+                if met > before and not is_content(error):      # on the way to `rows` too: lines packed can only be read again
+                    failures = 0
                 waits = WAITS[:1] if is_content(error) else WAITS       # the network may mend, the file hardly
                 if failures >= len(waits):
                     raise BadFile(f"{brief(error)}, after {rows:,} rows") from error
                 print(f"{self.name}: {brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
                 time.sleep(waits[failures])
-                failures += 1
+                failures, broken = failures + 1, broken + is_broken_off(error)
 
-    def tables(self, skip_rows: int = 0, block: int = BLOCK) -> Iterator[tuple]:
-        """(texts as a pyarrow large_string array, rows of the file up to their end, share of it read) for some rows at a time."""
-        return (self._of_lines if ".json" in self.name else self._of_parquet)(skip_rows, block)
+    def tables(self, skip_rows: int = 0, block: int = BLOCK, place: list[int] | None = None) -> Iterator[tuple]:
+        """(texts as a pyarrow large_string array, rows of the file up to their end, share of it read) for some rows at a time.
 
-    def _of_parquet(self, skip_rows: int, block: int) -> Iterator[tuple]:
-        import pyarrow.dataset
-        datasets, rows = quiet_datasets(), 0
-        # pre_buffer would keep all that was read of a file until its end: 2 GB. Without a buffer a row group's column is read at
-        # once, and some files are one row group.
-        options = pyarrow.dataset.ParquetFragmentScanOptions(pre_buffer=False, use_buffered_stream=True, buffer_size=LINES)
-        with tempfile.TemporaryDirectory() as cache:    # stays empty; datasets would make one in the home, which may be read-only
-            where = {"data_files": self._url, "split": "train", "streaming": True, "cache_dir": cache,
-                     "storage_options": {"hf": {"block_size": block}}}
-            stream = datasets.load_dataset("parquet", columns=self._columns, batch_size=1_000,
-                                           fragment_scan_options=options, **where)
-            if missing := [name for name in self._columns if name not in stream.features]:
-                self._no_column(missing[0], list(datasets.load_dataset("parquet", **where).features))
-        for table in stream.with_format("arrow").iter(TABLE_ROWS):
-            kind = table.schema.field(self.column).type
-            if str(kind) not in TEXT_TYPES:
+        place[0] becomes the number of rows that were read or passed over."""
+        place = [0] if place is None else place
+        return (self._of_lines if ".json" in self.name else self._of_parquet)(skip_rows, block, place)
+
+    def _of_parquet(self, skip_rows: int, block: int, place: list[int]) -> Iterator[tuple]:
+        """By the streaming layer of datasets, not its "parquet" builder: that holds a row group in memory, 2.7 GB for one of
+        1 GB, and reads again all that is to be skipped."""
+        import pyarrow
+        import pyarrow.parquet
+        with self._opened(block) as file:
+            table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=LINES)
+            names, of_all, rows = table.schema_arrow.names, table.metadata.num_rows, 0
+            if missing := [name for name in self._columns if name not in names]:
+                self._no_column(missing[0], names)
+            kind = table.schema_arrow.field(self.column).type
+            if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
                 self._not_text(kind)
-            rows += len(table)
-            if rows > skip_rows:
-                yield self._texts(table.slice(max(0, skip_rows - rows + len(table)))), rows, 0.0
+            for group in range(table.num_row_groups):
+                if rows + table.metadata.row_group(group).num_rows <= skip_rows:
+                    rows += table.metadata.row_group(group).num_rows
+                    continue
+                for batch in table.iter_batches(TABLE_ROWS, row_groups=[group], columns=self._columns):
+                    first, rows = rows, rows + len(batch)
+                    place[0] = rows
+                    if rows > skip_rows:
+                        wanted = pyarrow.Table.from_batches([batch.slice(max(0, skip_rows - first))])
+                        yield self._texts(wanted), rows, rows / of_all
 
-    def _of_lines(self, skip_rows: int, block: int) -> Iterator[tuple]:
+    def _of_lines(self, skip_rows: int, block: int, place: list[int]) -> Iterator[tuple]:
         """By the streaming layer of datasets, not its "json" builder: that takes the types of the first 10 MB for those of the
         whole file, so that a field which is null there ends the reading later, and for one odd line it reads all into memory."""
-        from datasets.utils.file_utils import xopen
-        datasets, rows = quiet_datasets(), 0
-        options = datasets.DownloadConfig(storage_options={"hf": {"block_size": block}})
-        with xopen(self._url, "rb", download_config=options) as packed:
+        rows = 0
+        with self._opened(block) as packed:
             for data in _whole_lines(unpacked(PurePosixPath(self.name), packed)):
                 if rows == 0:
                     data = data.removeprefix(codecs.BOM_UTF8)
                     if data[:1] == b"[":
                         raise ConfigError(f"{self.dataset}/{self.name} is one list; only files with an object a line can be read")
                 first, rows = rows, rows + data.count(b"\n") + (data[-1:] != b"\n")
+                place[0] = rows
                 if rows > skip_rows:
                     texts = self._texts(self._parse(data, first, rows).slice(max(0, skip_rows - first)))
                     yield texts, rows, packed.tell() / max(1, packed.size)
 
-    @property
-    def _url(self) -> str:
-        return f"hf://datasets/{self.dataset}@{self.revision}/{self.name}"
+    def _opened(self, block: int):
+        datasets = quiet_datasets()
+        from datasets.utils.file_utils import xopen
+        return xopen(f"hf://datasets/{self.dataset}@{self.revision}/{self.name}", "rb",
+                     download_config=datasets.DownloadConfig(storage_options={"hf": {"block_size": block}}))
 
     @property
     def _columns(self) -> list[str]:
@@ -160,14 +170,10 @@ class HubFile:
         for path, values in self.keep.items():
             column, *fields = path.split(".")
             found = table.column(column)
-            found = pc.struct_field(found, fields) if fields else found
+            found = (pc.struct_field(found, fields) if fields else found).cast(pyarrow.large_string())
             table = table.filter(pc.is_in(found, value_set=pyarrow.array(values, found.type)))
         texts = pc.fill_null(table.column(self.column).cast(pyarrow.large_string()), "")
         return pyarrow.concat_arrays(texts.chunks) if texts.num_chunks else pyarrow.array([], pyarrow.large_string())
-
-
-class BadLine(ValueError):
-    """A line that is not what its file should hold."""
 
 
 def _schema(keep: dict) -> list[tuple]:
@@ -232,68 +238,3 @@ def _whole_lines(stream) -> Iterator[bytes]:
         rest += [tail] if tail else []
     if rest:
         yield b"".join(rest)
-
-
-# --------------------------------------------------------------------------------------------------------------- faults
-
-def quiet_datasets():
-    """The package, silent, and without patience of its own: 20 failures of 23 s with 5 s between them are nine minutes."""
-    import datasets
-    import huggingface_hub
-    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
-    datasets.config.STREAMING_READ_RETRY_INTERVAL = datasets.config.STREAMING_OPEN_RETRY_INTERVAL = 0
-    datasets.config.STREAMING_READ_SERVER_UNAVAILABLE_RETRY_INTERVAL = 0
-    datasets.config.STREAMING_READ_RATE_LIMIT_RETRY_INTERVAL = 0
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    huggingface_hub.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
-    datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
-    return datasets
-
-
-def faults() -> tuple[type[Exception], ...]:
-    """What the network, the Hub and a damaged file make datasets raise."""
-    import httpx2
-    import pyarrow
-    from huggingface_hub.errors import HFValidationError
-    return OSError, EOFError, zlib.error, httpx2.HTTPError, pyarrow.ArrowException, BadLine, HFValidationError
-
-
-def is_local(error: Exception) -> bool:
-    """Whether this machine's disk is to blame, such as a full one."""
-    return isinstance(error, OSError) and error.filename is not None
-
-
-def is_content(error: Exception) -> bool:
-    """Whether the file is to blame rather than the network."""
-    import pyarrow
-    return isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile, pyarrow.ArrowException, BadLine, FileNotFoundError))
-
-
-def refused(error: Exception | None, dataset: str, revision: str | None) -> ConfigError | None:
-    """The sentence for an answer of the Hub that no second try will change; None for any other error."""
-    from huggingface_hub import errors
-    at = f"{dataset}@{revision}" if revision else dataset
-    if isinstance(error, errors.GatedRepoError):
-        return ConfigError(f"{dataset} is gated: accept its terms at https://huggingface.co/datasets/{dataset}, then log in with "
-                           f"`hf auth login` or set HF_TOKEN")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return ConfigError(f"there is no data set {dataset} on the Hub, or it is private: it may have moved; look for it at "
-                           f"https://huggingface.co/datasets, or log in with `hf auth login`")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return ConfigError(f"{at}: the data set has no such revision; they are listed at "
-                           f"https://huggingface.co/datasets/{dataset}/commits/main")
-    if isinstance(error, errors.HFValidationError):
-        return ConfigError(f"{dataset!r} is no data set's name: it must look like OWNER/NAME")
-    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return ConfigError(f"{at}: the Hub refuses it ({error.response.status_code}): log in with `hf auth login` or set a "
-                           f"HF_TOKEN that may read it")
-    return refused(error.__cause__, dataset, revision) if error and error.__cause__ else None
-
-
-def brief(error: Exception) -> str:
-    """An error in a few words on one line."""
-    if isinstance(error, ConnectionError) and error.__cause__:
-        error = error.__cause__     # datasets says "Server Disconnected", whatever it was
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."

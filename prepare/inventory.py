@@ -23,11 +23,10 @@ NAMED = 5               # files named before "and 12 more"
 def show(folders: list[Path]) -> Iterator[str]:
     """Lines to print: a table of the sources' splits, and of each source where it came from and what was left out.
 
-    What is damaged or unfinished gets a sentence, the rest is shown all the same. Raises ConfigError: no such folder.
+    What is damaged or unfinished gets a sentence, the rest is shown all the same. Raises ConfigError: no such folder, or one
+    that holds nothing prepared.
     """
     for folder in folders:
-        if not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}: name one that holds prepared sources, such as data")
         yield from _show(folder)
 
 
@@ -39,25 +38,33 @@ def print_rows(index: Index) -> None:
 
 
 def verify(folders: list[Path]) -> None:
-    """Hashes every shard again and prints a line per source. Raises ConfigError naming all that differ."""
+    """Hashes every shard again and prints a line per source. Raises ConfigError naming all that differ or are unfinished."""
     bad = []
     for folder in folders:
-        for source in sorted(path.parent for path in folder.rglob("index.json")) or [folder]:
-            found = list(damage(source))
-            print(f"{'BAD' if found else 'OK '} {source}", flush=True)
+        finished, begun = _sources(folder)
+        for source in sorted(finished | begun):
+            found = list(damage(source)) if source in finished else [f"{source} is unfinished: the command that began it goes on"]
+            print(f"{'unfinished' if source in begun else 'BAD' if found else 'OK '} {source}", flush=True)
             bad += found
     if bad:
         raise ConfigError("\n".join(bad))
 
 
-# ------------------------------------------------------------------------------------------------------------- finished
-
-def _show(folder: Path) -> Iterator[str]:
+def _sources(folder: Path) -> tuple[set[Path], set[Path]]:
+    """The folders of the sources there, finished ones and unfinished ones. Raises ConfigError where there is none."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: name one that holds prepared sources, such as data")
     finished = {path.parent for path in folder.rglob("index.json")}
     begun = {path.parent.parent for path in folder.rglob("parts/plan.json")} - finished
     if not finished | begun:
-        yield f"{folder} holds nothing prepared: `python prepare_data.py` says how to make it"
-        return
+        raise ConfigError(f"{folder} holds nothing prepared: `python prepare_data.py` says how to make it")
+    return finished, begun
+
+
+# ------------------------------------------------------------------------------------------------------------- finished
+
+def _show(folder: Path) -> Iterator[str]:
+    finished, begun = _sources(folder)
     names = {path: path.relative_to(folder).as_posix() if path != folder else path.resolve().name for path in finished | begun}
     indexes, problems = {}, {}
     for path in sorted(finished):
@@ -82,7 +89,7 @@ def _table(indexes: dict[str, Index], width: int) -> Iterator[str]:
     yield f"{'source':{width}}  {'split':10}  {'documents':>12}  {'tokens':>16}  {'bytes/token':>11}  {'GB on disk':>10}"
     for split in "train", "val":
         rows = {name: index.splits[split] for name, index in indexes.items()}
-        if len(rows) > 1:
+        if len(rows) > 1 and len({index.tokenizer for index in indexes.values()}) == 1:     # tokens of two kinds have no sum
             rows["all"] = None
         for name, s in rows.items():
             chosen = [s] if s else [index.splits[split] for index in indexes.values()]
@@ -105,7 +112,9 @@ def _story(index: Index) -> Iterator[tuple[str, str]]:
         dropped += f", contaminated {index.contaminated:,} (by {files})"
     yield "dropped", dropped
     if index.files:
-        end = "to the end" if index.is_whole else f"until there were {index.budget:,} training tokens"
+        there = index.splits["train"].tokens
+        end = (f"until there were {index.budget:,} training tokens" if not index.is_whole else "to the end" if not index.budget
+               else f"to the end (budget {index.budget:,} training tokens, {there:,} are all there are)")
         yield "read", f"{_some(len(index.files), 'file')} {end}: {', '.join(index.files[:NAMED])}" + _more(index.files)
     if index.skipped:
         yield "skipped", _some(len(index.skipped), "file") + ": " + _reasons({e["file"]: e["reason"] for e in index.skipped})

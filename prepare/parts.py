@@ -20,6 +20,8 @@ from prepare.source import InputFile, Piece
 from runtime.annotations import ConfigError
 
 MUTEX = "plan.lock"
+# A guess where nobody says how many tokens a file has: plain text has fewer a byte, packed text more.
+TOKENS_A_BYTE = 0.4
 # What may lie in the folder and is ours; the layout and what is known of shards are the assembly's.
 OURS = re.compile(r"plan\.(json|lock)|worker_.*\.lock|[0-9]{5,}\.(lock|failed)|" + PIECE +
                   r"|layout\.(json|npy)|(train|val)_[0-9]{5,}\.json")
@@ -41,40 +43,57 @@ class Parts:
         self._locks = Locks(folder, MUTEX)
         self._aim: tuple = (None, None, 1, 1)       # of the last next_file
 
+    @property
+    def has_locks(self) -> bool:    # known after open()
+        return self._locks.exist
+
     def known(self) -> list[tuple[str, int | None]] | None:
         """Names and sizes of the input files of what was begun here under this identity."""
-        plan = self._plan() or {}
-        if plan.get("identity") != json.loads(json.dumps(self._identity)):
-            return None
-        return [(file["name"], file["bytes"]) for file in plan["files"]]
+        plan = _read_plan(self.folder) or {}
+        is_ours = plan.get("identity") == json.loads(json.dumps(self._identity))
+        return [(file["name"], file["bytes"]) for file in plan["files"]] if is_ours else None
 
     def open(self, files: list[InputFile]) -> None:
-        """Go on in the folder, or begin. Pieces of another identity or of other files are removed, and a line says so.
+        """Go on in the folder, or begin. Of an input file that changed (its size, or its `stamp` where it has one) the
+        pieces are removed, and a line says so.
 
-        Raises ConfigError where another process works on those."""
+        Raises ConfigError: it was begun under another identity or with other names; a file changed and another process
+        works here, or shards are being written."""
         assert len({file.name for file in files}) == len(files), "a name stands for one input file"
         self.files = files
-        plan = {"identity": self._identity, "files": [{"name": file.name, "bytes": file.bytes} for file in files]}
+        plan = {"identity": self._identity, "files": [
+            {"name": file.name, "bytes": file.bytes, "stamp": getattr(file, "stamp", None)} for file in files]}
         plan = json.loads(json.dumps(plan))         # as it comes back: lists for tuples
         with self._locks.alone(create=True):
             workers = list(self._other_workers())
-            if (found := self._plan()) != plan:
-                if found is not None or any(path.name[0].isdigit() for path in self._ours()):
-                    change = _difference(found, plan)
-                    if workers:
-                        raise ConfigError(f"{self.folder}: {workers[0]} works there on other input: {change}; wait until it "
-                                          f"ends, stop it, or give another out= (if it is no more, delete {self.folder})")
-                    print(f"{self.folder}: what was begun there is removed, it was made otherwise: {change}", file=sys.stderr)
-                self._unlink(keep=(MUTEX,))
+            if (found := _read_plan(self.folder)) != plan:
+                if found or any(path.name[0].isdigit() for path in self._ours()):
+                    self._make_way(found, plan, workers)
+                if not found:
+                    self._unlink(keep=(MUTEX,))
                 write_json(self.folder / "plan.json", plan)
             self._presence = self._presence or os.fdopen(self._locks.take(_trace()), "rb")  # closes itself with its last user
+
+    def _make_way(self, found: dict | None, plan: dict, workers: list[str]) -> None:
+        """Says that what is there cannot stay under the new plan; removes the pieces of files that changed; or ConfigError."""
+        change, changed = _difference(found, plan) if found else ("nothing says how", set())
+        if workers:
+            raise ConfigError(f"{self.folder}: {workers[0]} works there on other input: {change}; wait until it ends, stop it, "
+                              f"or give another out= (if it is no more, delete {self.folder})")
+        if found and (not changed or (self.folder / "layout.json").exists()):
+            raise ConfigError(f"{self.folder} was begun otherwise ({change}): give the same "
+                              f"{'files' if changed else 'options'} again, or delete {self.folder}")
+        print(f"{self.folder}: what was made of it is removed: {change}", file=sys.stderr)
+        for path in sorted(self._ours(), key=lambda path: path.suffix != ".json"):      # a piece is there while its .json is
+            if path.name[0].isdigit() and int(re.match(r"\d+", path.name)[0]) in changed:
+                path.unlink(missing_ok=True)
 
     def next_file(self, target: float | None, expected: float | None, worker: int, workers: int) -> int | None:
         """The number of the input file to work on next, locked until release(); None where there is none to take.
 
         Files are wanted in order until their tokens reach `target` (None: all), of the finished ones as counted, of the
-        others as many as finished ones have on average, or `expected` where none is finished. Of those wanted this
-        worker (from 1) takes its own share first, then what nobody holds. Without locks it takes its own share alone.
+        others as many as finished ones have on average, or `expected` where none is finished, or by their size where that
+        is None. Of those wanted this worker (from 1) takes its share first, then what nobody holds; without locks no more.
         """
         self._aim = target, expected, worker, workers
         with suppress(FileNotFoundError), self._locks.alone():     # the folder is gone where another worker has assembled
@@ -104,6 +123,10 @@ class Parts:
     def before(self, file: int) -> float:
         """Tokens of the input files before this one, as next_file counts them."""
         return next(before for number, before, _, _ in self._walk() if number == file)
+
+    def done(self) -> list[bool]:
+        """Whether each input file is complete, or failed."""
+        return [not is_open for *_, is_open in self._walk()]
 
     def others(self) -> list[str]:
         """The names of the unfinished input files that other processes hold now.
@@ -178,13 +201,14 @@ class Parts:
         pieces, failed = self._pieces(), self._failed()
         done = [sum(piece.tokens for piece in own) for own in pieces if _is_complete(own)]
         expected = sum(done) / len(done) if done else self._aim[1] or 0.0
+        a_byte = TOKENS_A_BYTE if self._aim[1] is None else 0.0
         before = 0.0
         for file, own in enumerate(pieces):
             tokens = sum(piece.tokens for piece in own)
             is_open = not _is_complete(own) and file not in failed
             yield file, before, tokens, is_open
             if file not in failed:
-                before += max(expected, tokens) if is_open else tokens
+                before += max(expected, tokens, a_byte * (self.files[file].bytes or 0)) if is_open else tokens
 
     def _wanted(self) -> list[int]:
         target = self._aim[0]
@@ -207,17 +231,6 @@ class Parts:
 
     def _failed(self) -> set[int]:
         return {int(name.removesuffix(".failed")) for name in self._listing() if re.fullmatch(r"\d+\.failed", name)}
-
-    def _plan(self) -> dict | None:
-        try:
-            plan = json.loads((self.folder / "plan.json").read_text(errors="replace"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, RecursionError):
-            plan = None
-        # Where it is not what was written nobody can say what the pieces are.
-        is_ours = isinstance(plan, dict) and isinstance(plan.get("identity"), dict) and isinstance(plan.get("files"), list)
-        return plan if is_ours else {}
 
     def _listing(self) -> set[str]:
         try:
@@ -245,6 +258,23 @@ class Parts:
                     path.unlink(missing_ok=True)
 
 
+def begun(folder: Path) -> dict | None:
+    """The identity of what was begun in `folder`; None without any."""
+    return (_read_plan(folder) or {}).get("identity")
+
+
+def _read_plan(folder: Path) -> dict | None:
+    """plan.json; None where there is none, {} where it is not what was written: nobody can say what the pieces are."""
+    try:
+        plan = json.loads((folder / "plan.json").read_text(errors="replace"))
+        assert isinstance(plan["identity"], dict)
+        return plan if all({"name", "bytes"} <= file.keys() for file in plan["files"]) else {}
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, AssertionError):
+        return {}
+
+
 def _is_complete(pieces: list[Piece]) -> bool:
     return bool(pieces) and pieces[-1].is_last
 
@@ -253,10 +283,18 @@ def _trace() -> str:
     return f"worker_{re.sub(r'[^a-zA-Z0-9.-]', '_', socket.gethostname())}_{os.getpid()}.lock"
 
 
-def _difference(found: dict | None, plan: dict) -> str:
-    """What a plan changes, in words."""
-    if not found:
-        return "nothing says how"
+def _difference(found: dict, plan: dict) -> tuple[str, set[int]]:
+    """What a plan changes, in words, and the numbers of the input files that changed where that is all."""
     was, now = found["identity"], plan["identity"]
-    changes = [f"{key} was {was.get(key)!r:.80}, now {now.get(key)!r:.80}" for key in now if was.get(key) != now.get(key)]
-    return "; ".join(changes) or "other input files"
+    keys = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+    changes = [f"{key} was {was.get(key)!r:.80}, now {now.get(key)!r:.80}" for key in keys]
+    before, after = [file["name"] for file in found["files"]], [file["name"] for file in plan["files"]]
+    if before != after:
+        odd = [f"{name} was{'' if name in before else ' not'} among them" for name in [*before, *after]
+               if (name in before) != (name in after)]
+        changes.append(f"other input files, {odd[0] if odd else 'or in another order'}")
+    if changes:
+        return "; ".join(changes), set()
+    changed = {i for i, (file, new) in enumerate(zip(found["files"], plan["files"], strict=True)) if file != new}
+    more = f" and {len(changed) - 1} other files have" if len(changed) > 1 else " has"
+    return f"{after[min(changed)]}{more} changed", changed

@@ -4,51 +4,20 @@ Phase one may be shared by any number of workers, each with files of its own; ph
 last. Both may be cut off at any moment: pieces and shards appear by rename, and what is there already is kept.
 """
 
-import fcntl
-import shutil
+import math
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from prepare import inventory
 from prepare.assemble import Assembly
-from prepare.contamination import Grams
+from prepare.job import HASH_STEPS, Job, alone, check_room, check_same, earlier, identity, is_committed, is_complete
 from prepare.parts import Parts
 from prepare.pool import Pool
 from prepare.progress import Progress
 from prepare.source import BadFile, Piece, Source
 from runtime.annotations import ConfigError
-from runtime.shards import Index, read_index, write_index
-from runtime.tokenizer import Tokenizer
+from runtime.shards import read_index, write_index
 
-HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
 SLACK = 1.002                   # more than is asked for, at first: a few documents always turn out to be copies
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is common to all sources of a command."""
-    out: Path
-    tokenizer: Tokenizer
-    backend: str
-    val_per_10k: int
-    processes: int
-    worker: int             # from 1
-    workers: int
-    grams: Grams | None     # of evaluation files; documents that share one are dropped
-    skip_bad: bool
-    is_quiet: bool          # another worker's progress lines tell of this one too
-    budgets: dict[str, int] = field(default_factory=dict)       # source -> training tokens; a source not in it: all there are
-
-    @property
-    def common(self) -> dict:
-        """What index.json says of every source of this command."""
-        return {"tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.sha256,
-                "split_rule": f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} "
-                              f"< {self.val_per_10k}, else train",
-                "decontaminated_against": self.grams.files if self.grams else []}
 
 
 class Unfinished(Exception):
@@ -64,24 +33,24 @@ def prepare(sources: list[Source], job: Job) -> None:
     """
     begun = []
     for source in sources:
-        with _alone(job.out):       # nobody finishes a source or begins one meanwhile
-            parts = Parts(job.out / source.name / "parts", _identity(source, job))
-            if _is_complete(source, job):
+        with alone(job.out):       # nobody finishes a source or begins one meanwhile
+            parts = Parts(job.out / source.name / "parts", identity(source, job))
+            if is_complete(source, job):
                 parts.remove()      # of a run that was killed between its index and its end
             else:
                 parts.open(source.files(parts.known()))
+                parts.forgive()     # here, where nobody makes shards without the files that failed
                 begun.append((source, parts))
     if not begun:
         return
-    _check_room(begun, job)
+    check_room(begun, job)
     with Pool(job.tokenizer.name, job.processes, job.backend, job.grams) as pool:
         for source, parts in begun:
-            parts.forgive()
-            if Assembly.resume(job.out / source.name) is None:      # else its shards are being written
+            if not is_committed(job.out / source.name):    # else its shards are being written
                 budget = job.budgets.get(source.name)
                 tokenise(source, parts, pool, job, budget and SLACK * budget / (1 - job.val_per_10k / HASH_STEPS))
         for source, parts in begun:
-            while (target := assemble(source, parts, pool, job)) is not None:   # copies dropped, it falls short
+            while (target := assemble(source, parts, pool, job)) is not None:   # it falls short, copies dropped
                 if not tokenise(source, parts, pool, job, target):
                     print(f"{source.name}: the rest is with other workers; the last one to finish makes the shards")
                     return
@@ -101,7 +70,7 @@ def tokenise(source: Source, parts: Parts, pool: Pool, job: Job, target: float |
         except BadFile as error:
             parts.fail(number, str(error))
             progress.clear()
-            print(f"{who}: {parts.files[number].name} is left out: {error}", file=sys.stderr)
+            print(f"{who}: {parts.files[number].name} cannot be read: {error}", file=sys.stderr)
         finally:
             progress.clear()
             parts.release(number)
@@ -109,14 +78,15 @@ def tokenise(source: Source, parts: Parts, pool: Pool, job: Job, target: float |
 
 
 def _tokenise_file(parts: Parts, number: int, pool: Pool, target: float | None, progress: Progress) -> None:
-    writer, is_whole = parts.writer(number), True
-    room = None if target is None else target - parts.before(number)
+    writer, is_whole, room, piece = parts.writer(number), True, math.inf, None
     encoded = pool.encode(parts.files[number].read(writer.rows))
     try:
         for batch in encoded:
             writer.add(batch)
+            if target is not None and piece != writer.rows:     # a piece later the others are further
+                piece, room = writer.rows, target - parts.before(number)
             progress.show(lambda read=batch.read: _how_far(parts, number, read, target))
-            if room is not None and writer.tokens >= room:
+            if writer.tokens >= room:
                 is_whole = False
                 break
         writer.close(is_last=is_whole)
@@ -131,32 +101,41 @@ def assemble(source: Source, parts: Parts, pool: Pool, job: Job) -> float | None
     """Phase two: pieces -> shards and index.json. Returns None, or how many tokens of pieces it takes.
 
     Leaves it to others while they are at work. Raises Unfinished: a file needed could not be read."""
-    folder = job.out / source.name
-    with _alone(job.out):
+    folder, budget = job.out / source.name, job.budgets.get(source.name)
+    with alone(job.out):
         if (folder / "index.json").exists():        # another worker was quicker
             return None
-        assembly = Assembly.resume(folder)
-        if assembly is not None:
-            _check_same(assembly, folder, job, source)
+        if not parts.has_locks and job.worker > 1:
+            print(f"{source.name}: without locks in {folder} worker 1 alone makes the shards; when all have ended, run the same "
+                  f"command without worker=")
+            return None
+        if is_committed(folder):
+            assembly = Assembly.resume(folder)
+            check_same(assembly, folder, job, source)
         else:
             if others := parts.others():
-                print(f"{source.name}: {len(others)} files are with other workers; the last one to finish makes the shards")
+                print(f"{source.name}: other workers have {', '.join(others[:3])}{' and more' * (len(others) > 3)}; the last "
+                      f"one to finish makes the shards")
                 return None
             pieces, is_exhausted = parts.prefix(job.skip_bad), parts.is_exhausted(job.skip_bad)
-            assembly = Assembly(folder, pieces, _earlier(source, job), job.val_per_10k, job.budgets.get(source.name))
+            assembly = Assembly(folder, pieces, earlier(source, job), job.val_per_10k, budget)
             assembly.layout()
             if not assembly.is_full and not is_exhausted:
                 _raise_failures(source, parts)
-                return _next_target(pieces, assembly)
-            _check_splits(source, assembly)
+                return math.inf if budget is None else _next_target(pieces, assembly)
+            _check_splits(source, parts, assembly)
             assembly.commit(_facts(source, parts, assembly, job))
+        print(f"{folder}: writing {sum(assembly.tokens.values()):,} tokens", file=sys.stderr)
         write_index(folder, {**assembly.facts, "splits": assembly.write(pool.map)})
         parts.remove()
-    dropped = ", ".join([f"{count} in {name}" for name, count in assembly.duplicates.items()])
+    dropped = ", ".join(f"{count} in {name}" for name, count in assembly.duplicates.items())
     print(f"{folder}: {sum(assembly.duplicates.values())} documents dropped that came before"
           f"{f' ({dropped})' if set(assembly.duplicates) - {source.name} else ''}, {assembly.empty} empty ones"
           f"{f', {assembly.contaminated} contaminated ones' if job.grams else ''}")
-    inventory.print_rows(_read(folder))
+    inventory.print_rows(read_index(folder))
+    if budget is not None and not assembly.is_full:
+        print(f"{folder}: {assembly.train_tokens:,} training tokens are all there are, {budget:,} were asked for: a run that "
+              f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
     return None
 
 
@@ -170,7 +149,7 @@ def _next_target(pieces: list[Piece], assembly: Assembly) -> float:
 def _facts(source: Source, parts: Parts, assembly: Assembly, job: Job) -> dict:
     """index.json without its splits."""
     read = parts.files[:assembly.last_file + 1] if assembly.is_full else parts.files
-    names, failures = [file.name for file in read], parts.failures()
+    names, failures = [file.name for file in read], parts.failures() if job.skip_bad else {}
     return {"source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size, "dataset": source.dataset,
             "revision": source.revision, "license": source.license, "selection": source.selection,
             "duplicates": assembly.duplicates, "empty": assembly.empty, "contaminated": assembly.contaminated,
@@ -187,18 +166,11 @@ def _raise_failures(source: Source, parts: Parts) -> None:
                          f"{listed}")
 
 
-def _check_same(assembly: Assembly, folder: Path, job: Job, source: Source) -> None:
-    """A layout that is on disk already is final: raises ConfigError where this command asks for another one."""
-    changes = [f"{key} was {was!r}, now {now!r}" for key, was, now in (
-        ("tokens", assembly.budget, job.budgets.get(source.name)),
-        ("split_rule", assembly.facts["split_rule"], job.common["split_rule"])) if was != now]
-    if changes:
-        raise ConfigError(f"{folder} is being finished otherwise ({'; '.join(changes)}): give the same options again, or delete "
-                          f"it and begin anew")
-
-
-def _check_splits(source: Source, assembly: Assembly) -> None:
+def _check_splits(source: Source, parts: Parts, assembly: Assembly) -> None:
     documents, total = assembly.documents, sum(assembly.documents.values())
+    if not total and (failures := parts.failures()):
+        raise Unfinished(f"{source.name} has no documents: {len(failures)} of {len(parts.files)} input files could not be read, "
+                         f"{min(failures)} for one: {failures[min(failures)]}")
     if not total:
         dropped = [f"{count} copies of documents in {name}" for name, count in assembly.duplicates.items()]
         dropped += [f"{n} {word} ones" for n, word in ((assembly.empty, "empty"), (assembly.contaminated, "contaminated")) if n]
@@ -210,80 +182,14 @@ def _check_splits(source: Source, assembly: Assembly) -> None:
                               f"documents, or another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
 
 
-# ---------------------------------------------------------------------------------------------------- what is there already
-
-def _check_room(begun: list[tuple[Source, Parts]], job: Job) -> None:
-    """Raises ConfigError where the disk cannot hold what was asked for; two bytes a token, pieces turn into shards."""
-    wanted = {source.name: job.budgets.get(source.name) or source.tokens or 0 for source, _ in begun}
-    lacking = sum(max(0, 2 * wanted[source.name] - 2 * parts.tokens()) for source, parts in begun)
-    if lacking > (free := shutil.disk_usage(job.out).free):
-        raise ConfigError(f"{job.out} has {free / 1e9:,.0f} GB free, but {sum(wanted.values()) / 1e9:,.1f}B tokens need "
-                          f"{lacking / 1e9:,.0f} GB more: free some, ask for fewer tokens=, or give another out=")
-
-
 def _how_far(parts: Parts, number: int, read: float, target: float | None) -> tuple[int, float]:
-    """Tokens of the source on disk, by whomever, and the share of the work done: by tokens or by bytes of the input."""
+    """Tokens of the source on disk, by whomever, and the share of the work done: by tokens, or by bytes of the input files
+    as far as this worker knows, 0 where others work too."""
     tokens, files = parts.tokens(), parts.files
-    if target is not None:
+    if target is not None and target != math.inf:
         return tokens, min(1.0, tokens / target)
     sizes = [file.bytes or 1 for file in files]
-    return tokens, (sum(sizes[:number]) + read * sizes[number]) / max(1, sum(sizes))
+    done = sum(size for size, is_done in zip(sizes, parts.done(), strict=True) if is_done)
+    return tokens, (done + read * sizes[number]) / max(1, sum(sizes))
 
 
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Waits until no other process begins or finishes a source in this folder. Where there are no locks it goes on."""
-    out.mkdir(parents=True, exist_ok=True)
-    with open(out / ".lock", "a") as file:
-        with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
-
-
-def _identity(source: Source, job: Job) -> dict:
-    """What the tokens of a source depend on, beside its files' content."""
-    return {"dataset": source.dataset, "revision": source.revision, "selection": source.selection,
-            "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}
-
-
-def _is_complete(source: Source, job: Job) -> bool:
-    folder = job.out / source.name
-    if not (folder / "index.json").exists():
-        return False
-    index, budget = _read(folder), job.budgets.get(source.name)
-    wanted = {"dataset": source.dataset, **job.common, "selection": source.selection, "revision": source.revision}
-    for key, value in wanted.items():
-        found = getattr(index, key)
-        if found == value:
-            continue
-        if key == "revision" and source.may_age:
-            print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
-        elif key == "revision":
-            raise ConfigError(f"{folder} was made when {source.dataset} held something else: delete it, or give another name=")
-        else:
-            raise ConfigError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
-    there = index.splits["train"].tokens
-    if not index.is_whole and (budget is None or there < budget):
-        asked = "all there are" if budget is None else f"the {budget:,} asked for"
-        raise ConfigError(f"{folder} holds {there:,} training tokens, not {asked}: delete it, or give another out=")
-    print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
-                                     if index.skipped else ""))
-    inventory.print_rows(index)
-    return True
-
-
-def _earlier(source: Source, job: Job) -> dict[str, Path]:
-    """The document hashes of the other sources in the folder: no document comes twice, so none lies in both splits."""
-    found = {}
-    for path in sorted(job.out.glob("*/hashes.npy")):
-        is_other = (path.parent / "index.json").exists() and _read(path.parent).tokenizer != job.tokenizer.name
-        if path.parent.name != source.name and not is_other:    # the same text by another tokenizer is no copy
-            found[path.parent.name] = path
-    return found
-
-
-def _read(folder: Path) -> Index:
-    try:
-        return read_index(folder)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error

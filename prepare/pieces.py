@@ -16,6 +16,7 @@ import numpy as np
 
 from prepare.source import DOCUMENT, Encoded, Piece
 from runtime.annotations import ConfigError
+from runtime.shards import new_file
 
 PIECE_TOKENS = 20_000_000       # 40 MB, seconds to minutes of work: that much a kill loses
 PIECE = r"[0-9]{5,}_([0-9]{4,})\.(?:bin|npy|json)"
@@ -104,13 +105,9 @@ def read_piece(path: Path) -> Piece:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Make `path` by rename, so that it is there whole or not at all."""
-    with blamed(path):
-        with open(f"{path}.tmp", "w") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(file.name, path)
+    """Make `path` by rename, so that it is there whole or not at all; a power cut undoes no rename in its folder so far."""
+    with blamed(path), new_file(path) as file:
+        file.write(json.dumps(content).encode())
 
 
 @contextmanager

@@ -224,26 +224,33 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def load_backend(tokenizer: str, backend: str) -> Callable[[str], np.ndarray] | None:
+    """The encoder of an accelerator, None for tiktoken itself.
+
+    Raises ConfigError: no such backend, one that cannot encode for this tokenizer, one that is not installed."""
+    if backend not in BACKENDS:
+        raise ConfigError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
+    if backend == "tiktoken":
+        return None
+    if tokenizer != "gpt2":
+        raise ConfigError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
+                          f"tokenizer_backend out")
+    try:
+        return load_gigatoken()
+    except Exception as error:      # a young package: other versions may lack what is called here
+        raise ConfigError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or leave "
+                          f"tokenizer_backend out") from error
+
+
 class _Encoder:
     """One process's way from batches to tokens."""
 
     def __init__(self, tokenizer: str, backend: str, grams: Grams | None):
-        if backend not in BACKENDS:
-            raise ConfigError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
         try:
             self._tokenizer = load_tokenizer(tokenizer)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        self._grams, self._quick, self._unchecked = grams, None, CHECKED
-        if backend == "gigatoken":
-            if tokenizer != "gpt2":
-                raise ConfigError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
-                                  f"tokenizer_backend out")
-            try:
-                self._quick = load_gigatoken()
-            except Exception as error:      # a young package: other versions may lack what is called here
-                raise ConfigError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or "
-                                  f"leave tokenizer_backend out") from error
+        self._grams, self._quick, self._unchecked = grams, load_backend(tokenizer, backend), CHECKED
 
     def do(self, function: Callable | None, argument):
         return self.encode(argument) if function is None else function(argument)

@@ -30,6 +30,7 @@ class InputFile(Protocol):
     """One file of a source. `read` gives the same rows in the same order at each call."""
     name: str               # unique within the source
     bytes: int | None       # as it lies on disk or on the server
+    # and, where its content may change under its name: stamp, an int that changes with it
 
     def read(self, skip_rows: int) -> Iterator[Batch]:
         """The documents after the first `skip_rows` rows. Raises ConfigError (the user's mistake), BadFile."""
@@ -48,6 +49,7 @@ class Source:
     selection: dict = field(default_factory=dict)   # what is taken of each row, in JSON: column, filter
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     may_age: bool = False           # whether shards of an older revision serve as well
+    has_stamps: bool = False        # the revision sums up stamps of the files: of what is begun a changed file alone is made anew
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """prepare_data.py with small pieces and shards, and with faults built in: FAULTY_PREPARE=JSON python -m tests.faulty_prepare ...
 
-    sizes       {"SHARD_TOKENS": 500, ...}: constants of the rooms of runtime/, set wherever a room has one of that name
+    sizes       {"SHARD_TOKENS": 500, ...}: constants of the rooms of prepare/ and runtime/, set wherever a room has one of
+                that name; one that no room has is an error, or a storm would go through a single piece
     folder      changes on disk below it are counted, from 1; those of the pool's children are not
     at, fault   "kill": SIGKILL to the process group before change `at`; "full": that change and each later one that needs
                 room says "No space left on device"; "SIGINT", "SIGTERM": sent to this process before change `at`; "wait":
@@ -28,21 +29,27 @@ from pathlib import Path
 
 from tests.changes import on_change
 
-ROOMS = Path(__file__).parent.parent / "runtime"
+ROOT = Path(__file__).parent.parent
+ROOMS = ("prepare", "runtime")
 
 
 def install(faults: dict) -> None:
-    for path in ROOMS.glob("*.py") if "sizes" in faults else ():
-        if any(f"\n{name} = " in path.read_text() for name in faults["sizes"]):
-            importlib.import_module(f"runtime.{path.stem}")
-    for name, module in list(sys.modules.items()):
-        for key, value in faults.get("sizes", {}).items():
-            if name.startswith("runtime.") and hasattr(module, key):
-                setattr(module, key, value)
+    set_sizes(faults.get("sizes", {}))
     if "folder" in faults:
         on_change(lambda path: faults["folder"] in path, lambda count, change: _meet(faults, count, change))
     if "largest_file" in faults:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults["largest_file"], resource.RLIM_INFINITY))
+
+
+def set_sizes(sizes: dict) -> None:
+    for name, value in sizes.items():
+        found = [path for room in ROOMS for path in (ROOT / room).glob("*.py") if f"\n{name} = " in path.read_text()]
+        assert found, f"no room of {ROOMS} has a constant {name}"
+        for path in found:
+            importlib.import_module(f"{path.parent.name}.{path.stem}")
+        for module in list(sys.modules.values()):
+            if module.__name__.startswith(tuple(f"{room}." for room in ROOMS)) and hasattr(module, name):
+                setattr(module, name, value)
 
 
 def _meet(faults: dict, count: int, change: str) -> None:

@@ -159,13 +159,32 @@ def test_a_damaged_piece_is_told(tmp_path, small):
     documents = [some_documents(random.Random(9), 60)]
     for case, (name, harm) in enumerate([
             ("npy", lambda data: data[:-3]), ("npy", lambda data: data[:20]), ("npy", lambda data: b""),
-            ("npy", lambda data: data[:-8] + b"\xff" + data[-7:]), ("bin", lambda data: data[:len(data) // 2])]):
+            ("npy", lambda data: data[:-8] + b"\xff" + data[-7:]), ("npy", None), ("bin", lambda data: data[:len(data) // 2])]):
         folder = tmp_path / str(case) / "s"
         pieces = write_pieces(folder, documents, whole)
         path = Path(f"{pieces[0].stem}.{name}")
-        path.write_bytes(harm(path.read_bytes()))
+        if harm:
+            path.write_bytes(harm(path.read_bytes()))
+        else:
+            path.unlink()
         with pytest.raises(OSError, match=rf"{path} (is not what was written|ends early): delete .* run the same command again"):
             assemble_on(folder, pieces, {})
+
+
+@pytest.mark.parametrize("name", ["00000_0000.npy", "layout.npy"])
+@pytest.mark.parametrize("size", [None, 0, 20, 150])
+def test_a_table_damaged_after_the_commit_is_told(tmp_path, small, name, size):
+    folder = tmp_path / "s"
+    assembly = Assembly(folder, write_pieces(folder, [some_documents(random.Random(17), 60)], whole), {}, 1000, None)
+    assembly.layout()
+    assembly.commit(FACTS)
+    path = folder / "parts" / name
+    if size is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(OSError, match=f"{path} is not what was written: delete {path.parent} and run the same command again"):
+        Assembly.resume(folder).write()
 
 
 def test_a_damaged_layout_or_hashes_file_is_told(tmp_path, small):

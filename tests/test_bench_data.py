@@ -186,7 +186,7 @@ def test_the_plan_follows_from_the_numbers():
     assert sum(MIXTURE.values()) == pytest.approx(1)
     said = "\n".join(data_plan.plan(RESULTS, 31e9, 16))
     gb = 31 * (0.8 * 4.6 + 0.07 * 2.2 + 0.03 * 2.3 + 0.1 * 4.0)
-    download = 31 * (0.8 * 2.05 + 0.1 * 1.49 + 0.1 * 1.19)
+    download = 31 * (0.8 * 2.9 + 0.1 * 1.49 + 0.1 * 1.19)
     assert f"{gb:.0f} GB of text" in said and f"{download:.0f} GB to download" in said
     assert f"tiktoken: {gb * 1000 / 160 / 60:.0f} min to tokenise at 160 MB/s" in said and "(10.0 a process" in said
     assert f"the network brings {download / gb * 160:.0f} MB/s" in said

@@ -5,6 +5,7 @@ import random
 import re
 import sys
 import tracemalloc
+from functools import partial
 
 import pyarrow
 import pyarrow.parquet
@@ -13,7 +14,7 @@ from text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
 
 from prepare import documents
 from prepare.documents import TXT_CHARS, TXT_CHARS_MOST, local_files
-from prepare.source import BATCH_BYTES
+from prepare.source import BATCH_BYTES, BadFile
 from runtime.annotations import ConfigError
 
 
@@ -29,22 +30,16 @@ def texts(file, column="text", skip_rows=0):
     return out
 
 
-BAD_FILES = {       # name -> content and what must be said
+BAD_FILES = {       # name -> content and what must be said: the file's fault
     "a.jsonl": (b'{"text": "fine"}\n\n{"text": \n', "a.jsonl:3 is no line of JSON"),
     "list.jsonl": (b"[1, 2]\n", "list.jsonl:1 is not an object"),
     "deep.jsonl": (b"[" * 200_000, "deep.jsonl:1 is no line of JSON"),
     "digits.jsonl": (b'{"text": ' + b"1" * 5000 + b"}", "digits.jsonl:1 is no line of JSON"),
-    "column.jsonl": (b'{"text": "x"}\n{"body": "x", "id": 3}\n',
-                     "column.jsonl:2 has no column 'text': set column= to one of body, id"),
-    "number.jsonl": (b'{"text": 3}\n', "number.jsonl:1: column 'text' holds int, not text"),
-    "wide.txt": ("text".encode("utf-16"), "wide.txt is UTF-16: save it as UTF-8"),
     "noise.txt.gz": (b"no gzip at all", "noise.txt.gz is damaged or was cut short"),
     "noise.txt.xz": (b"no xz at all", "noise.txt.xz is damaged or was cut short"),
     "noise.txt.zst": (b"no zstd at all", "noise.txt.zst is damaged or was cut short"),
     "noise.parquet": (b"no parquet at all", "noise.parquet is no sound parquet file"),
     "none.parquet": (b"", "none.parquet is no sound parquet file"),
-    "column.parquet": (parquet(["x"], "body"), "column.parquet has no column 'text': set column= to one of id, body"),
-    "bytes.parquet": (parquet([b"x"]), "bytes.parquet: column 'text' holds binary, not text: set column="),
     **{f"short.jsonl{packing}": (pack(jsonl(some_documents(3000)))[:-9],
                                  f"short.jsonl{packing} is damaged or was cut short")
        for packing, pack in PACK.items() if packing},
@@ -53,15 +48,33 @@ BAD_FILES = {       # name -> content and what must be said
                      "hole.parquet is no sound parquet file"),
     "cut.parquet.zst": (PACK[".zst"](parquet(DOCUMENTS))[:-9], "cut.parquet.zst is damaged or was cut short"),
 }
+MISTAKES = {        # the user's
+    "column.jsonl": (b'{"text": "x"}\n{"body": "x", "id": 3}\n',
+                     "column.jsonl:2 has no column 'text': set column= to one of body, id"),
+    "number.jsonl": (b'{"text": 3}\n', "number.jsonl:1: column 'text' holds int, not text"),
+    "wide.txt": ("text".encode("utf-16"), "wide.txt is UTF-16: save it as UTF-8"),
+    "column.parquet": (parquet(["x"], "body"), "column.parquet has no column 'text': set column= to one of id, body"),
+    "bytes.parquet": (parquet([b"x"]), "bytes.parquet: column 'text' holds binary, not text: set column="),
+}
 
 
-@pytest.mark.parametrize("name", BAD_FILES)
+@pytest.mark.parametrize("name", [*BAD_FILES, *MISTAKES])
 def test_a_bad_file_is_a_sentence(tmp_path, name):
-    data, expected = BAD_FILES[name]
+    """Its own fault is no reason to stop the other files."""
+    data, expected = {**BAD_FILES, **MISTAKES}[name]
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(BadFile if name in BAD_FILES else ConfigError) as error:
         texts(tmp_path / name)
     assert expected in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_disk_too_full_to_unpack_to_is_not_the_files_fault(tmp_path, monkeypatch):
+    """A parquet file in a packing is unpacked to the disk of temporary files; left out, it would be missing for good."""
+    (tmp_path / "a.parquet.gz").write_bytes(PACK[".gz"](parquet(DOCUMENTS)))
+    monkeypatch.setattr(documents.tempfile, "TemporaryFile", partial(open, "/dev/full", "wb"))
+    with pytest.raises(OSError, match="No space left on device") as error:
+        texts(tmp_path / "a.parquet.gz")
+    assert error.value.filename == documents.tempfile.gettempdir()
 
 
 def test_what_is_no_input_file_is_a_sentence_at_once(tmp_path):
@@ -83,6 +96,7 @@ def test_input_files_have_names_of_their_own(tmp_path):
         path.write_text("x" * i)
     files = local_files([str(path) for path in paths], "text")
     assert [(file.name, file.bytes) for file in files] == [(str(paths[0]), 0), (str(paths[1]), 1), ("y.txt", 2)]
+    assert [file.stamp for file in files] == [path.stat().st_mtime_ns for path in paths]
 
 
 def test_what_holds_nothing_gives_no_document(tmp_path):
@@ -148,7 +162,7 @@ def test_skipped_row_groups_are_not_read(tmp_path):
     data[4:end] = bytes(end - 4)                # nothing of the first one can be read
     (tmp_path / "a.parquet").write_bytes(data)
     assert texts(tmp_path / "a.parquet", skip_rows=7) == DOCUMENTS[7:]
-    with pytest.raises(ConfigError, match="no sound parquet file"):
+    with pytest.raises(BadFile, match="no sound parquet file"):
         texts(tmp_path / "a.parquet", skip_rows=6)
 
 

@@ -92,6 +92,18 @@ def test_a_budget_skipped_files_and_contamination_are_told(data):
     assert skipped.startswith("7 files: bad0.gz (cut short); bad1.gz") and skipped.endswith("bad4.gz (cut short) and 2 more")
 
 
+def test_a_budget_that_was_not_reached_is_told(data):
+    rewrite(data / "one", is_whole=True, budget=1_000_000)
+    there = read_index(data / "one").splits["train"].tokens
+    assert told(shown(data), "one", "read") == (f"1 file to the end (budget 1,000,000 training tokens, {there:,} are all there "
+                                                f"are): one.jsonl")
+
+
+def test_tokens_of_two_tokenizers_have_no_sum(data):
+    rewrite(data / "one", tokenizer="gpt2")
+    assert not [line for line in shown(data) if line.startswith("all ")]
+
+
 def test_one_source_a_format_1_index_and_a_nested_folder(tmp_path):
     conftest.write_source(tmp_path / "demo" / "web", 0)
     lines = shown(tmp_path / "demo" / "web")        # the source's own folder
@@ -129,7 +141,11 @@ def test_nothing_there(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="there is no folder .*file"):
         shown(tmp_path / "file")
-    assert "holds nothing prepared" in shown(tmp_path)[0]
+    for command in shown, lambda *folders: inventory.verify(list(folders)):
+        with pytest.raises(ConfigError, match=f"{tmp_path} holds nothing prepared: `python prepare_data.py` says how"):
+            command(tmp_path)
+        with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+            command(tmp_path / "nowhere")
 
 
 # ----------------------------------------------------------------------------------------------------------- unfinished
@@ -208,6 +224,13 @@ def test_verify_names_all_that_is_bad(data, capsys):
         inventory.verify([data])
     assert capsys.readouterr().out == f"BAD {data / 'one'}\nBAD {data / 'two'}\n"
     assert all(f"{data / place} is damaged" in str(caught.value) for place in ("one/train_00000.bin", "two/val_00000.bin"))
+
+
+def test_verify_names_what_is_unfinished(data, capsys):
+    begin(data / "arxiv" / "parts")
+    with pytest.raises(ConfigError, match=f"{data / 'arxiv'} is unfinished"):
+        inventory.verify([data])
+    assert capsys.readouterr().out.splitlines() == [f"unfinished {data / 'arxiv'}", f"OK  {data / 'one'}", f"OK  {data / 'two'}"]
 
 
 def test_print_rows(data, capsys):

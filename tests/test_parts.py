@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from prepare import pieces
-from prepare.parts import Parts
+from prepare.parts import Parts, begun
 from prepare.source import DOCUMENT, Encoded
 from runtime.annotations import ConfigError
 
@@ -30,6 +30,7 @@ FORK = multiprocessing.get_context("fork")      # quick; and no child inherits a
 class File:
     name: str
     bytes: int | None = None
+    stamp: int = 0
 
 
 def some_files(count):
@@ -286,6 +287,27 @@ def test_a_full_disk_names_the_file_and_loses_nothing(make, monkeypatch):
     assert content(parts.prefix(False)) == expected_content([0])
 
 
+def test_a_piece_outlives_a_power_cut(make, monkeypatch):
+    """What can be said of it without one: its files are on disk before they are renamed, and the folder when all three are."""
+    calls, replace, fsync = [], os.replace, os.fsync
+
+    def record_fsync(descriptor):
+        calls.append(("fsync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        fsync(descriptor)
+
+    def record_replace(old, new):
+        calls.append(("replace", os.path.basename(new)))
+        replace(old, new)
+
+    parts = make(1)
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    work(parts)
+    files = [f"00000_0000.{suffix}" for suffix in ("bin", "npy", "json")]
+    assert calls == [("fsync", f"{files[0]}.tmp"), ("fsync", f"{files[1]}.tmp"), ("replace", files[0]), ("replace", files[1]),
+                     ("fsync", f"{files[2]}.tmp"), ("replace", files[2]), ("fsync", "parts")]
+
+
 def test_a_damaged_piece_is_a_sentence(make):
     parts = make(1)
     work(parts)
@@ -312,7 +334,10 @@ def done_with(parts, tokens_of):
     ({}, [], 250, 100, [0, 1, 2]),                      # 100 + 100 < 250
     ({}, [], 300, 100, [0, 1, 2]),
     ({}, [], 301, 100, [0, 1, 2, 3]),
-    ({}, [], 250, None, [0, 1, 2, 3, 4]),               # nobody knows
+    ({}, [], 250, None, [0, 1, 2, 3, 4]),               # nobody knows: 0.4 a byte of 100, 101, .. bytes
+    ({}, [], 81, None, [0, 1, 2]),                      # 40 + 40.4
+    ({1: 5}, [], 46, None, [0, 2]),                     # the guess holds for those that are not done: 40 + 5
+    ({0: 90}, [], 271, None, [1, 2, 3]),                # 90 + 90 + 90: what is counted counts where it is more
     ({0: 50}, [], 250, 100, [1, 2, 3, 4]),              # what is counted counts: 50 a file
     ({0: 500}, [], 250, 100, []),
     ({1: 200}, [], 250, 100, [0, 2, 3, 4][:1]),         # 200 expected of file 0, 200 there: enough
@@ -342,7 +367,7 @@ def test_before_counts_as_next_file_does(make):
     parts.fail(2, "why")
     assert parts.next_file(10**6, 1, 1, 1) == 1
     assert [parts.before(file) for file in range(5)] == [0, 40, 130, 130, 210]      # 60 expected of a file, 90 there
-    assert parts.tokens() == 210
+    assert parts.tokens() == 210 and parts.done() == [True, False, True, True, False]
 
 
 def test_a_worker_takes_its_share_first_then_what_is_left(make):
@@ -393,7 +418,7 @@ def test_a_held_file_is_left_alone_until_its_holder_dies(make):
 def test_looking_at_others_drops_no_lock_of_ones_own(make):
     parts = make(2)
     assert parts.next_file(None, None, 1, 1) == 0
-    assert parts.others() == []
+    assert parts.others() == [] and parts.has_locks
 
     def look(say):
         theirs = make(2)
@@ -480,29 +505,89 @@ def test_failed_files_end_the_prefix_or_are_left_out(make, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------------------ whose it is
 
-def test_the_same_input_goes_on_and_another_one_is_removed_with_a_line(make, capsys):
+def there(folder):
+    """Name -> bytes of all that is not a lock."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+CHANGED = [File("0.jsonl", 100), File("1.jsonl", 101, stamp=3)]
+
+
+def test_the_same_input_goes_on_and_another_one_is_refused(make, capsys):
+    assert begun(make.folder) is None
     work(make(2))
-    assert make(2).known() == [("0.jsonl", 100), ("1.jsonl", 101)]
-    assert make(2).is_exhausted(False) and capsys.readouterr().err == ""
+    assert make(2).known() == [("0.jsonl", 100), ("1.jsonl", 101)] and make(2).is_exhausted(False)
+    assert begun(make.folder) == json.loads(json.dumps(IDENTITY)) and Parts(make.folder, {}).known() is None
+    before = there(make.folder)
     for change, files, identity in [
         ("tokenizer was 'gpt2', now 'byte'", 2, IDENTITY | {"tokenizer": "byte"}),
-        ("other input files", 1, IDENTITY),
-        ("other input files", some_files(2)[::-1], IDENTITY),
-        ("other input files", [File("0.jsonl", 100), File("1.jsonl", 999)], IDENTITY),
+        ("tokenizer was 'gpt2', now None", 2, {key: IDENTITY[key] for key in ("selection", "share")}),
+        ("revision was None, now 'abc'; other input files, 1.jsonl was among them", 1, IDENTITY | {"revision": "abc"}),
+        ("tokenizer was 'gpt2', now 'byte'", CHANGED, IDENTITY | {"tokenizer": "byte"}),
+        ("other input files, 1.jsonl was among them", 1, IDENTITY),
+        ("other input files, 2.jsonl was not among them", 3, IDENTITY),
+        ("other input files, or in another order", some_files(2)[::-1], IDENTITY),
     ]:
-        parts = make(2)
-        work(parts)
-        (parts.folder / "layout.json").write_text("{}")
-        (parts.folder / "layout.npy").write_text("")
-        (parts.folder / "train_00000.json").write_text("{}")
-        (parts.folder / "notes.txt").write_text("somebody's")
-        capsys.readouterr()
-        other = make(files, identity)
-        said = capsys.readouterr().err
-        assert said.endswith(f"what was begun there is removed, it was made otherwise: {change}\n") and str(other.folder) in said
-        assert other.prefix(False) == [] and other.tokens() == 0 and Parts(other.folder, IDENTITY | {"x": 1}).known() is None
-        left = {path.name for path in other.folder.iterdir() if not path.name.endswith(".lock")}
-        assert left == {"plan.json", "notes.txt"}
+        with pytest.raises(ConfigError) as error:
+            make(files, identity)
+        assert str(error.value) == (f"{make.folder} was begun otherwise ({change}): give the same options again, "
+                                    f"or delete {make.folder}")
+        assert there(make.folder) == before
+    assert make(2).is_exhausted(False) and capsys.readouterr().err == ""
+
+
+def test_a_plan_of_nothing_yet_is_refused_as_well(make):
+    """What was asked for first is known from it: the revision of a data set, the list of a server."""
+    make(2)
+    with pytest.raises(ConfigError, match="was begun otherwise"):
+        make(3)
+
+
+@pytest.mark.parametrize("changed", [CHANGED[1], File("1.jsonl", 999), File("1.jsonl", None)])
+def test_of_a_file_that_changed_its_own_pieces_are_removed(make, monkeypatch, capsys, changed):
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 60)
+    parts = make(12)
+    for file in 1, 2, 10, 11:
+        done_with(parts, {file: 7})
+        parts.fail(file, "why")
+    for name in "00001_0001.bin.tmp", "notes.txt", "00001.txt", "100001_0000.json", "00001_0000.txt":
+        (parts.folder / name).write_text("x")
+    before = there(parts.folder)
+    files = some_files(12)
+    files[1] = changed
+    other = make(files)
+    assert capsys.readouterr().err == f"{other.folder}: what was made of it is removed: 1.jsonl has changed\n"
+    gone = {f"00001_0000.{suffix}" for suffix in ("bin", "npy", "json")} | {"00001.failed", "00001_0001.bin.tmp"}
+    after = there(other.folder)
+    assert after.pop("plan.json") != before.pop("plan.json")
+    assert after == {name: data for name, data in before.items() if name not in gone}
+    assert [file for file, own in enumerate(other._pieces()) if own] == [2, 10, 11]
+    assert make(files).failures().keys() == {"2.jsonl", "10.jsonl", "11.jsonl"} and capsys.readouterr().err == ""
+    make([File(file.name, 5) for file in files[:3]] + files[3:])
+    assert "0.jsonl and 2 other files have changed" in capsys.readouterr().err
+
+
+def test_a_file_that_changed_stops_shards_in_the_making(make):
+    parts = make(2)
+    work(parts)
+    (parts.folder / "layout.json").write_text("{}")
+    before = there(parts.folder)
+    with pytest.raises(ConfigError, match=r"\(1.jsonl has changed\): give the same files again, or delete .*parts$"):
+        make(CHANGED)
+    assert there(parts.folder) == before and make(2).is_exhausted(False)
+
+
+def test_a_file_that_changed_while_somebody_works_is_refused(make):
+    def hold(say):
+        theirs = make(2)
+        work(theirs)
+        say("between two files")
+        signal.pause()
+
+    with process(hold) as (child, _):
+        with pytest.raises(ConfigError, match=f"process {child.pid} .* works there on other input: 1.jsonl has changed; wait"):
+            make(CHANGED)
+        assert make(2).is_exhausted(False)
 
 
 def test_another_identity_is_refused_while_somebody_works(make):
@@ -523,17 +608,21 @@ def test_another_identity_is_refused_while_somebody_works(make):
         trace = f"worker_*_{child.pid}.lock"
         assert list(make.folder.glob(trace))
         assert make(2).is_exhausted(False) and not list(make.folder.glob(trace)), "the trace of a dead process goes"
-        assert make(2, IDENTITY | {"tokenizer": "byte"}).prefix(False) == []
+        with pytest.raises(ConfigError, match="was begun otherwise"):
+            make(2, IDENTITY | {"tokenizer": "byte"})
 
 
-def test_a_death_while_a_folder_is_cleared_leaves_no_half_of_it(make, monkeypatch):
-    """Death at each file that another identity removes, then the first identity again."""
+@pytest.mark.parametrize("is_changed", [True, False])
+def test_a_death_while_pieces_are_removed_leaves_no_half_of_one(make, monkeypatch, is_changed):
+    """Death at each file that goes, since an input file changed or the plan was lost; then the input file as it was."""
     monkeypatch.setattr(pieces, "PIECE_TOKENS", 60)
     real, deaths = type(make.folder).unlink, 0
     while True:
         parts = make(1)
         work(parts)
         left = deaths
+        if not is_changed:
+            (parts.folder / "plan.json").write_text("lost")
 
         def unlink(path, **options):
             nonlocal left
@@ -544,19 +633,22 @@ def test_a_death_while_a_folder_is_cleared_leaves_no_half_of_it(make, monkeypatc
 
         with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
             patch.setattr(type(make.folder), "unlink", unlink)
-            make(1, {})
+            make([File("0.jsonl", 100, stamp=3)] if is_changed else 1)
             break
         deaths += 1
         parts = make(1)
+        for piece in parts.prefix(False):
+            assert piece.stem.with_suffix(".bin").exists() and piece.stem.with_suffix(".npy").exists()
         content(parts.prefix(False))
         work(parts)
         assert content(parts.prefix(False)) == expected_content([0])
         parts.remove()
-    assert deaths > 10
+    assert deaths > 8
 
 
 @pytest.mark.parametrize("plan", [b"", b"[]", b"{}", b"\xff", b"[" * 100_000, b'{"identity": {}}',
-                                  b'{"identity": 1, "files": []}', None])
+                                  b'{"identity": 1, "files": []}', b'{"identity": {}, "files": [3]}',
+                                  b'{"identity": {}, "files": [{"name": "x"}]}', None])
 def test_pieces_without_a_plan_are_removed(make, capsys, plan):
     """A kill while a folder is being cleared: the plan goes first."""
     parts = make(2)
@@ -565,9 +657,9 @@ def test_pieces_without_a_plan_are_removed(make, capsys, plan):
         (parts.folder / "plan.json").unlink()
     else:
         (parts.folder / "plan.json").write_bytes(plan)
-    assert Parts(parts.folder, IDENTITY).known() is None
+    assert Parts(parts.folder, IDENTITY).known() is None and begun(parts.folder) is None
     again = make(2)
-    assert "removed, it was made otherwise: nothing says how" in capsys.readouterr().err
+    assert "what was made of it is removed: nothing says how" in capsys.readouterr().err
     assert again.prefix(False) == [] and work(again) == [0, 1]
 
 
@@ -643,6 +735,7 @@ def test_without_locks_each_worker_keeps_to_its_share(make, monkeypatch, capsys)
 
     monkeypatch.setattr(fcntl, "lockf", no_locks)
     first, second = make(5), make(5)
+    assert not first.has_locks
     assert first.next_file(None, None, 1, 2) == 0 and first.others() == ["1.jsonl", "3.jsonl"]
     first.release(0)
     assert work(first, 1, 2) == [0, 2, 4]

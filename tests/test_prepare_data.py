@@ -11,7 +11,8 @@ import pytest
 from text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
 
 from prepare import harvest, progress, source
-from prepare.phases import Job, prepare
+from prepare.job import Job
+from prepare.phases import prepare
 from prepare.source import Source, batches
 from prepare_data import main
 from runtime import shards
@@ -233,6 +234,8 @@ def test_verify_names_the_bad_shard(tmp_path, capsys):
     (["demo", "x.txt"], "demo takes no 'x.txt'"),
     (["demo", "val_share=0.9"], "val_share=0.9 must be a number from 0.0001 to 0.5"),
     (["demo", "val_share=nan"], "val_share=nan must be a number"),
+    (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
+    (["--tokens=31e9", "out=x"], "--tokens=31e9 does not say what to prepare"),
     (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
     (["--verify", "out=x"], "there is no option 'out=x'"),
     (["local", "x.txt", "name=mine", "tokens=-1"], "tokens=-1.0 must be a count, such as tokens=31e9"),
@@ -240,7 +243,7 @@ def test_verify_names_the_bad_shard(tmp_path, capsys):
     (["local", "x.txt", "name=mine", "processes=0"], "processes=0 must be a number from 1"),
     (["local", "x.txt", "name=mine", "worker=0/2"], "worker='0/2' must be this one's number, from 1"),
     (["local", "x.txt", "name=mine", "worker=3/2"], "such as worker=3/16"),
-    (["local", "x.txt", "name=mine", "tokenizer_backend=fast"], "there is no tokenizer_backend='fast'"),
+    (["local", "x.txt", "name=mine", "tokenizer_backend=fast"], "tokenizer_backend='fast'"),
     (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
     (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
     (["python", "python"], "python is named twice"),
@@ -288,7 +291,8 @@ def test_progress_is_told_while_files_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(source, "BATCH_BYTES", 20_000)
     assert local(file, out=tmp_path) == 0
-    lines = capsys.readouterr().err.splitlines()
+    *lines, last = capsys.readouterr().err.splitlines()
     assert len(lines) > 5 and all("tok/s" in line and line.startswith("mine: ") for line in lines)
+    assert f"{tmp_path / 'mine'}: writing " in last
     shares = [float(line.split("tok/s, ")[1].split("%")[0]) for line in lines if "%" in line]
     assert shares == sorted(shares) and shares[0] < 60 and "100.0%, 0 s left" in lines[-1], lines
