@@ -43,7 +43,7 @@ def verify(folders: list[Path]) -> None:
     for folder in folders:
         finished, begun = _sources(folder)
         for source in sorted(finished | begun):
-            found = list(damage(source)) if source in finished else [f"{source} is unfinished: the command that began it goes on"]
+            found = list(damage(source)) if source in finished else [f"{source} is unfinished: the same command goes on with it"]
             print(f"{'unfinished' if source in begun else 'BAD' if found else 'OK '} {source}", flush=True)
             bad += found
     if bad:

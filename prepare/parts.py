@@ -57,7 +57,7 @@ class Parts:
         """Go on in the folder, or begin. Of an input file that changed (its size, or its `stamp` where it has one) the
         pieces are removed, and a line says so.
 
-        Raises ConfigError: it was begun under another identity or with other names; a file changed and another process
+        Raises ConfigError: there are pieces of another identity or of other names; a file changed and another process
         works here, or shards are being written."""
         assert len({file.name for file in files}) == len(files), "a name stands for one input file"
         self.files = files
@@ -67,23 +67,24 @@ class Parts:
         with self._locks.alone(create=True):
             workers = list(self._other_workers())
             if (found := _read_plan(self.folder)) != plan:
-                if found or any(path.name[0].isdigit() for path in self._ours()):
-                    self._make_way(found, plan, workers)
-                if not found:
-                    self._unlink(keep=(MUTEX,))
+                self._make_way(found, plan, workers)
                 write_json(self.folder / "plan.json", plan)
             self._presence = self._presence or os.fdopen(self._locks.take(_trace()), "rb")  # closes itself with its last user
 
     def _make_way(self, found: dict | None, plan: dict, workers: list[str]) -> None:
-        """Says that what is there cannot stay under the new plan; removes the pieces of files that changed; or ConfigError."""
+        """Removes what cannot stay under the new plan; raises ConfigError where that is for the user to decide."""
         change, changed = _difference(found, plan) if found else ("nothing says how", set())
         if workers:
             raise ConfigError(f"{self.folder}: {workers[0]} works there on other input: {change}; wait until it ends, stop it, "
                               f"or give another out= (if it is no more, delete {self.folder})")
-        if found and (not changed or (self.folder / "layout.json").exists()):
+        has_pieces = any(path.name[0].isdigit() and path.suffix == ".json" for path in self._ours())
+        if has_pieces and found and (not changed or (self.folder / "layout.json").exists()):
             raise ConfigError(f"{self.folder} was begun otherwise ({change}): give the same "
                               f"{'files' if changed else 'options'} again, or delete {self.folder}")
-        print(f"{self.folder}: what was made of it is removed: {change}", file=sys.stderr)
+        if has_pieces:
+            print(f"{self.folder}: what was made of it is removed: {change}", file=sys.stderr)
+        if not (has_pieces and found):      # nothing to lose, or nobody can say what it is
+            self._unlink(keep=(MUTEX,))
         for path in sorted(self._ours(), key=lambda path: path.suffix != ".json"):      # a piece is there while its .json is
             if path.name[0].isdigit() and int(re.match(r"\d+", path.name)[0]) in changed:
                 path.unlink(missing_ok=True)
@@ -93,8 +94,7 @@ class Parts:
 
         Files are wanted in order until their tokens reach `target` (None: all), of the finished ones as counted, of the
         others as many as finished ones have on average, or `expected` where none is finished, or by their size where that
-        is None. Of those wanted this worker (from 1) takes its share first, then what nobody holds; without locks no more.
-        """
+        is None. Of those wanted this worker (from 1) takes its share first, then what nobody holds; without locks no more."""
         self._aim = target, expected, worker, workers
         with suppress(FileNotFoundError), self._locks.alone():     # the folder is gone where another worker has assembled
             while True:
@@ -267,11 +267,11 @@ def _read_plan(folder: Path) -> dict | None:
     """plan.json; None where there is none, {} where it is not what was written: nobody can say what the pieces are."""
     try:
         plan = json.loads((folder / "plan.json").read_text(errors="replace"))
-        assert isinstance(plan["identity"], dict)
-        return plan if all({"name", "bytes"} <= file.keys() for file in plan["files"]) else {}
+        is_ours = isinstance(plan["identity"], dict) and all({"name", "bytes"} <= file.keys() for file in plan["files"])
+        return plan if is_ours else {}
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, AssertionError):
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return {}
 
 

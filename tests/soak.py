@@ -175,8 +175,8 @@ def test_every_change_that_prepare_data_makes_on_disk(forge, paths, calm_shards,
     kill_at_each(forge, paths, calm_shards, tmp_path / "kill", everything)
     table.append(("prepare_data.py: kill -9 before each change on disk", len(everything), len(everything), []))
     room = moments(calm_shards, each=10_000, besides="rem")
-    fill_at_each(forge, paths, calm_shards, tmp_path / "full", room)
-    table.append(("prepare_data.py: the disk full from each change on", len(room), len(room), []))
+    filled = fill_at_each(forge, paths, calm_shards, tmp_path / "full", room)
+    table.append(("prepare_data.py: the disk full from each change on", filled, filled, []))
 
 
 def test_workers_that_are_killed_and_come_back_in_other_numbers(big, tmp_path, table):     # noqa: F811

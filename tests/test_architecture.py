@@ -27,7 +27,8 @@ ALLOWED = {
        for room in ("data", "fp8", "parallel", "optim", "checkpoint", "metrics", "guard", "probe",
                     "folder", "machine", "diagnosis", "watchdog", "profiler", "meter")},
     # Those of prepare_data.py: without runtime.config, which loads torch.
-    **{f"prepare.{room}": LEVEL_0 for room in ("packing", "hub_faults", "copies", "pieces", "pool", "contamination", "inventory")},
+    **{f"prepare.{room}": LEVEL_0
+       for room in ("packing", "hub_faults", "copies", "pieces", "pool", "contamination", "inventory")},
     "prepare.assemble": LEVEL_0 | {"prepare.copies"},
     "prepare.documents": LEVEL_0 | {"prepare.packing"},
     "prepare.hub_files": LEVEL_0 | {"prepare.packing", "prepare.hub_faults"},

@@ -536,11 +536,18 @@ def test_the_same_input_goes_on_and_another_one_is_refused(make, capsys):
     assert make(2).is_exhausted(False) and capsys.readouterr().err == ""
 
 
-def test_a_plan_of_nothing_yet_is_refused_as_well(make):
-    """What was asked for first is known from it: the revision of a data set, the list of a server."""
-    make(2)
-    with pytest.raises(ConfigError, match="was begun otherwise"):
-        make(3)
+def test_where_nothing_was_made_yet_nothing_is_in_the_way(make, capsys):
+    """Such as after a first try with another column, which no file had."""
+    parts = make(2, IDENTITY | {"selection": {"column": "txet"}})
+    assert parts.next_file(None, None, 1, 1) == 0
+    writer = parts.writer(0)
+    writer.add(encoded(some_rows(0), 0, 3))         # killed in its first piece
+    parts.fail(1, "why")
+    parts.release(0)
+    parts._presence = None
+    other = make(2)
+    assert begun(other.folder) == json.loads(json.dumps(IDENTITY)) and capsys.readouterr().err == ""
+    assert there(other.folder).keys() == {"plan.json"} and work(other) == [0, 1]
 
 
 @pytest.mark.parametrize("changed", [CHANGED[1], File("1.jsonl", 999), File("1.jsonl", None)])

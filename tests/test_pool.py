@@ -285,8 +285,8 @@ with Pool("gpt2", 2) as pool:
         text = b"!" * 400_000
         for _ in pool.encode(Batch(text, np.array([len(text)]), 1) for _ in range(10**6)):
             print("on", flush=True)
-    if sys.argv[1] == "mapping":    # both pipes of both children
-        list(pool.map(eval, ["print('on', flush=True) or __import__('time').sleep(600)"] * 4))
+    if sys.argv[1] == "mapping":    # both pipes of both children; a line in one write, as two print at once
+        list(pool.map(eval, ["__import__('os').write(1, bytes([111, 110, 10])) and __import__('time').sleep(600)"] * 4))
     time.sleep(600)
 """
 

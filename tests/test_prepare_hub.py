@@ -7,7 +7,9 @@ import signal
 
 import pytest
 
+import prepare_data
 from configs.sources import SOURCES
+from runtime.annotations import ConfigError
 from tests.hub_server import HubServer, make_hub
 from tests.prepare_runs import Forge, Run, content, is_a_sentence
 
@@ -159,6 +161,28 @@ def test_any_data_set_of_the_hub(forge, calm, tmp_path):
     assert len(documents(tmp_path / "out/arxiv")) >= len(documents(calm / "arxiv")) > 20
     code, said = stream(forge, tmp_path / "other", f"hf:{ARXIV}", "column=nope", "name=arxiv")
     assert code == 2 and "nope" in said and "text" in said and is_a_sentence(said), said
+
+
+def test_a_resume_stays_at_the_commit_that_was_begun(forge, tmp_path, monkeypatch):
+    """Someone pushes meanwhile: what `main` means now is not asked for, unless revision= says so."""
+    asked, out = [], tmp_path / "out"
+
+    def resolve(dataset, column, revision, *_):
+        asked.append(revision)
+        raise ConfigError("far enough")
+    monkeypatch.setattr(prepare_data.hub, "any_dataset", resolve)
+    command = [f"hf:{ARXIV}", "name=arxiv", *OPTIONS, f"out={out}"]
+    prepare_data.main(command)
+    code, said = forge.run(*command, sizes=SIZES, folder=str(out), fault="kill", at=40)
+    assert code == -signal.SIGKILL, said
+    commit = json.loads((out / "arxiv/parts/plan.json").read_text())["identity"]["revision"]
+    prepare_data.main(command)
+    prepare_data.main([*command, "revision=main"])
+    prepare_data.main([f"hf:{ARXIV}2", *command[1:]])
+    code, said = forge.run(*command, sizes=SIZES)
+    assert code == 0, said
+    prepare_data.main(command)
+    assert asked == [None, commit, "main", None, commit] and len(commit) == 40
 
 
 def test_a_budget_is_shared_by_weight(forge, tmp_path):
