@@ -18,7 +18,7 @@ from runtime.config import (
 from tests.conftest import ROOT
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
-                     if p.stem not in ("demo", "mixture") and not p.stem.startswith("study_"))
+                     if p.stem not in ("demo", "mixture", "sources") and not p.stem.startswith("study_"))
 
 
 @pytest.mark.parametrize("path", ALL_CONFIGS, ids=lambda p: p.stem)
