@@ -383,7 +383,7 @@ def test_connections_too_short_for_a_large_request_suffice_for_small_ones(own, m
 
 def test_a_full_disk_is_no_bad_file(laid_out, server, monkeypatch):
     def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+        raise OSError(errno.ENOSPC, "No space left on device", "somewhere")
 
     file = hub.hub_source("web", SOURCES["fineweb_edu"]).files(None)[0]
     monkeypatch.setattr(HubFile, "_opened", full)
