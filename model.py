@@ -29,6 +29,7 @@ class GPTConfig:
     n_kv_head: int | None = None        # key/value heads (grouped-query attention); none = n_head
     n_ctx: int = 1024                   # context length T, in tokens
     vocab_size: int = 50257             # tokens the tokenizer can emit (gpt2 50257, byte 257)
+    vocab_multiple: int = 128           # rows of embedding and head are padded to a multiple of this: whole tensor-core tiles
     tied: bool = True                   # one matrix for the embedding and the head
     qk_norm: bool = False               # RMSNorm on each query and key head before RoPE (exports as Qwen3)
     norm_eps: float = 1e-5              # added to the mean square in RMSNorm
@@ -49,7 +50,7 @@ class GPTConfig:
 
     @property
     def vocab_padded(self) -> int:
-        return -(-self.vocab_size // 128) * 128     # whole tensor-core tiles; the extra rows are never a target
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple     # the extra rows are never a target
 
     @property
     def params_total(self) -> int:
@@ -62,7 +63,7 @@ class GPTConfig:
     def problems(self) -> list[str]:
         """One sentence for each size that no model can have; an empty list is a sound configuration."""
         out = []
-        for name in ("n_layer", "n_head", "n_embd", "n_ffn", "n_ctx", "vocab_size", "n_kv_head", "loss_chunk"):
+        for name in ("n_layer", "n_head", "n_embd", "n_ffn", "n_ctx", "vocab_size", "vocab_multiple", "n_kv_head", "loss_chunk"):
             value = getattr(self, name)
             if value is not None and not 1 <= value <= 2**24:
                 out.append(f"model.{name}={value} must be between 1 and {2**24}")
@@ -113,16 +114,19 @@ class RMSNorm(nn.Module):
 def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
     """Radians per position of each channel pair, shape (D/2,), fp32; with Llama 3's stretch where rope_factor is set.
 
-    Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1.
+    Source: RoFormer, 2104.09864 (equation 15); the stretch as published with Llama 3.1, its operations in the order of Hugging
+    Face's transformers, whose last bits it shares: the difference grows with the position.
     """
     D = config.head_size
     freq = 1.0 / config.rope_theta ** (torch.arange(0, D, 2, dtype=torch.float32, device=device) / D)
     if config.rope_factor is None:
         return freq
-    turns = config.rope_original_ctx * freq / (2 * math.pi)     # full rotations over the original context
-    keep = (turns - config.rope_low_freq) / (config.rope_high_freq - config.rope_low_freq)
-    keep = keep.clamp(0, 1)                                     # 1: short wavelength, untouched; 0: fully stretched
-    return freq * keep + freq / config.rope_factor * (1 - keep)
+    factor, low, high = config.rope_factor, config.rope_low_freq, config.rope_high_freq
+    wavelength, context = 2 * math.pi / freq, config.rope_original_ctx
+    stretched = torch.where(wavelength > context / low, freq / factor, freq)
+    keep = (context / wavelength - low) / (high - low)          # of the wavelengths between: 1 untouched, 0 fully stretched
+    blended = (1 - keep) * stretched / factor + keep * stretched
+    return torch.where((wavelength < context / high) | (wavelength > context / low), stretched, blended)
 
 
 def rotate(x, cos, sin):
@@ -152,8 +156,11 @@ class Attention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.append(self, k, v)         # (B, K, past + T, D)
-        # A single new token sees everything cached before it, so only longer inputs need the causal mask.
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=H != K)
+        # A single new token sees everything cached before it, so only longer inputs need the causal mask; what stands
+        # behind a cached past needs it spelled out, for is_causal would count from the past's first token.
+        S = k.size(2)       # past + T
+        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=1 < T == S, enable_gqa=H != K)
         return self.out(y.transpose(1, 2).reshape(B, T, H * D))     # (B, T, C)
 
 
@@ -195,6 +202,13 @@ class KVCache:
             k, v = torch.cat((self._kv[layer][0], k), dim=2), torch.cat((self._kv[layer][1], v), dim=2)
         self._kv[layer] = (k, v)
         return k, v
+
+    def rows(self, index):
+        """A cache of its own for the rows that index (n,) names, in that order, one as often as it is named."""
+        cache = KVCache()
+        cache.length = self.length
+        cache._kv = {layer: (k[index], v[index]) for layer, (k, v) in self._kv.items()}
+        return cache
 
 
 class GPT(nn.Module):
@@ -283,7 +297,6 @@ class GPT(nn.Module):
         past = cache.length if cache is not None else 0
         T = x.size(1)
         assert past + T <= self.config.n_ctx, f"{past + T} tokens in a context of {self.config.n_ctx}"
-        assert past == 0 or T == 1, "a filled cache takes one token at a time"
         cos, sin = self.cos[past:past + T], self.sin[past:past + T]
         h = self.wte(x).to(self.compute_dtype)
         for block in self.layers:

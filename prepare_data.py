@@ -11,7 +11,7 @@
 The named sources are values in configs/sources.py. Options are key=value, a leading -- is accepted:
     tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
     out=FOLDER              folder of the sources (data; demo: data/demo)
-    tokenizer=NAME          gpt2 or byte (gpt2; demo: byte)
+    tokenizer=NAME          gpt2, byte or a folder with tokenizer.json (gpt2; demo: byte)
     val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
     processes=N             processes that tokenise (one per core; demo: 1)
     worker=3/16             this is worker 3 of 16 on the same folder, of a job array say; torchrun sets it by itself
@@ -20,6 +20,7 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
     skip_bad=true           finish without the files that could not be read, rather than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
     column=NAME             local, hf: which column holds the text (text)
+    instruct=true           local: .jsonl lines {"prompt": ..., "response": ...}; only responses are learned
     license=WORDS           local, hf: written to index.json (not stated; hf: what the data set's card says)
     revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet
 
@@ -42,12 +43,12 @@ from configs.mixture import MIXTURE
 from configs.sources import SOURCES
 from prepare import harvest, hub, inventory
 from prepare.contamination import read_grams
-from prepare.documents import local_files
+from prepare.documents import PAIR, local_files
+from prepare.encoder import load_backend
 from prepare.job import HASH_STEPS, Job
 from prepare.options import KEYS, Options, read_options
 from prepare.parts import begun
 from prepare.phases import Unfinished, prepare
-from prepare.pool import load_backend
 from prepare.source import BadFile, Batch, Source, batches
 from runtime.annotations import ConfigError, nearest
 from runtime.shards import read_index
@@ -82,10 +83,13 @@ def local_source(paths: list[str], options: Options) -> Source:
     name = _folder_name(options.name or "")
     if not paths:
         raise ConfigError("no file is named: python prepare_data.py local FILE... name=mydata")
-    files = local_files(paths, options.column)
+    columns = PAIR if options.instruct else (options.column,)
+    files = local_files(paths, *columns)
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
-    return Source(name, lambda known: files, f"local: {', '.join(p.name for p in map(Path, paths))}; column {options.column}",
-                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated", has_stamps=True)
+    dataset = f"local: {', '.join(p.name for p in map(Path, paths))}; column {' and '.join(columns)}"
+    return Source(name, lambda known: files, dataset,
+                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated",
+                  {"instruct": list(columns)} if options.instruct else {}, is_masked=options.instruct, has_stamps=True)
 
 
 def any_source(dataset: str, options: Options) -> Source:

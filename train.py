@@ -4,7 +4,8 @@
     torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
     python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
     python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
-    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run, from its checkpoint
+    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run; step_00000000: on from a
+                                                                            model that was imported (configs/continue_llama.py)
     python train.py --help                                                  every key, its default and meaning
 
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
@@ -22,11 +23,12 @@ import torch
 from eval.loss import ValLoss, evaluate
 from model import GPT
 from runtime import fp8, gather, metrics, optim, parallel
-from runtime.checkpoint import CheckpointError, branch_point, checkpoints, load, on_main, read_manifest, restore, step_of
-from runtime.config import Config, ConfigError, config_from_dict, help_text, load_config
+from runtime.begin import branch, is_weights_only
+from runtime.checkpoint import CheckpointError, checkpoints, on_main, restore, step_of
+from runtime.config import Config, ConfigError, help_text, load_config
 from runtime.data import open_data
 from runtime.diagnosis import diagnose
-from runtime.folder import hold, is_finished, refuse_to_start_over
+from runtime.folder import hold, is_finished, keep_tokenizer, refuse_to_start_over, tokenizer_of
 from runtime.guard import Guard, GuardError, Verdict
 from runtime.machine import MachineError, check_device, out_of_memory
 from runtime.meter import Meter
@@ -96,9 +98,7 @@ def read_arguments(argv: list[str]) -> tuple[Config, str | None]:
 
 
 def train(config: Config, world: World) -> None:
-    """Build, resume, loop, evaluate, summarise.
-
-    Raises ConfigError, CheckpointError, GuardError or MachineError with a sentence."""
+    """Build, resume, loop, evaluate, summarise. Raises ConfigError, CheckpointError, GuardError, MachineError: a sentence."""
     with ExitStack() as ending:     # closes the log however the run ends: an error begins on a line of its own
         watch = Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout)
         ending.enter_context(watch)
@@ -117,7 +117,7 @@ def train(config: Config, world: World) -> None:
 def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> None:
     started = time.perf_counter()
     try:
-        tokenizer = load_tokenizer(config.data.tokenizer)
+        tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     fp8.check_hardware(config.fp8, world.device)
@@ -160,15 +160,12 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     restored = restore(config.run_dir, tensors, world, say=pass_over)
     is_branching = restored is None and config.start_from is not None
     if is_branching:
-        checkpoint = branch_point(config)
-        manifest = read_manifest(checkpoint)
-        optim.check_branch(config, config_from_dict(manifest["config"]), manifest["step"])
-        load(checkpoint, manifest, tensors, world)
+        restored = branch(config, tokenizer.sha256, tensors, world)
         on_main(world, lambda: refuse_to_start_over(config))
-        restored = checkpoint, manifest
     if restored:
         checkpoint, manifest = restored
         model.init_buffers()
+    if restored and not is_weights_only(manifest):
         step, state = manifest["step"], manifest["state"]
         if (changed := [key for key in identity if state["data"].get(key) != identity[key]]) == ["fp8"]:
             raise ConfigError("fp8.recipe=auto chose other layers than this run was begun with: name the recipe and "
@@ -181,13 +178,14 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         guard = Guard(config.guard, state["guard"])
         if not is_branching:     # the parent's hours are its own
             train_s, probe_s = state["train_s"], state["probe_s"]
-    else:
+    elif not restored:
         on_main(world, lambda: refuse_to_start_over(config))
         model.init_weights(config.seed, assign)
     gather.precompute_scales(model)
     parallel.meet(world)    # all ranks have read the folder before one writes to it
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
+        keep_tokenizer(config.run_dir, config.data.tokenizer)
     saver = Saver(config.run_dir, config.checkpoint, world, metrics.validation_losses(config.run_dir / "metrics.jsonl"))
     saver.prepare(tensors)
     ending.push(lambda kind, *_: kind in (ConfigError, GuardError) and saver.wait())    # the save under way is not lost
@@ -207,7 +205,8 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             f"device: {world.size} x {metrics.device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
             f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
             *flag_lines, *data.describe(), *fp8.table(layers, config.fp8.recipe, world.device.type),
-            f"{'branching off' if is_branching else 'resuming'} {restored[0]}" if restored else "starting at step 0",
+            f"{'resuming' if not is_branching else 'branching off' if step else 'on from'} {restored[0]}" if restored else
+            "starting at step 0",
         ]))
         if restored:
             log.event({"event": "branch" if is_branching else "resume", "step": step})
@@ -321,20 +320,22 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         lr = optim.learning_rate(step, config.total_steps, config.optim)
         optim.set_learning_rate(optimizer, lr)
         loss_sum = torch.zeros((), device=world.device)
+        targets = max(1, data.targets(step + moved_on))     # fewer than tokens_per_step where prompts are masked
+        step_scale = loss_scale * (config.data.tokens_per_step / targets)
         for micro in range(accumulation):
             watch.at("reading a micro-batch", step + 1)
             x, y = next(batches)
             watch.at("forward and backward", step + 1)
             parallel.sync_gradients(model, now=micro == accumulation - 1)
             micro_loss = model(x, y).sum()
-            (micro_loss * loss_scale).backward()
+            (micro_loss * step_scale).backward()
             loss_sum += micro_loss.detach()
         watch.at("summing loss and gradient norm over the ranks", step + 1)
         grad_norm = parallel.clip_gradients(model, config.optim.clip)
 
         sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, stop.requested))), world)
         loss, stops, grad_norm = torch.cat((sums, grad_norm[None])).tolist()        # the step's one host read
-        loss /= config.data.tokens_per_step
+        loss /= targets
 
         verdict = guard.judge(step, loss, grad_norm, can_roll_back)
         if verdict in (Verdict.OK, Verdict.SPIKE):
@@ -363,7 +364,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             continue
         if is_due(config.probe.every, step):
             t0 = time.perf_counter()
-            probe(step, x, y, loss_scale)
+            probe(step, x, y, step_scale)
             probe_s += time.perf_counter() - t0
         is_save_due |= is_due(config.checkpoint.every, step) or is_due(config.checkpoint.rolling, step)
         # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is due waits for its end.

@@ -16,8 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from runtime.config import ConfigError, read_config
+from runtime.folder import tokenizer_of
+from runtime.shards import CONTEXT as IS_CONTEXT
 from runtime.shards import read_index
-from runtime.tokenizer import load_tokenizer
+from runtime.tokenizer import Tokenizer, load_tokenizer
 
 DOCUMENTS = 32          # per source, val_ppl
 CHARACTERS = 4096       # of each document, val_ppl
@@ -86,34 +88,40 @@ def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
 # --------------------------------------------------------------------------------------------------------------- shards
 
 class Texts:
-    """The validation documents of one source, decoded when asked for."""
+    """The validation documents of one source, prompts included, decoded when asked for."""
 
-    def __init__(self, folder: Path, tokenizer):
-        self.tokenizer, self.documents = tokenizer, []
-        for shard in _shards(folder, tokenizer.name):
+    def __init__(self, folder: Path, tokenizer: Tokenizer):
+        self.tokenizer, self.documents, skip = tokenizer, [], len(tokenizer.prefix)
+        for shard in _shards(folder, tokenizer):
             starts = np.flatnonzero(shard == tokenizer.eot)     # a document's tail in the next shard is left out
-            self.documents += [shard[a + 1:b] for a, b in zip(starts, [*starts[1:], len(shard)], strict=True)]
+            self.documents += [shard[a + skip:b] for a, b in zip(starts, [*starts[1:], len(shard)], strict=True)]
 
     def __len__(self):
         return len(self.documents)
 
     def __getitem__(self, i: int) -> str:
-        return self.tokenizer.decode(self.documents[i].tolist())
+        return self.tokenizer.decode((self.documents[i] & ~IS_CONTEXT).tolist())
 
 
 def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:
     data = read_config(run_dir).data
-    tokenizer = load_tokenizer(data.tokenizer)
+    try:
+        tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
     for source in sorted(data.mixture):
         yield source, Texts(Path(data.dir) / source, tokenizer)
 
 
-def _shards(folder: Path, tokenizer: str) -> list[np.ndarray]:
+def _shards(folder: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
     try:
         index = read_index(folder)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    if index.tokenizer != tokenizer:
-        raise ConfigError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with {tokenizer!r}: "
-                          f"prepare the data with data.tokenizer={tokenizer}")
-    return [np.memmap(shard.path, dtype="<u2", mode="r") for shard in index.splits["val"].shards if shard.tokens]
+    if index.tokenizer != tokenizer.kind:
+        raise ConfigError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with "
+                          f"{tokenizer.name!r}: prepare the data with data.tokenizer={tokenizer.name}")
+    if index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
+        raise ConfigError(f"{folder} was made with another tokenizer than the run's own ({index.tokenizer_sha256[:9]}..., not "
+                          f"{tokenizer.sha256[:9]}...): prepare the data with tokenizer={tokenizer.name}")
+    return [np.memmap(shard.path, dtype=index.dtype, mode="r") for shard in index.splits["val"].shards if shard.tokens]

@@ -3,27 +3,34 @@
 import importlib.metadata
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows
 
+from eval import batches
+from eval.ranks import Ranks
 from eval.sample import stream
-from model import GPT
+from model import GPT, KVCache
 from runtime.tokenizer import Tokenizer
 
-HEAD_ROWS = 4096        # logits kept at a time, in tokens: 4096 x 50304 x 4 bytes = 0.8 GB
+# Logits kept at a time, in tokens. A CPU is quickest where they stay in its cache, 128 x 50304 x 4 bytes = 26 MB: there
+# softmax takes a third of what it takes at 1,024. A GPU wants large matmuls; 2,048 are 0.4 GB.
+HEAD_ROWS = {"cpu": 128, "gpu": 2048}
 
 
 class CheckpointLM(TemplateLM):
     """lm-eval's view of a model: log-likelihoods of token sequences, and greedy continuations.
 
-    n_truncated counts the requests that did not fit the context and lost their beginning.
+    n_truncated counts the requests that did not fit the context and lost their beginning. micro_batch is in sequences of a
+    full context. With `ranks` the batches are shared out: each rank is asked everything, and answers the same.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, ranks: Ranks | None = None):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
+        self.ranks = ranks or Ranks()
         self.n_ctx = model.config.n_ctx
         self.n_truncated = 0
         self.version = importlib.metadata.version("lm_eval")
@@ -32,8 +39,14 @@ class CheckpointLM(TemplateLM):
     def eot_token_id(self) -> int:
         return self.tokenizer_ours.eot
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self.tokenizer_ours.start
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        return self.tokenizer_ours.encode(string).tolist()
+        """A text's ids, after the token that begins a text where the tokenizer has one of its own, as lm-eval's HFLM does."""
+        begins = len(self.tokenizer_ours.prefix) > 1 and add_special_tokens is not False
+        return [self.tokenizer_ours.start] * begins + self.tokenizer_ours.encode(string).tolist()
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
@@ -47,7 +60,7 @@ class CheckpointLM(TemplateLM):
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
         """Log-likelihood in nats of each whole text, its first token after end-of-text, as documents are trained on."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
-        return [total for total, _ in self._score([self._windows([self.eot_token_id], text) for text in texts])]
+        return [total for total, _ in self._score([self._windows([self.prefix_token_id], text) for text in texts])]
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[tuple[list[int], int]]:
         """Token sequences of at most n_ctx + 1 and how many of the last are scored; together the whole continuation."""
@@ -57,42 +70,102 @@ class CheckpointLM(TemplateLM):
         windows = get_rolling_token_windows(continuation, context[-1], max_seq_len=self.n_ctx, context_len=1)
         return [(inputs + scored[-1:], len(scored)) for inputs, scored in windows]
 
-    @torch.no_grad()        # see eval/sample.py's stream()
     def _score(self, requests: list[list[tuple[list[int], int]]]) -> list[tuple[float, bool]]:
-        """Sum over each request's windows; the longest go first: little padding, and memory runs out at once or never."""
-        windows = [(tokens, n, i) for i, request in enumerate(requests) for tokens, n in request]
-        windows.sort(key=lambda w: (-len(w[0]), w[0]))
+        """Sum over each request's windows. Windows that differ in their last token alone are one row for the model."""
+        rows: dict[tuple[int, ...], list[tuple[list[int], int]]] = {}       # inputs -> (scored tokens, request) of each window
+        for i, request in enumerate(requests):
+            for tokens, n in request:
+                rows.setdefault(tuple(tokens[:-1]), []).append((tokens[-n:], i))
+        inputs, windows = list(rows), list(rows.values())
+        batch_list = batches.plan(inputs, self.budget)
         totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
-        progress = Progress(len(windows))
-        for start in range(0, len(windows), self.micro_batch):
-            batch = windows[start:start + self.micro_batch]
-            for (_, _, i), (total, greedy) in zip(batch, self._score_batch(batch), strict=True):
+
+        def score(batch: batches.Batch) -> list[tuple[int, float, bool]]:
+            return self._score_batch(batch, inputs, windows)
+        for answers in self._shared_out(batch_list, score, [sum(map(len, batch.groups)) for batch in batch_list]):
+            for i, total, greedy in answers:
                 totals[i] += total
                 is_greedy[i] &= greedy
-            progress.show(start + len(batch))
-        progress.close()
         return list(zip(totals, is_greedy, strict=True))
 
-    def _score_batch(self, batch: list[tuple[list[int], int, int]]) -> list[tuple[float, bool]]:
-        T = len(batch[0][0]) - 1
-        x = torch.zeros(len(batch), T, dtype=torch.int64)      # padded on the right: causal attention never looks there
-        rows, places, targets = [], [], []
-        for row, (tokens, n, _) in enumerate(batch):
-            x[row, :len(tokens) - 1] = torch.tensor(tokens[:-1])
-            rows += [row] * n
-            places += range(len(tokens) - 1 - n, len(tokens) - 1)
-            targets += tokens[-n:]
-        h = self.model.hidden(x.to(self._device))       # (B, T, C)
-        h = h[rows, places]                             # (scored tokens, C): the head sees no other position
-        targets = torch.tensor(targets, device=self._device)
-        losses, greedy = [], []
-        for h_part, t_part in zip(h.split(HEAD_ROWS), targets.split(HEAD_ROWS), strict=True):
-            logits = self.model.head(h_part).float()    # (scored tokens, V)
-            losses.append(torch.nn.functional.cross_entropy(logits, t_part, reduction="none"))
-            greedy.append(logits[:, :self.model.config.vocab_size].argmax(dim=-1) == t_part)
-        sizes = [n for _, n, _ in batch]
-        losses, greedy = torch.cat(losses).double().cpu().split(sizes), torch.cat(greedy).cpu().split(sizes)
-        return [(-float(loss.sum()), bool(same.all())) for loss, same in zip(losses, greedy, strict=True)]
+    @property
+    def budget(self) -> int:
+        """Tokens per forward pass."""
+        return self.micro_batch * self.n_ctx
+
+    def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
+        """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
+        ranks, own = self.ranks, {}
+        mine = range(ranks.rank, len(batch_list), ranks.size)
+        progress = Progress(sum(sizes[i] for i in mine))
+        for i in mine:
+            own[i] = work(batch_list[i])
+            progress.show(sum(sizes[j] for j in own))
+        progress.close()
+        done = {i: answer for answers in ranks.gather(own) for i, answer in answers.items()}
+        return [done[i] for i in range(len(batch_list))]
+
+    @torch.no_grad()        # see eval/sample.py's stream()
+    def _score_batch(self, batch: batches.Batch, inputs: list[tuple[int, ...]], windows: list) -> list[tuple[int, float, bool]]:
+        """(request, log-likelihood, whether greedy) of every window of the batch's rows."""
+        past, device = batch.past, self._device
+        first = {row: len(inputs[row]) - max(len(scored) for scored, _ in windows[row])     # place of the first scored state
+                 for group in batch.groups for row in group}
+        kept, base, n = [], {}, 0       # scored states (.., C); base[whose] + place is where one lies among all that are kept
+
+        def keep(h, spans) -> None:     # h (R, T, C); spans: whose, row of h, first place, end, place of the row's beginning
+            nonlocal n
+            rows, places = [], []
+            for whose, i, begin, end, start in spans:
+                base[whose] = n + len(rows) - begin
+                rows += [i] * (end - begin)
+                places += range(begin - start, end - start)
+            kept.append(h[rows, places])
+            n += len(rows)
+
+        cache = KVCache() if past else None
+        if past:
+            x = torch.tensor([inputs[group[0]][:past] for group in batch.groups], device=device)
+            keep(self.model.hidden(x, cache), [(("group", g), g, min(past, *(first[row] for row in group)), past, 0)
+                                               for g, group in enumerate(batch.groups)])
+        rest = [(row, g) for g, group in enumerate(batch.groups) for row in group if len(inputs[row]) > past]
+        for chunk in batches.chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
+            rows = [rest[i][0] for i in chunk]
+            x = torch.zeros(len(rows), len(inputs[rows[0]]) - past, dtype=torch.int64)
+            for i, row in enumerate(rows):      # padded on the right: causal attention never looks there
+                x[i, :len(inputs[row]) - past] = torch.tensor(inputs[row][past:])
+            own = cache.rows(torch.tensor([rest[i][1] for i in chunk], device=device)) if past else None
+            keep(self.model.hidden(x.to(device), own), [(row, i, max(first[row], past), len(inputs[row]), past)
+                                                        for i, row in enumerate(rows)])
+        places, targets, sizes, whose = [], [], [], []
+        for g, group in enumerate(batch.groups):
+            for row in group:
+                for scored, i in windows[row]:
+                    begin, end = len(inputs[row]) - len(scored), len(inputs[row])
+                    places += [base["group", g] + place for place in range(begin, min(end, past))]
+                    places += [base[row] + place for place in range(max(begin, past), end)]
+                    targets += scored
+                    sizes.append(len(scored))
+                    whose.append(i)
+        losses, same = self._head(torch.cat(kept), torch.tensor(places), torch.tensor(targets))
+        return [(i, -float(loss.sum()), bool(flags.all()))
+                for i, loss, flags in zip(whose, losses.split(sizes), same.split(sizes), strict=True)]
+
+    def _head(self, h, places, targets) -> tuple[torch.Tensor, torch.Tensor]:
+        """h (n, C); for the pairs of places in h and targets, (m,) each on the CPU: cross-entropy (m,) fp64 in nats, and whether
+        the target is the likeliest token."""
+        losses, same = torch.empty(len(places), dtype=torch.float64), torch.zeros(len(places), dtype=torch.bool)
+        n_rows = HEAD_ROWS["cpu" if self._device.type == "cpu" else "gpu"]
+        for start in range(0, len(h), n_rows):
+            logits = self.model.head(h[start:start + n_rows]).float()       # (rows, V)
+            asked = ((places >= start) & (places < start + n_rows)).nonzero()[:, 0]
+            at, target = (places[asked] - start).to(self._device), targets[asked].to(self._device)
+            losses[asked] = -logits.log_softmax(dim=-1)[at, target].double().cpu()
+            real = logits[:, :self.tokenizer_ours.vocab_size]
+            likely = (logits[at, target] == real.amax(dim=-1)[at]).nonzero()[:, 0]      # BF16 logits tie: then argmax decides,
+            first = real[at[likely]].argmax(dim=-1) == target[likely]                   # which costs several times amax
+            same[asked[likely.cpu()]] = first.cpu()
+        return losses, same
 
     # ----------------------------------------------------------------------------------------------------- generation
 
@@ -112,22 +185,22 @@ class CheckpointLM(TemplateLM):
             self.n_truncated += len(kept) < len(ids)
             jobs.append((kept, n_new, until, i))
         jobs.sort(key=lambda job: -len(job[0]))
-        answers, progress = [""] * len(requests), Progress(len(jobs))
+        batch_list = []
         while jobs:     # rows of a batch have equal lengths: the cache knows no padding
-            length = len(jobs[0][0])
-            batch = [job for job in jobs[:self.micro_batch] if len(job[0]) == length]
-            jobs = jobs[len(batch):]
-            for (_, _, _, i), answer in zip(batch, self._answer(batch), strict=True):
-                answers[i] = answer
-            progress.show(len(answers) - len(jobs))
-        progress.close()
+            batch_list.append([job for job in jobs[:self.micro_batch] if len(job[0]) == len(jobs[0][0])])
+            jobs = jobs[len(batch_list[-1]):]
+        answers = [""] * len(requests)
+        for batch, texts in zip(batch_list, self._shared_out(batch_list, self._answer, list(map(len, batch_list))), strict=True):
+            for (_, _, _, i), text in zip(batch, texts, strict=True):
+                answers[i] = text
         return answers
 
     def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[str]:
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
         done = [False] * len(batch)
-        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None):
+        for tokens in stream(self.model, ids, max(job[1] for job in batch), 0.0, None,
+                             n_ids=self.tokenizer_ours.vocab_size):
             for row, (token, (_, n_new, until, _)) in enumerate(zip(tokens.tolist(), batch, strict=True)):
                 if not done[row] and token != self.eot_token_id:
                     new[row].append(token)

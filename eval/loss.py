@@ -15,11 +15,11 @@ class ValLoss:
     """Summed cross-entropy of each validation sequence, by source; everything else follows from it."""
     sequences: dict[str, np.ndarray]    # source -> (n,) float64, nats
     weights: dict[str, float]           # source -> share of the mixture
-    n_ctx: int                          # tokens per sequence
+    targets: dict[str, np.ndarray]      # source -> (n,) int64: tokens of each sequence that were to be foretold
 
     def source_loss(self, source: str) -> float:
-        """Mean over a source's tokens, nats per token."""
-        return float(self.sequences[source].mean() / self.n_ctx)
+        """Mean over a source's targets, nats per token."""
+        return float(self.sequences[source].mean() / self.targets[source].mean())
 
     @property
     def loss(self) -> float:
@@ -31,7 +31,9 @@ class ValLoss:
         """Of `loss` over the drawing of validation sequences, nats per token; None with one sequence in a source."""
         if min(map(len, self.sequences.values())) < 2:
             return None
-        return math.sqrt(sum((w / self.n_ctx) ** 2 * self.sequences[s].var(ddof=1) / len(self.sequences[s])
+        # Of a ratio of two means, where sequences have unequally many targets (Cochran 1977, 6.3); else of a mean.
+        residuals = {s: self.sequences[s] - self.source_loss(s) * self.targets[s] for s in self.weights}
+        return math.sqrt(sum((w / self.targets[s].mean()) ** 2 * residuals[s].var(ddof=1) / len(residuals[s])
                              for s, w in self.weights.items()))
 
 
@@ -39,7 +41,7 @@ class ValLoss:
 def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro_batch: int, device: torch.device,
              rank: int = 0, size: int = 1, gather: Callable = lambda t: t[None],
              is_stopping: Callable[[], bool] = lambda: False) -> ValLoss | None:
-    """The loss of `model` on every sequence of `val` (source -> set with len(), n_ctx and batch(start, stop) -> x, y).
+    """The loss of `model` on every sequence of `val` (source -> set with len(), targets, batch(start, stop) -> x, y).
 
     Batches of `micro_batch` go to the ranks in turn. Every batch is full and every rank runs equally many, the last
     sequence repeated where they run out: one compiled shape, and no rank alone in a collective. `gather` stacks
@@ -47,7 +49,7 @@ def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro
     """
     sequences = {}
     for source in weights:
-        n, n_ctx = len(val[source]), val[source].n_ctx
+        n = len(val[source])
         batches = -(-n // (micro_batch * size)) * size
         losses = torch.zeros(batches // size, micro_batch, dtype=torch.float64, device=device)
         for i, batch in enumerate(range(rank, batches, size)):
@@ -61,7 +63,7 @@ def evaluate(model: torch.nn.Module, val: dict, weights: dict[str, float], micro
                 return None
         everyone = gather(losses)       # (size, batches / size, micro_batch)
         sequences[source] = everyone.transpose(0, 1).reshape(-1)[:n].cpu().numpy()
-    return ValLoss(sequences, dict(weights), n_ctx)
+    return ValLoss(sequences, dict(weights), {source: val[source].targets for source in weights})
 
 
 def bits_per_byte(loss: float, val) -> float:

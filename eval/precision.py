@@ -74,7 +74,7 @@ def compare(options: Options) -> dict:
     config, device = read_config(options.run), pick_device(options.device)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
-    data = open_data(config, read_tokenizer(config).sha256)
+    data = open_data(config, read_tokenizer(config, options.run).sha256)
     _check_identity(Path(options.run), data)
     micro_batch = options.micro_batch or config.data.micro_batch
     bf16, reference = _arm("off", options, config, data, micro_batch)
@@ -94,7 +94,7 @@ def compare(options: Options) -> dict:
 def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
     """The paired differences as a ValLoss: its loss is the mean difference, its standard error that of the difference."""
     return ValLoss({source: val.sequences[source] - losses for source, losses in reference.sequences.items()},
-                   reference.weights, reference.n_ctx)
+                   reference.weights, reference.targets)
 
 
 def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:

@@ -19,11 +19,12 @@ from typing import ClassVar, Literal
 import torch
 
 from eval.options import read_options
-from runtime.checkpoint import checkpoints, load, read_manifest
+from runtime.checkpoint import checkpoints, load, read_manifest, sync_folder
 from runtime.config import ConfigError
 
-DTYPES = {"fp32": (torch.float32, "F32"), "bf16": (torch.bfloat16, "BF16")}
-ALIGNMENT = 8       # bytes; readers map the tensors where they lie
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
+ALIGNMENT = 64      # bytes, a cache line; torch allocates so
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +65,22 @@ def export(options: Options) -> tuple[Path, int, int]:
     run_dir = Path(options.run)
     if options.file is not None and (not Path(options.file).parent.is_dir() or Path(options.file).is_dir()):
         raise ConfigError(f"file={options.file} cannot be written: give a file's name in a folder that exists")
-    manifest, weights = _newest_weights(run_dir)
+    manifest, weights = newest_weights(run_dir, "eval.weights")
     step = manifest["step"]
     path = Path(options.file) if options.file is not None else run_dir / f"weights_{step:08d}.safetensors"
     metadata = {"format": "pt", "run": str(manifest["config"].get("run")), "step": str(step),
                 "config": json.dumps(manifest["config"])}
-    write_safetensors(path, weights, options.dtype, metadata)
+    for name in weights:        # one after the other: what is cast is freed
+        weights[name] = weights[name].to(DTYPES[options.dtype])
+    write_safetensors(path, weights, metadata)
     return path, step, path.stat().st_size
 
 
-def _newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+def newest_weights(run_dir: Path, command: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
 
-    Read alone, nothing is renamed: the run may be going on. Raises ConfigError where no checkpoint is sound.
+    Read alone, nothing is renamed: the run may be going on. What is skipped is told on stderr, in the name of `command`.
+    Raises ConfigError where no checkpoint is sound.
     """
     there = checkpoints(run_dir)
     if not there:
@@ -89,40 +93,38 @@ def _newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
             load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
             return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
         except ConfigError as error:
-            print(f"eval.weights: {error}", file=sys.stderr)
+            print(f"{command}: {error}", file=sys.stderr)
     raise ConfigError(f"{run_dir}: none of its {len(there)} checkpoints is sound")
 
 
-def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], dtype: str, metadata: dict[str, str]) -> None:
-    """One file: 8 bytes of header length, little-endian, a JSON header, the tensors' bytes in order.
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """One file: 8 bytes of header length, little-endian, a JSON header, the tensors' bytes, one after the other.
 
-    Source: the format's description at github.com/huggingface/safetensors. Raises OSError; then nothing is left.
+    Source: the format's description at github.com/huggingface/safetensors. Written here because the package's own writer
+    aligns to 8 bytes: of one token's matmul the last bit depends on where in memory the weights begin, and readers map the
+    file. Raises OSError; then nothing is left.
     """
-    torch_dtype, name_of_dtype = DTYPES[dtype]
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0))  # odd ones push nobody out of line
     header, end = {"__metadata__": metadata}, 0
     for name, t in tensors.items():
-        begin, end = end, end + t.numel() * torch_dtype.itemsize
-        header[name] = {"dtype": name_of_dtype, "shape": list(t.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + t.nbytes
+        header[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
     tmp = path.with_name(f".tmp_{path.name}")
     try:
         with open(tmp, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for t in tensors.values():
                 # The bytes as they lie: numpy knows no bfloat16.
-                file.write(t.to(torch_dtype).contiguous().flatten().view(torch.uint8).numpy().data)
+                file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(tmp, path)
     except BaseException:
         tmp.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)    # or a power cut may take the new name back
-    finally:
-        os.close(folder)
+    sync_folder(path.parent)        # or a power cut may take the new name back
 
 
 if __name__ == "__main__":

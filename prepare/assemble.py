@@ -166,7 +166,7 @@ def write_shard(place: tuple[Path, str, int]) -> dict:
     begin = number * layout["shard_tokens"]
     tokens = min(layout["shard_tokens"], layout["tokens"][split] - begin)
     record = folder / "parts" / f"{path.stem}.json"
-    sha256 = _recorded_sha256(record, path, tokens)
+    sha256 = _recorded_sha256(record, path, _token_bytes(layout) * tokens)
     if sha256 is None:
         digest = hashlib.sha256()
         with new_file(path) as file:
@@ -179,13 +179,17 @@ def write_shard(place: tuple[Path, str, int]) -> dict:
     return {"file": path.name, "tokens": tokens, "sha256": sha256}
 
 
-def _recorded_sha256(record: Path, path: Path, tokens: int) -> str | None:
+def _token_bytes(layout: dict) -> int:
+    return np.dtype(shards.DTYPES[layout["facts"].get("dtype", "uint16")]).itemsize
+
+
+def _recorded_sha256(record: Path, path: Path, size: int) -> str | None:
     """The sha256 of a shard that is on disk as it was written; None if it is not."""
     try:
         raw, stat = json.loads(record.read_bytes()), path.stat()
     except (FileNotFoundError, ValueError):
         return None
-    if stat.st_size != 2 * tokens or (stat.st_mtime_ns != raw["mtime_ns"] and file_sha256(path) != raw["sha256"]):
+    if stat.st_size != size or (stat.st_mtime_ns != raw["mtime_ns"] and file_sha256(path) != raw["sha256"]):
         return None
     return raw["sha256"]
 
@@ -206,15 +210,17 @@ def _read_tokens(folder: Path, layout: dict, split: str, begin: int, end: int) -
         offsets = np.concatenate([[0], ends])[edges]                # (runs, 2): from token, to token of the piece
         lengths = offsets[:, 1] - offsets[:, 0]
         places = first_token + np.cumsum(lengths) - lengths         # where each run begins in the split
+        size = _token_bytes(layout)
         yield from _read_runs(folder / "parts" / f"{name}.bin",
-                              offsets[:, 0] + np.maximum(0, begin - places),
-                              offsets[:, 1] - np.maximum(0, places + lengths - end))
+                              size * (offsets[:, 0] + np.maximum(0, begin - places)),
+                              size * (offsets[:, 1] - np.maximum(0, places + lengths - end)))
 
 
 def _read_runs(path: Path, starts: np.ndarray, stops: np.ndarray) -> Iterator[bytes]:
+    """The bytes from each start to its stop (exclusive)."""
     try:
         with open(path, "rb") as file:
-            for start, stop in zip(2 * starts, 2 * stops, strict=True):
+            for start, stop in zip(starts, stops, strict=True):
                 file.seek(start)
                 while start < stop:
                     data = file.read(min(READ_BYTES, stop - start))

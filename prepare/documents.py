@@ -2,6 +2,7 @@
 
 A .jsonl file holds a document a line and a .parquet file one a row, under the name of a column. A .txt file is one
 document; a long one is often a whole corpus, so it is cut at blank lines. Each may be packed as .gz, .xz or .zst.
+Instructions are .jsonl with a prompt and a response a line.
 """
 
 import codecs
@@ -20,11 +21,12 @@ from pathlib import Path
 import numpy as np
 
 from prepare.packing import PACKINGS, unpacked
-from prepare.source import BATCH_BYTES, BadFile, Batch, batches
+from prepare.source import BATCH_BYTES, BadFile, Batch, batches, pair_batches
 from runtime.annotations import ConfigError
 from runtime.tokenizer import clean
 
 FORMATS = (".txt", ".jsonl", ".parquet")
+PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 1_000                    # parquet rows in memory at once, fewer where they are long
@@ -33,14 +35,14 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"    # a line of these alone (also a byte order
 
 @dataclass(frozen=True)
 class LocalFile:
-    """A prepare.source.InputFile on this machine; `column` names the text of .jsonl and .parquet.
+    """A prepare.source.InputFile on this machine; `columns` names the text of .jsonl and .parquet.
 
     Reading raises BadFile: it was cut short, or is malformed; ConfigError: another column is meant, or a package lacks.
     """
     name: str
     path: Path
     bytes: int
-    column: str
+    columns: tuple[str, ...]    # one, or PAIR
     stamp: int          # time of its last change, in ns
 
     def read(self, skip_rows: int) -> Iterator[Batch]:
@@ -52,37 +54,39 @@ class LocalFile:
                 if _format(self.path) == ".parquet":
                     yield from self._read_parquet(stream, skip_rows)
                 else:
-                    texts = self._read_jsonl(stream, skip_rows) if _format(self.path) == ".jsonl" else _read_txt(stream)
-                    yield from batches(texts, skip_rows, lambda: file.tell() / max(1, self.bytes))
+                    rows = self._read_jsonl(stream, skip_rows) if _format(self.path) == ".jsonl" else _read_txt(stream)
+                    join = pair_batches if self.columns == PAIR else batches
+                    yield from join(rows, skip_rows, lambda: file.tell() / max(1, self.bytes))
             except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
                 if getattr(error, "errno", None) == errno.ENOSPC:       # the disk that it is unpacked to is to blame
                     error.filename = tempfile.gettempdir()
                     raise
                 raise BadFile(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
 
-    def _read_jsonl(self, stream: io.BufferedIOBase, skip_rows: int) -> Iterator[str]:
-        rows = 0
+    def _read_jsonl(self, stream: io.BufferedIOBase, skip_rows: int) -> Iterator[str | tuple[str, str]]:
+        """The text of the column, or of PAIR, line by line."""
+        rows, example = 0, json.dumps(dict.fromkeys(self.columns, "..."))
         for number, line in enumerate(stream, 1):
             if not line.strip(BLANK):
                 continue
             rows += 1
             if rows <= skip_rows:       # batches() drops it; to parse it would take most of the time
-                yield ""
+                yield ("", "") if self.columns == PAIR else ""
                 continue
             where = f"{self.path}:{number}"
             try:
                 row = json.loads(line.decode("utf-8-sig", errors="replace"))
             except (ValueError, RecursionError) as error:
-                raise BadFile(f"{where} is no line of JSON ({error}): each line must be one object, "
-                              f'such as {{"{self.column}": "..."}}') from error
+                raise BadFile(f"{where} is no line of JSON ({error}): each line must be one object, such as {example}") from error
             if not isinstance(row, dict):
-                raise BadFile(f'{where} is not an object: each line must look like {{"{self.column}": "..."}}')
-            if self.column not in row:
-                raise ConfigError(self._no_column(where, list(row)))
-            text = row[self.column]
-            if text is not None and not isinstance(text, str):
-                raise ConfigError(f"{where}: {self._no_text(type(text).__name__)}")
-            yield clean(text or "")     # a null is an empty document
+                raise BadFile(f"{where} is not an object: each line must look like {example}")
+            for column in self.columns:
+                if column not in row:
+                    raise ConfigError(self._no_column(where, column, list(row)))
+                if row[column] is not None and not isinstance(row[column], str):
+                    raise ConfigError(f"{where}: {self._no_text(column, type(row[column]).__name__)}")
+            texts = tuple(clean(row[column] or "") for column in self.columns)      # a null is an empty text
+            yield texts if self.columns == PAIR else texts[0]
 
     def _read_parquet(self, stream: io.BufferedIOBase, skip_rows: int) -> Iterator[Batch]:
         try:
@@ -96,41 +100,48 @@ class LocalFile:
                 whole.flush()
                 stream = whole
             try:
+                column, = self.columns
                 # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
                 table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
-                if self.column not in table.schema_arrow.names:
-                    raise ConfigError(self._no_column(str(self.path), table.schema_arrow.names))
-                kind = table.schema_arrow.field(self.column).type
+                if column not in table.schema_arrow.names:
+                    raise ConfigError(self._no_column(str(self.path), column, table.schema_arrow.names))
+                kind = table.schema_arrow.field(column).type
                 plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
                 if plain not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
-                    raise ConfigError(f"{self.path}: {self._no_text(str(kind))}")
-                yield from _joined(_columns(table, self.column, skip_rows), table.metadata.num_rows)
+                    raise ConfigError(f"{self.path}: {self._no_text(column, str(kind))}")
+                yield from _joined(_columns(table, column, skip_rows), table.metadata.num_rows)
             except (pyarrow.ArrowException, OSError) as error:
                 reason = str(error).partition("\n")[0]
                 raise BadFile(f"{self.path} is no sound parquet file ({reason}): fetch it again") from error
 
-    def _no_column(self, where: str, columns: list[str]) -> str:
-        return f"{where} has no column {self.column!r}: set column= to one of {', '.join(columns) or '(none)'}"
+    def _no_column(self, where: str, column: str, columns: list[str]) -> str:
+        there = ", ".join(columns) or "(none)"
+        if self.columns == PAIR:
+            return (f"{where} has no {column!r}, only {there}: with instruct=true each line must look like "
+                    f"{json.dumps(dict.fromkeys(PAIR, '...'))}")
+        return f"{where} has no column {column!r}: set column= to one of {there}"
 
-    def _no_text(self, kind: str) -> str:
-        return f"column {self.column!r} holds {kind}, not text: set column=..."
+    def _no_text(self, column: str, kind: str) -> str:
+        return f"column {column!r} holds {kind}, not text" + ("" if self.columns == PAIR else ": set column=...")
 
 
-def local_files(paths: list[str | Path], column: str) -> list[LocalFile]:
-    """Each of `paths` as an input file. Raises ConfigError: one is missing, of another kind or named twice."""
+def local_files(paths: list[str | Path], *columns: str) -> list[LocalFile]:
+    """Each of `paths` as an input file, its text in one column, or in PAIR. Raises ConfigError: one is missing, of another
+    kind or named twice."""
+    formats = (".jsonl",) if columns == PAIR else FORMATS
     paths, files = [Path(path) for path in paths], {}
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
             raise ConfigError(f"{path} is a folder: name the files in it" if path.is_dir() else f"there is no file {path}")
-        if _format(path) not in FORMATS:
-            raise ConfigError(f"{path}: its name must end in {', '.join(FORMATS)}, optionally followed by "
-                              f"{', '.join(PACKINGS)}")
+        if _format(path) not in formats:
+            raise ConfigError(f"{path}: its name must end in {', '.join(formats)}, optionally followed by {', '.join(PACKINGS)}" +
+                              (", where it holds prompts and responses" if columns == PAIR else ""))
         if path in files:
             raise ConfigError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
         name, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
-        files[path] = LocalFile(name, path, stat.st_size, column, stat.st_mtime_ns)
+        files[path] = LocalFile(name, path, stat.st_size, columns, stat.st_mtime_ns)
     return list(files.values())
 
 

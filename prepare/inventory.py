@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
+
 from runtime.annotations import ConfigError
 from runtime.shards import Index, damage, read_index
 
@@ -88,22 +90,27 @@ def _show(folder: Path) -> Iterator[str]:
 def _table(indexes: dict[str, Index], width: int) -> Iterator[str]:
     yield f"{'source':{width}}  {'split':10}  {'documents':>12}  {'tokens':>16}  {'bytes/token':>11}  {'GB on disk':>10}"
     for split in "train", "val":
-        rows = {name: index.splits[split] for name, index in indexes.items()}
-        if len(rows) > 1 and len({index.tokenizer for index in indexes.values()}) == 1:     # tokens of two kinds have no sum
-            rows["all"] = None
-        for name, s in rows.items():
-            chosen = [s] if s else [index.splits[split] for index in indexes.values()]
+        rows = {name: [index] for name, index in indexes.items()}
+        tokenizers = {(index.tokenizer, index.tokenizer_sha256) for index in indexes.values()}
+        if len(rows) > 1 and len(tokenizers) == 1:      # tokens of two kinds have no sum
+            rows["all"] = list(indexes.values())
+        for name, chosen in rows.items():
+            disk = sum(np.dtype(index.dtype).itemsize * index.splits[split].tokens for index in chosen)
+            chosen = [index.splits[split] for index in chosen]
             documents, tokens = sum(s.documents for s in chosen), sum(s.tokens for s in chosen)
             text_bytes = sum(s.text_bytes for s in chosen)
             yield (f"{name:{width}}  {split:10}  {documents:12,}  {tokens:16,}  {text_bytes / max(1, tokens):11.2f}  "
-                   f"{2 * tokens / 1e9:10.3f}")
+                   f"{disk / 1e9:10.3f}")
 
 
 def _story(index: Index) -> Iterator[tuple[str, str]]:
     """What the index tells beside its splits: a word and a text each."""
     yield "from", textwrap.shorten(f"{index.dataset} @ {index.revision}", 300, placeholder=" ... (index.json has all of it)")
     yield "license", index.license
-    yield "tokenizer", index.tokenizer
+    its = f" (sha256 {index.tokenizer_sha256[:9]}..., {index.vocab_size:,} ids)" if index.tokenizer == "folder" else ""
+    yield "tokenizer", index.tokenizer + its
+    if index.is_masked:
+        yield "targets", "the responses and the ends of documents; prompts are context, and bytes are those of responses"
     sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items() if count)
     dropped = f"copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "")
     dropped += f", empty {index.empty:,}"

@@ -19,7 +19,7 @@ from prepare.contamination import Grams
 from prepare.parts import Parts
 from prepare.source import Source
 from runtime.annotations import ConfigError
-from runtime.shards import Index, file_sha256, read_index
+from runtime.shards import DTYPES, Index, file_sha256, read_index
 from runtime.tokenizer import Tokenizer
 
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
@@ -43,10 +43,17 @@ class Job:
     @property
     def common(self) -> dict:
         """What index.json says of every source of this command."""
-        return {"tokenizer": self.tokenizer.name, "tokenizer_sha256": self.tokenizer.sha256,
+        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256,
                 "split_rule": f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} "
                               f"< {self.val_per_10k}, else train",
                 "decontaminated_against": self.grams.files if self.grams else []}
+
+    def dtype(self, source: Source) -> str:
+        """Of a source's tokens, as index.json calls it: a mark for context needs room beside the id."""
+        return "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
+
+    def token_bytes(self, source: Source) -> int:
+        return 4 if self.dtype(source) == "uint32" else 2
 
 
 @contextmanager
@@ -117,7 +124,8 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
                 found[folder.name] = hashes
             continue
         index = _read(folder)
-        if index.tokenizer != job.tokenizer.name:       # the same text by another tokenizer is no copy
+        its_sha256 = index.tokenizer_sha256 if index.tokenizer == "folder" else job.tokenizer.sha256
+        if (index.tokenizer, its_sha256) != (job.tokenizer.kind, job.tokenizer.sha256):    # the same text by another is no copy
             continue
         if not index.hashes_sha256:
             print(f"{folder} was made by an earlier version: {source.name} may hold documents of it again", file=sys.stderr)
@@ -130,12 +138,12 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
 
 
 def check_room(begun: list[tuple[Source, Parts]], job: Job) -> None:
-    """Raises ConfigError where the disk cannot hold what was asked for; two bytes a token, pieces turn into shards."""
+    """Raises ConfigError where the disk cannot hold what was asked for; pieces turn into shards."""
     lacking = 0.0
     for source, parts in begun:
         if not is_committed(job.out / source.name):        # else the shards take the room that their pieces give back
             wanted = min(job.budgets.get(source.name) or math.inf, source.tokens or math.inf)
-            lacking += max(0.0, 2 * (0 if wanted == math.inf else wanted) - 2 * parts.tokens())
+            lacking += max(0.0, job.token_bytes(source) * ((0 if wanted == math.inf else wanted) - parts.tokens()))
     if lacking > (free := shutil.disk_usage(job.out).free):
         raise ConfigError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                           f"free some, ask for fewer tokens=, or give another out=")

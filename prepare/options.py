@@ -22,6 +22,7 @@ class Options:
     skip_bad: bool = False
     name: str | None = None
     column: str = "text"
+    instruct: bool = False
     license: str | None = None
     revision: str | None = None
     files: str | None = None
@@ -29,7 +30,7 @@ class Options:
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
 STREAMED = COMMON | {"tokens", "worker", "tokenizer_backend", "decontaminate", "skip_bad"}
-KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license"}, "named": STREAMED | {"name"},
+KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
         "hf": STREAMED | {"name", "column", "license", "revision", "files"},
         "check-sources": set(), "show": set(), "verify": set()}
 DEFAULTS = {"demo": Options(out="data/demo", tokenizer="byte", val_share=0.04, processes=1)}   # small: a larger share
@@ -56,6 +57,9 @@ def read_options(kind: str, arguments: list[str]) -> tuple[Options, list[str]]:
     options = replace(DEFAULTS.get(kind, Options()), **values)
     if not 1 / HASH_STEPS <= options.val_share <= 0.5:
         raise ConfigError(f"val_share={options.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
+    if options.instruct and "column" in values:
+        raise ConfigError(f"column={options.column} names one text a row, instruct=true reads prompt and response: leave one of "
+                          f"them out")
     if options.tokens is not None and not 1 <= options.tokens < 2**53:
         raise ConfigError(f"tokens={options.tokens} must be a count, such as tokens=31e9")
     if options.processes is not None and not 1 <= options.processes <= 1024:

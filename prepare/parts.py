@@ -28,13 +28,13 @@ OURS = re.compile(r"plan\.(json|lock)|worker_.*\.lock|[0-9]{5,}\.(lock|failed)|"
 
 
 class Parts:
-    """The pieces of one source in `folder`; `identity` is JSON, all that the tokens depend on besides the input files.
+    """The pieces of one source in `folder`; `identity` is JSON, all that the tokens (of `token_bytes`) depend on besides files.
 
     Any method may raise OSError: what the disk is to blame for.
     """
 
-    def __init__(self, folder: Path, identity: dict):
-        self.folder = folder
+    def __init__(self, folder: Path, identity: dict, token_bytes: int = 2):
+        self.folder, self._token_bytes = folder, token_bytes
         self._identity = identity
         self.files: list[InputFile] = []
         self._known: dict[str, Piece] = {}  # a finished piece never changes
@@ -165,7 +165,7 @@ class Parts:
                 if name.endswith((".bin", ".bin.tmp")):
                     with suppress(FileNotFoundError):
                         sizes += (self.folder / name).stat().st_size
-        return sizes // 2
+        return sizes // self._token_bytes
 
     def prefix(self, skip_failed: bool) -> list[Piece]:
         """The finished pieces from the first input file on without a gap: of every file that is complete, then of the

@@ -34,7 +34,7 @@ def prepare(sources: list[Source], job: Job) -> None:
     begun = []
     for source in sources:
         with alone(job.out):       # nobody finishes a source or begins one meanwhile
-            parts = Parts(job.out / source.name / "parts", identity(source, job))
+            parts = Parts(job.out / source.name / "parts", identity(source, job), job.token_bytes(source))
             if is_complete(source, job):
                 parts.remove()      # of a run that was killed between its index and its end
             else:
@@ -150,12 +150,13 @@ def _facts(source: Source, parts: Parts, assembly: Assembly, job: Job) -> dict:
     """index.json without its splits."""
     read = parts.files[:assembly.last_file + 1] if assembly.is_full else parts.files
     names, failures = [file.name for file in read], parts.failures() if job.skip_bad else {}
-    return {"source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size, "dataset": source.dataset,
+    return {"dtype": job.dtype(source), "source": source.name, **job.common,
+            "vocab_size": job.tokenizer.vocab_size, "dataset": source.dataset,
             "revision": source.revision, "license": source.license, "selection": source.selection,
             "duplicates": assembly.duplicates, "empty": assembly.empty, "contaminated": assembly.contaminated,
             "files": [name for name in names if name not in failures],
             "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-            "budget": assembly.budget, "is_whole": not assembly.is_full}
+            "budget": assembly.budget, "is_whole": not assembly.is_full, **({"is_masked": True} if source.is_masked else {})}
 
 
 def _raise_failures(source: Source, parts: Parts) -> None:

@@ -18,7 +18,7 @@ from prepare.source import DOCUMENT, Encoded, Piece
 from runtime.annotations import ConfigError
 from runtime.shards import new_file
 
-PIECE_TOKENS = 20_000_000       # 40 MB, seconds to minutes of work: that much a kill loses
+PIECE_TOKENS = 20_000_000       # 40 MB or 80, seconds to minutes of work: that much a kill loses
 PIECE = r"[0-9]{5,}_([0-9]{4,})\.(?:bin|npy|json)"
 
 
@@ -42,7 +42,7 @@ class PieceWriter:
     def add(self, encoded: Encoded) -> None:
         """Appends a batch that follows on the rows so far."""
         assert encoded.rows >= self._end and encoded.documents["tokens"].sum(dtype=np.int64) == len(encoded.ids)
-        data = memoryview(np.ascontiguousarray(encoded.ids, "<u2")).cast("B")
+        data = memoryview(np.ascontiguousarray(encoded.ids, f"<u{encoded.ids.itemsize}")).cast("B")
         with blamed(self._path("bin")):
             if self._data is None:
                 # Without a buffer, whose rest would be written once more when a full disk is left behind.

@@ -18,25 +18,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from hashlib import blake2b
 from multiprocessing.connection import Connection, Pipe
-from typing import Protocol
 
-import numpy as np
+from prepare.encoder import Encoder, Grams
+from prepare.source import Batch, Encoded
+from runtime.annotations import ConfigError
 
-from prepare.source import DOCUMENT, Batch, Encoded
-from runtime.annotations import ConfigError, nearest
-from runtime.tokenizer import load_gigatoken, load_tokenizer
-
-BACKENDS = ("tiktoken", "gigatoken")
-CHECKED = 1_000     # documents that each process encodes with tiktoken as well, where another backend is asked for
 LANES = 2           # pipes per child
 CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from prepare.pool import _serve; _serve(sys.argv[2:])"
-
-
-class Grams(Protocol):
-    """Texts that no training document may hold a stretch of."""
-    def found_in(self, text: str) -> bool: ...
 
 
 class Pool:
@@ -46,7 +35,7 @@ class Pool:
 
     def __init__(self, tokenizer: str, processes: int, backend: str = "tiktoken", grams: Grams | None = None):
         self._settings, self._processes = (tokenizer, backend, grams), processes
-        self._encoder = _Encoder(*self._settings)       # here too: what no child could do is refused at once
+        self._encoder = Encoder(*self._settings)       # here too: what no child could do is refused at once
         self._children: list[subprocess.Popen] = []
         self._lanes: queue.PriorityQueue = queue.PriorityQueue()    # idle ones; a first job goes where there is none yet
         self._threads: ThreadPoolExecutor | None = None
@@ -189,13 +178,13 @@ def _serve(numbers: list[str]) -> None:
     """What a child does: one job at a time, from any of its pipes."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pipes, lock = [Connection(int(number)) for number in numbers], threading.Lock()
-    encoder = _Encoder(*pipes[0].recv())
+    encoder = Encoder(*pipes[0].recv())
     for pipe in pipes[1:]:
         threading.Thread(target=_answer, args=(pipe, encoder, lock), daemon=True).start()
     _answer(pipes[0], encoder, lock)
 
 
-def _answer(pipe: Connection, encoder: "_Encoder", lock: threading.Lock) -> None:
+def _answer(pipe: Connection, encoder: Encoder, lock: threading.Lock) -> None:
     try:
         while True:
             pipe.send(_outcome(*pipe.recv(), encoder, lock))
@@ -206,7 +195,7 @@ def _answer(pipe: Connection, encoder: "_Encoder", lock: threading.Lock) -> None
     os._exit(1)                     # all of the process: a pipe that nobody serves would keep the parent waiting
 
 
-def _outcome(function: Callable | None, argument, encoder: "_Encoder", lock: threading.Lock) -> tuple[bool, object]:
+def _outcome(function: Callable | None, argument, encoder: Encoder, lock: threading.Lock) -> tuple[bool, object]:
     """(True, result) or (False, exception), one that survives the pipe."""
     try:
         with lock:
@@ -222,66 +211,3 @@ def _outcome(function: Callable | None, argument, encoder: "_Encoder", lock: thr
 def _end_with_parent() -> None:
     os.read(0, 1)       # the parent writes nothing and closes it by ending, however it ends
     os._exit(1)
-
-
-def load_backend(tokenizer: str, backend: str) -> Callable[[str], np.ndarray] | None:
-    """The encoder of an accelerator, None for tiktoken itself.
-
-    Raises ConfigError: no such backend, one that cannot encode for this tokenizer, one that is not installed."""
-    if backend not in BACKENDS:
-        raise ConfigError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
-    if backend == "tiktoken":
-        return None
-    if tokenizer != "gpt2":
-        raise ConfigError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
-                          f"tokenizer_backend out")
-    try:
-        return load_gigatoken()
-    except Exception as error:      # a young package: other versions may lack what is called here
-        raise ConfigError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or leave "
-                          f"tokenizer_backend out") from error
-
-
-class _Encoder:
-    """One process's way from batches to tokens."""
-
-    def __init__(self, tokenizer: str, backend: str, grams: Grams | None):
-        try:
-            self._tokenizer = load_tokenizer(tokenizer)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        self._grams, self._quick, self._unchecked = grams, load_backend(tokenizer, backend), CHECKED
-
-    def do(self, function: Callable | None, argument):
-        return self.encode(argument) if function is None else function(argument)
-
-    def encode(self, batch: Batch) -> Encoded:
-        ids, documents, start = [np.empty(0, np.uint16)], [], 0
-        eot = np.array([self._tokenizer.eot], np.uint16)
-        for end in batch.ends.tolist():
-            data, start = batch.text[start:end], end
-            try:
-                text = data.decode()
-            except UnicodeDecodeError:
-                text = data.decode(errors="replace")
-                data = text.encode()        # what is hashed is what is tokenised
-            digest = int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-            if not text or text.isspace():
-                documents.append((0, 0, 0))
-            elif self._grams is not None and self._grams.found_in(text):
-                documents.append((digest, 0, len(data)))
-            else:
-                ids += [eot, self._ids(text, digest)]
-                documents.append((digest, 1 + len(ids[-1]), len(data)))
-        return Encoded(np.concatenate(ids), np.array(documents, DOCUMENT), batch.rows, batch.read)
-
-    def _ids(self, text: str, digest: int) -> np.ndarray:
-        if self._quick is None:
-            return self._tokenizer.encode(text)
-        ids = self._quick(text)
-        if self._unchecked:
-            self._unchecked -= 1
-            if not np.array_equal(ids, self._tokenizer.encode(text)):
-                raise ConfigError(f"tokenizer_backend=gigatoken encodes the document with the hash {digest:016x} otherwise than "
-                                  f"tiktoken: leave tokenizer_backend out, or try another version of gigatoken")
-        return ids.astype(np.uint16)

@@ -31,7 +31,7 @@ from runtime.sections import (
     ProbeConfig,
     positive,
 )
-from runtime.tokenizer import VOCAB_SIZE
+from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,10 @@ class Config:
         if d.tokens_per_step % (m.n_ctx * d.micro_batch):
             out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
                        f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
-        if m.vocab_size != VOCAB_SIZE[d.tokenizer]:
+        if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
+            out.append(f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is "
+                       f"named by a path with a slash, such as ./{d.tokenizer}")
+        elif m.vocab_size != VOCAB_SIZE.get(d.tokenizer, m.vocab_size):     # a folder's is judged when it is read
             out.append(f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
                        f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
         if self.fp8.recipe not in ("off", "auto"):
@@ -155,6 +158,7 @@ class Config:
         # A resume may need less memory, or find one process, where nothing can be gathered.
         free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
+        keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies

@@ -4,8 +4,6 @@ Nothing here has state: the order of the whole run is a pure function of the see
 i of the run belongs to a source (the mixture's weights hold to within one sequence at every i), is the source's k-th,
 and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number alone,
 any number of ranks sees the same sequences in a step, two runs of one seed see the same tokens in the same order.
-
-A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap.
 """
 
 import json
@@ -23,7 +21,9 @@ import torch
 
 from runtime.config import Config, ConfigError
 from runtime.order import permute, schedule, shares
-from runtime.shards import Index, Split, Verification, read_index
+from runtime.shards import Index, Verification, read_index
+from runtime.tokenizer import tokenizer_kind
+from runtime.windows import Validation, Windows, read_batch
 
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
@@ -35,82 +35,29 @@ def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     indexes = {}
     for name in config.data.mixture:
         folder, wanted = Path(config.data.dir) / name, config.data.tokenizer
+        kind = tokenizer_kind(wanted)
         try:
             index = indexes[name] = read_index(folder)
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        if index.tokenizer != wanted:
+        if index.tokenizer != kind:
+            its = "the path of that folder" if index.tokenizer == "folder" else index.tokenizer
             raise ConfigError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
-                              f"data.tokenizer={index.tokenizer} and model.vocab_size={index.vocab_size}, or prepare "
+                              f"data.tokenizer={its} and model.vocab_size={index.vocab_size}, or prepare "
                               f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
+        if index.tokenizer_sha256 != tokenizer_sha256 and kind == "folder":
+            raise ConfigError(f"{folder} was made with another tokenizer than the one in {wanted} "
+                              f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): set data.tokenizer to the "
+                              f"folder of that one, or prepare the text with tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256:
             raise ConfigError(f"{folder} was made with other rules of tokenizer={wanted} ({index.tokenizer_sha256[:9]}"
                               f"..., not {tokenizer_sha256[:9]}...): delete the folder and prepare it again with "
                               f"`python prepare_data.py`")
-        if index.vocab_size != config.model.vocab_size:
+        # An imported model's embedding may have rows that its tokenizer does not use.
+        if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
             raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
                               f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
     return Data(config, indexes)
-
-
-# -------------------------------------------------------------------------------------------------------------- windows
-
-class Windows:
-    """The windows of one split of one source, numbered through its shards: len(), then read() by number."""
-
-    def __init__(self, split: Split, n_ctx: int, vocab_size: int):
-        self.n_ctx, self.vocab_size = n_ctx, vocab_size
-        self.shards = [shard for shard in split.shards if shard.tokens]     # a mapping of nothing is an error
-        # The last token of a shard is only a target, hence the - 1.
-        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in self.shards]
-        self.ends = np.cumsum([0, *per_shard])
-        # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
-        self.tokens = [np.asarray(np.memmap(shard.path, "<u2", "r")) for shard in self.shards]
-
-    def __len__(self) -> int:
-        return int(self.ends[-1])
-
-    def read(self, window: int, row: np.ndarray) -> None:
-        """Copies the n_ctx + 1 tokens of one window into `row`. Raises ConfigError for an id outside the vocabulary."""
-        shard = int(np.searchsorted(self.ends, window, "right")) - 1
-        start = (window - int(self.ends[shard])) * self.n_ctx
-        row[:] = self.tokens[shard][start:start + self.n_ctx + 1]
-        if row.max() >= self.vocab_size:
-            path = self.shards[shard].path
-            raise ConfigError(f"{path} holds the id {row.max()} near token {start}, but model.vocab_size="
-                              f"{self.vocab_size}: the file is damaged; list all damage with "
-                              f"`python prepare_data.py --verify {path.parent}`")
-
-
-class Validation:
-    """The fixed validation windows of one source: the same ones, in the same order, in every run of equal n_ctx.
-
-    Attributes: n_ctx; tokens, the number of targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per token
-    of the whole split. End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 /
-    text_bytes charges the text with the price of its ends. Where not all windows are chosen text_bytes is an estimate,
-    yet the same one in every run.
-    """
-
-    def __init__(self, split: Split, windows: Windows, tokens_at_most: int):
-        self.n_ctx, self._windows = windows.n_ctx, windows
-        count = min(len(windows), -(-tokens_at_most // windows.n_ctx))
-        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
-        self.tokens = count * windows.n_ctx
-        self.text_bytes = round(self.tokens * split.text_bytes / max(1, split.tokens))
-
-    def __len__(self) -> int:
-        return len(self.selection)
-
-    def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; short at the end."""
-        return _batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
-
-
-def _batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = np.empty((len(rows), n_ctx + 1), np.uint16)
-    for row, (windows, window) in zip(tokens, rows, strict=True):
-        windows.read(window, row)
-    return torch.from_numpy(tokens[:, :-1].astype(np.int64)), torch.from_numpy(tokens[:, 1:].astype(np.int64))
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
@@ -129,10 +76,9 @@ class Data:
         self.period, self._counts = sum(counts.values()), np.array(list(counts.values()))
         self._plan_order(self.n_sequences)
         self._verification: Verification | None = None
-        self._train, val = ([Windows(indexes[name].splits[split], self.n_ctx, config.model.vocab_size)
-                             for name in self.sources] for split in ("train", "val"))
-        self._val = {name: Validation(indexes[name].splits["val"], windows, config.eval.tokens)
-                     for name, windows in zip(self.sources, val, strict=True)}
+        self._train = [Windows(indexes[name], "train", self.n_ctx) for name in self.sources]
+        self._val = {name: Validation(Windows(index, "val", self.n_ctx), index.splits["val"].text_bytes, config.eval.tokens)
+                     for name, index in sorted(indexes.items())}
         self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
         whole, rest = divmod(self.n_sequences, self.period)
         self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
@@ -197,8 +143,15 @@ class Data:
             ordinal[table == s] = np.arange((table == s).sum())
         self._ordinal, self._table = ordinal, table
 
+    def targets(self, step: int) -> int:
+        """Targets of a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
+        if not any(windows.is_masked for windows in self._train):
+            return self.config.data.tokens_per_step
+        return sum(self._train[s].targets(w) for s, w in self._rows(step))
+
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on. `step` counts from 0.
+        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on, -100 where that is a prompt's. `step` counts
+        from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
         read the same sequences in a step however many they are. Raises ConfigError for an id outside the vocabulary.
@@ -207,7 +160,7 @@ class Data:
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
         rows = self._rows(step)[place:place + size]
-        return _batch([(self._train[s], w) for s, w in rows], self.n_ctx)
+        return read_batch([(self._train[s], w) for s, w in rows], self.n_ctx)
 
     def _locate_step(self, step: int) -> list[tuple[int, int]]:
         source, window = self.locate(step * self.sequences_per_step + np.arange(self.sequences_per_step))
@@ -269,6 +222,9 @@ class Data:
             if not count:
                 yield (f"{folder} has {self.indexes[name].splits[split].tokens} {split} tokens, too few for one window "
                        f"of model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
+        if len(self._val[name]) and not self._val[name].tokens:
+            yield (f"{folder}: prompts fill all {len(self._val[name])} validation windows of model.n_ctx={self.n_ctx} tokens, "
+                   f"which leaves no response to measure: raise eval.tokens")
         if there and self.planned[s] > limit * there:
             steps = int(limit * there) * self.period // int(self._counts[s]) // self.sequences_per_step
             yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "

@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import tempfile
 import time
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from runtime.config import Config, ConfigError, read_config
 from runtime.rows import metrics_rows, read_rows
+from runtime.tokenizer import FOLDER_FILES, VOCAB_SIZE
 
 LOCK = ".lock"
 OURS = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
@@ -99,6 +101,26 @@ def claim(run_dir: Path) -> Claim:
         held.release()
         raise
     return held
+
+
+def tokenizer_of(run_dir: Path, name: str) -> str:
+    """What to load as the tokenizer `name` of a run: the run's own copy, where its tokenizer is a folder and it has one."""
+    own = Path(run_dir) / "tokenizer"
+    return str(own) if name not in VOCAB_SIZE and (own / FOLDER_FILES[0]).is_file() else name
+
+
+def keep_tokenizer(run_dir: Path, name: str) -> None:
+    """Copy a tokenizer that is a folder into the run's own, so that the run can be read wherever it is moved."""
+    own = Path(run_dir) / "tokenizer"
+    if name in VOCAB_SIZE or own.exists():
+        return
+    part = own.with_name(".tokenizer.tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for file in FOLDER_FILES:
+        if (Path(name) / file).is_file():
+            shutil.copyfile(Path(name) / file, part / file)
+    os.rename(part, own)
 
 
 def refuse_to_start_over(config: Config) -> None:

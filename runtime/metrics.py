@@ -248,8 +248,10 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
 def pair_id(config: Config) -> str:
     """What a BF16 and an FP8 run must share to be compared: all that the weights depend on, except the fp8 section.
 
-    A branch ends in the weights of the same run from scratch, so where it starts from is no part of it."""
-    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
+    A branch ends in the weights of the same run from scratch, so where it starts from is no part of it; the weights that an
+    imported model came with are."""
+    is_branch = config.parent is None or config.parent[1] > 0
+    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and not (k == "start_from" and is_branch)}
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
 
 

@@ -31,6 +31,7 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
                peak: tuple[float, float | None] | None) -> list[str]:
     """The plan as lines for people. `layers` as fp8.select() gives them, `peak` (BF16, FP8) FLOP/s of one `gpu`."""
     c, tokens = counts, config.total_tokens
+    token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
     budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
     return [
@@ -55,7 +56,7 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
         "disk",
         _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {config.checkpoint.keep} kept = "
              f"{12 * c['params_total'] * config.checkpoint.keep / GIB:.1f} GiB, one more while saving"),
-        _gib("training tokens", 2 * tokens, "uint16, if each is seen once"),
+        _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
 
 
@@ -95,16 +96,17 @@ def _hours(config: Config, counts: dict[str, int], layers: list, gpus: int, gpu:
     if peak is None:
         return ["hours: name a GPU, as in --plan h100"]
     bf16_peak, fp8_peak = peak
-    flops = counts["flops_per_token"] * config.total_tokens
+    recompute = config.parallel.recompute       # then the forward pass, a third of the FLOPs, runs twice
+    flops = counts["flops_per_token"] * config.total_tokens * (4 / 3 if recompute else 1)
     hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
     lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
-             f"  {'BF16':22} {hours:10.1f} h"]
+             f"  {'BF16':22} {hours:10.1f} h" + ("   the recomputed forward pass included" if recompute else "")]
     if config.fp8.recipe == "off":
         return lines
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
-    # Of the three matmuls of a step, rowwise_with_gw_hp leaves the weight gradient in BF16.
-    share = 4 if config.fp8.recipe == "rowwise_with_gw_hp" else 6
+    # Of the three matmuls of a step, these leave the weight gradient in BF16.
+    share = (4 if config.fp8.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if recompute else 0)
     fp8_flops = share * sum(layer.params for layer in layers if layer.reason is None) * config.total_tokens
     best = hours * (1 - fp8_flops / flops * (1 - bf16_peak / fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "

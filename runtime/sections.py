@@ -21,7 +21,7 @@ class DataConfig:
     mixture: dict[str, float]               # source -> its share of the training tokens; any positive scale
     tokens_per_step: int                    # training tokens per optimizer step, over all ranks
     micro_batch: int                        # sequences per forward pass and rank
-    tokenizer: Literal["gpt2", "byte"] = "gpt2"     # tokenizer that the shards must have been made with
+    tokenizer: str = "gpt2"                 # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
 
     def problems(self):

@@ -1,9 +1,12 @@
 """Keep tokens in a folder of shards with an index.
 
-One folder per source: train_00000.bin ..., val_00000.bin ... (little-endian uint16 token ids, an end-of-text token
-before each document), hashes.npy (blake2b-64 of the documents, sorted: sources prepared later drop copies of them) and
-index.json, which is written last: a folder without it is unfinished. The index holds the SHA-256 of each of these files
-and of itself, so no flipped bit and no edit stays unseen.
+One folder per source: train_00000.bin ..., val_00000.bin ... (little-endian token ids of 16 bits, or of 32 where the
+tokenizer has more; an end-of-text token before each document), hashes.npy (blake2b-64 of the documents, sorted: sources
+prepared later drop copies of them) and index.json, which is written last: a folder without it is unfinished. The index
+holds the SHA-256 of each of these files and of itself, so no flipped bit and no edit stays unseen.
+
+A source of prompts and responses is masked: its tokens have 32 bits, and CONTEXT marks those that are context alone, which
+no model is taught to foretell.
 """
 
 import hashlib
@@ -17,14 +20,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+
 FORMAT_VERSION = 2
 # The keys of index.json and what each holds, by the format that brought it; and "sha256", of all of them.
 KEYS_1 = {"format_version": int, "dtype": str, "source": str, "tokenizer": str, "tokenizer_sha256": str, "vocab_size": int,
           "dataset": str, "revision": str, "license": str, "split_rule": str, "duplicates": int, "splits": dict}
 KEYS_2 = {"duplicates": dict, "empty": int, "contaminated": int, "decontaminated_against": list, "skipped": list, "files": list,
           "selection": dict, "is_whole": bool, "budget": int | None, "hashes_sha256": str}
+OPTIONAL = {"is_masked": bool}      # written where it is true
+DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
+CONTEXT = np.uint32(1 << 31)    # of a masked source's token, beside its id
 MIXTURE = ("fineweb_edu", "python", "c", "arxiv")       # sources that are made by their name alone
-SHARD_TOKENS = 100_000_000      # 200 MB: few files, yet a damaged one is soon replaced
+SHARD_TOKENS = 100_000_000      # 200 MB or 400: few files, yet a damaged one is soon replaced
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -39,8 +47,8 @@ class Shard:
 @dataclass(frozen=True)
 class Split:
     documents: int
-    text_bytes: int         # UTF-8 bytes of the documents
-    tokens: int             # one end-of-text token per document included
+    text_bytes: int         # UTF-8 bytes of the documents; of the responses alone where the source is masked
+    tokens: int             # the tokens before each document included
     shards: tuple[Shard, ...]
 
 
@@ -66,6 +74,8 @@ class Index:
     is_whole: bool = True           # whether no budget cut the source short
     budget: int | None = None       # training tokens asked for
     hashes_sha256: str | None = None    # of hashes.npy; format 1 had none
+    dtype: str = "<u2"              # of the shards, as NumPy calls it
+    is_masked: bool = False         # whether CONTEXT marks tokens that are no targets
 
 
 def read_index(folder: Path) -> Index:
@@ -90,10 +100,10 @@ def read_index(folder: Path) -> Index:
         if not isinstance(raw, dict):
             raise TypeError("it is no table of keys")
         version = raw["format_version"]
-        if version not in (1, FORMAT_VERSION) or raw["dtype"] != "uint16":
+        if version not in (1, FORMAT_VERSION) or raw["dtype"] not in list(DTYPES):
             raise ValueError(f"{path} describes format_version={version!r:.40} and dtype={raw['dtype']!r:.40}, but this "
-                             f"version reads format_version={FORMAT_VERSION} or 1 and dtype='uint16': {again}")
-        keys = KEYS_1 if version == 1 else KEYS_1 | KEYS_2
+                             f"version reads format_version={FORMAT_VERSION} or 1 and dtype='uint16' or 'uint32': {again}")
+        keys = KEYS_1 if version == 1 else KEYS_1 | KEYS_2 | {key: OPTIONAL[key] for key in raw.keys() & OPTIONAL}
         if strange := raw.keys() - keys - {"sha256"}:
             raise TypeError(f"key {min(strange)!r:.40} is not one of its keys")
         if (version > 1 or "sha256" in raw) and raw["sha256"] != _index_sha256(raw):    # some of format 1 have none
@@ -103,17 +113,20 @@ def read_index(folder: Path) -> Index:
             values["duplicates"] = {values["source"]: values["duplicates"]} if values["duplicates"] else {}
         for source in values["duplicates"]:
             _typed(values["duplicates"], source, int)
+        if values.get("is_masked") and values["dtype"] != "uint32":
+            raise TypeError(f"no token of dtype={values['dtype']} can be marked as context")
+        values["dtype"] = DTYPES[values["dtype"]]
         splits = {name: _read_split(folder, name, _typed(values["splits"], name, dict)) for name in ("train", "val")}
     except (KeyError, TypeError, RecursionError) as error:
         reason = f"key {error} is missing" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is damaged ({reason}): {again}") from error
     for shard in (shard for split in splits.values() for shard in split.shards):
         size = shard.path.stat().st_size if shard.path.is_file() else None
-        if size != 2 * shard.tokens:
+        if size != (promised := np.dtype(values["dtype"]).itemsize * shard.tokens):
             found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(f"{shard.path} {found}, but {path} promises {2 * shard.tokens} bytes: list all damage "
+            raise ValueError(f"{shard.path} {found}, but {path} promises {promised} bytes: list all damage "
                              f"with `python prepare_data.py --verify {folder}`, then restore the file, or {again}")
-    return Index(**{key: values[key] for key in values.keys() - {"format_version", "dtype"}} | {"splits": splits})
+    return Index(**{key: values[key] for key in values.keys() - {"format_version"}} | {"splits": splits})
 
 
 def damage(folder: Path) -> Iterator[str]:
@@ -214,7 +227,7 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_index(folder: Path, index: dict) -> None:
-    """Declares the folder complete: everything else is on disk already."""
+    """Declares the folder complete: everything else is on disk already. `index`: all but the format; "dtype" if not uint16."""
     index = {"format_version": FORMAT_VERSION, "dtype": "uint16", **index}
     with new_file(folder / "index.json") as file:
         file.write(json.dumps(index | {"sha256": _index_sha256(index)}, indent=1).encode())

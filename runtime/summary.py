@@ -13,6 +13,7 @@ import torch
 from eval.loss import ValLoss, bits_per_byte
 from runtime import metrics, optim
 from runtime.config import Config
+from runtime.tokenizer import tokenizer_kind
 
 
 def write_summary(config: Config, world, *parts, **times) -> str:
@@ -40,14 +41,14 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
     lr_last = optim.learning_rate(steps - 1, steps, config.optim)
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": metrics.pair_id(config),
-        "parent_run": config.parent and config.parent[0], "parent_step": config.parent and config.parent[1],
+        **lineage(config),
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
         "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
         "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
         "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
-        "tokenizer": config.data.tokenizer, "tokenizer_sha256": tokenizer_sha256,
+        "tokenizer": tokenizer_kind(config.data.tokenizer), "tokenizer_sha256": tokenizer_sha256,
         "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
         "n_kv_head": m.kv_heads, "n_embd": m.n_embd, "n_ffn": m.n_ffn, "n_ctx": m.n_ctx, "tied": m.tied,
         **counts, "params_fp8": sum(layer.params for layer in converted),
@@ -56,7 +57,7 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
         "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
         "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
-        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr, "lr_last": lr_last,
+        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr, "lr_last": lr_last, "lr_min": config.optim.lr * config.optim.min_lr_ratio,
         "warmup_steps": config.optim.warmup_steps(steps),
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
@@ -67,7 +68,8 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
             "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
             "compile": config.parallel.compile,
         },
-        "loss_as_trained": as_trained.loss, "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
+        "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
+        "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
         "sources": {source: {
             "weight": data.weights[source], "epochs": data.epochs[source], "loss_as_trained": as_trained.source_loss(source),
             "loss_bf16": in_bf16.source_loss(source),
@@ -82,13 +84,20 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
                              peak[0] * world.size if peak else None),
         "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
+        "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if world.device.type == "cuda" else None,
     }
 
 
+def lineage(config: Config) -> dict:
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch."""
+    run, step = config.parent or (None, None)
+    return {"parent_run": run if step else None, "parent_step": step or None, "continued_from": None if step else run}
+
+
 def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:
-    """Summed nats of every validation sequence, sources in sorted order: what a paired comparison needs."""
+    """Summed nats and number of targets of every validation sequence, sources in sorted order: what a paired comparison needs."""
     sources = sorted(as_trained.sequences)
     sizes = [len(as_trained.sequences[s]) for s in sources]
     np.savez(path, as_trained=np.concatenate([as_trained.sequences[s] for s in sources]),
              bf16=np.concatenate([in_bf16.sequences[s] for s in sources]),
-             source=np.repeat(np.arange(len(sources)), sizes), n_tokens=np.full(sum(sizes), as_trained.n_ctx))
+             source=np.repeat(np.arange(len(sources)), sizes), n_tokens=np.concatenate([as_trained.targets[s] for s in sources]))

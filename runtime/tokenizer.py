@@ -1,10 +1,12 @@
-"""Turn text into token ids that fit 16 bits.
+"""Turn text into token ids.
 
-Two tokenizers, both offline: `gpt2` is GPT-2's byte-pair encoding run by tiktoken on merges that lie beside this file,
-`byte` is the 256 byte values. In both the last id is the end-of-text token, which stands before every document.
+Two tokenizers are built in, both offline: `gpt2` is GPT-2's byte-pair encoding run by tiktoken on merges that lie beside
+this file, `byte` is the 256 byte values. In both the last id is the end-of-text token, which stands before every document.
+Any other is a folder with tokenizer.json and tokenizer_config.json, as Hugging Face keeps them, read by their `tokenizers`.
 """
 
 import base64
+import json
 import re
 import tempfile
 import zlib
@@ -16,7 +18,10 @@ from pathlib import Path
 
 import numpy as np
 
-VOCAB_SIZE = {"gpt2": 50257, "byte": 257}
+VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
+# What may belong to a tokenizer that is a folder. The first two are read and must be there; the others go with a copy.
+FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
 
 # The 50,000 merges of GPT-2 (OpenAI 2019, modified MIT licence) as pairs of token ids: four byte planes, deflated
 # (all low bytes of the left ids, their high bytes, then the same of the right ids).
@@ -35,46 +40,67 @@ WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000" 
 @dataclass(frozen=True)
 class Tokenizer:
     """Built by load_tokenizer()."""
-    name: str
+    name: str                                       # what it was loaded by: "gpt2", "byte" or a folder
     sha256: str                                     # identity of the rules; the shards' index.json carries it
-    _encode: Callable[[str], np.ndarray]            # text without lone surrogates -> uint16 ids
-    _decode: Callable[[list[int]], bytes]
+    vocab_size: int                                 # every id is below; of a folder added tokens count too
+    prefix: tuple[int, ...]                         # before each document in a shard: end of text, begin of text if there is one
+    _encode: Callable[[str], np.ndarray]            # text without lone surrogates -> ids
+    _decode: Callable[[list[int]], str]
 
     @property
-    def vocab_size(self) -> int:
-        return VOCAB_SIZE[self.name]
+    def kind(self) -> str:
+        """What index.json and summaries call it: "gpt2", "byte" or "folder", of which the sha256 says which."""
+        return tokenizer_kind(self.name)
 
     @property
     def eot(self) -> int:
-        """Id of the end-of-text token."""
-        return self.vocab_size - 1
+        """Id of the token that ends a text."""
+        return self.prefix[0]
+
+    @property
+    def start(self) -> int:
+        """Id that a text by itself is read after: what a model has seen before every document's first token."""
+        return self.prefix[-1]
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name of the ids' type: 16 bits where they fit."""
+        return "<u2" if self.vocab_size <= 2**16 else "<u4"
 
     def encode(self, text: str) -> np.ndarray:
-        """The uint16 ids of text alone; text that spells <|endoftext|> stays text. Input is cleaned by clean()."""
+        """The ids of text alone, of self.dtype; text that spells <|endoftext|> stays text. Input is cleaned by clean()."""
         return self._encode(clean(text))
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The uint16 ids of one document as it lies in a shard: end-of-text first, then the text."""
-        return np.concatenate([np.array([self.eot], np.uint16), self.encode(text)])
+        """The ids of one document as it lies in a shard: the prefix first, then the text."""
+        return np.concatenate([np.array(self.prefix, self.dtype), self.encode(text)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD, the end-of-text token its usual spelling.
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD, special tokens their usual spelling.
 
         Raises ValueError for an id outside the vocabulary.
         """
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"{self.name} has ids 0 to {self.vocab_size - 1}, but was given {min(ids)} to {max(ids)}")
-        return self._decode(ids).decode("utf-8", errors="replace")
+        return self._decode(ids)
+
+
+def tokenizer_kind(name: str) -> str:
+    """"gpt2", "byte" or "folder": what data.tokenizer or tokenizer= names."""
+    return name if name in VOCAB_SIZE else "folder"
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: "gpt2" or "byte". Raises ValueError: unknown name, a damaged merges file."""
+    """The tokenizer called `name`: "gpt2", "byte" or the path of a folder.
+
+    Raises ValueError, a sentence: unknown name, a damaged merges file, a folder that cannot be read or names no end of text.
+    """
     if name == "byte":
         rules = b"one id per byte, then 256 for end of text"
-        return Tokenizer(name, sha256(rules).hexdigest(), _encode_bytes, _decode_bytes)
+        return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,), _encode_bytes, _decode_bytes)
     if name != "gpt2":
-        raise ValueError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}")
+        return _load_folder(name)
     import tiktoken
     digest = sha256(vocab_bpe()).hexdigest()
     if digest != VOCAB_BPE_SHA256:
@@ -87,7 +113,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     def encode(text: str) -> np.ndarray:
         return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in _cut(text)]).astype(np.uint16)
 
-    return Tokenizer(name, digest, encode, gpt2.decode_bytes)
+    return Tokenizer(name, digest, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
 
 
 def _cut(text: str) -> list[str]:
@@ -127,7 +153,7 @@ def clean(text: str) -> str:
 
 def vocab_bpe() -> bytes:
     """OpenAI's vocab.bpe, byte for byte: one merge a line, bytes written as printable characters."""
-    letters = _byte_letters()
+    letters = byte_letters()
     tokens = ["".join(map(letters.__getitem__, token)) for token in token_bytes()]
     lines = [f"{tokens[left]} {tokens[right]}" for left, right in _merges().tolist()]
     return "\n".join(["#version: 0.2", *lines, ""]).encode()
@@ -135,7 +161,7 @@ def vocab_bpe() -> bytes:
 
 def token_bytes() -> list[bytes]:
     """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
-    tokens = [bytes([b]) for b in _byte_letters()]
+    tokens = [bytes([b]) for b in byte_letters()]
     for left, right in _merges().tolist():
         tokens.append(tokens[left] + tokens[right])
     return tokens
@@ -155,7 +181,7 @@ def _merges() -> np.ndarray:
     return merges
 
 
-def _byte_letters() -> dict[int, str]:
+def byte_letters() -> dict[int, str]:
     """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255.
 
     Printable Latin-1 bytes stand for themselves and come first; the others borrow the letters from U+0100 on.
@@ -172,5 +198,66 @@ def _encode_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
 
 
-def _decode_bytes(ids: list[int]) -> bytes:
-    return b"".join(END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids)
+def _decode_bytes(ids: list[int]) -> str:
+    return b"".join(END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids).decode("utf-8", errors="replace")
+
+
+# --------------------------------------------------------------------------------------------------------------- folders
+
+def _load_folder(name: str) -> Tokenizer:
+    """Of tokenizer_config.json the tokens that end and begin a text are read, and nothing else: no code, no template."""
+    folder, file = Path(name), Path(name) / FOLDER_FILES[0]
+    if not folder.is_dir():
+        hint = "a folder with a tokenizer.json" if "/" in name else "or the path of a folder with a tokenizer.json"
+        raise ValueError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, {hint}")
+    if not file.is_file():
+        slow = sorted(path.name for path in folder.glob("*.model"))
+        raise ValueError(f"{folder} has no {file.name}" + (f", only {slow[0]}, which is not read here" if slow else "") +
+                         ": transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ValueError(f"{file}: reading it needs the package tokenizers: pip install tokenizers") from error
+    try:
+        rules = file.read_bytes()
+        fast = tokenizers.Tokenizer.from_buffer(rules)
+        fast.no_truncation()
+        fast.no_padding()
+        fast.encode_special_tokens = True       # text that spells a special token stays text
+        fast.encode("any word \u00e9\n")        # rules that fail at some texts had better fail here
+        vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())      # ids may have gaps
+        if vocab_size > 2**31:                  # bit 31 of a shard's token says something else
+            raise ValueError(f"its largest id is {vocab_size - 1}")
+    except BaseException as error:              # the package raises plain Exceptions, its Rust part a kind of its own
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{file} is no tokenizer that the package tokenizers reads ({error}): fetch it again") from error
+    roles = folder / FOLDER_FILES[1]
+    eos, bos = (_role(roles, fast, role) for role in ("eos_token", "bos_token"))
+    if eos is None:
+        raise ValueError(f"{roles} names no eos_token, which must stand between documents: name one of {file.name}'s tokens")
+    prefix = (eos,) if bos in (None, eos) else (eos, bos)
+    digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
+    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+
+    def encode(text: str) -> np.ndarray:
+        return np.array(fast.encode(text, add_special_tokens=False).ids, dtype)
+
+    return Tokenizer(name, digest, vocab_size, prefix, encode, lambda ids: fast.decode(ids, skip_special_tokens=False))
+
+
+def _role(path: Path, fast, role: str) -> int | None:
+    """The id of the token that plays a role by tokenizer_config.json, None where none does."""
+    try:
+        token = json.loads(path.read_bytes()).get(role)
+        token = token["content"] if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise TypeError(f"{role} is no text")
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} must name the tokens that end and begin a text, but cannot be read ({error}): put it beside "
+                         f"{FOLDER_FILES[0]} again") from error
+    found = None if token is None else fast.token_to_id(token)
+    if token is not None and found is None:
+        raise ValueError(f"{path} says {role}={token!r:.60}, which is no token of {FOLDER_FILES[0]} beside it: put both there "
+                         f"again, from one place")
+    return found

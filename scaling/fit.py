@@ -35,7 +35,7 @@ from scaling.groups import CONVENTIONS, allocation, fit_group, fit_points, on_on
 from scaling.laws import DELTA
 from scaling.points import read_points
 from scaling.precision import pairs
-from scaling.records import LAW_FOLDER, RecordError, check_comparable, read_runs, usable
+from scaling.records import LAW_FOLDER, RecordError, check_comparable, from_scratch, read_runs, usable
 
 RUNS = {
     "out": f"DIR that receives law.json, figure.png and figure.svg (default for one folder of runs: its {LAW_FOLDER}/)",
@@ -169,11 +169,12 @@ def _fit_runs(paths, options) -> None:
     folder, loss_key = Path(options["out"]), f"loss_{options['loss']}"
     records, notes = read_runs(paths)
     records, left_out = usable(records)
+    records, continued = from_scratch(records)
     check_comparable(records)
     roots = {Path(path) for path in paths} | {record.folder.parent for record in records}
     predictions, named = predict.load(folder), predict.named_held_out(roots)
     everything, records = records, [r for r in records if not predict.is_held(r, predictions, named)]
-    notes += left_out
+    notes += left_out + continued
     notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
     print("".join(note + "\n" for note in notes), end="")
     if not records:

@@ -2,6 +2,7 @@
 
     python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
+    python scaling/precision.py --report out/a_bf16 out/a_fp8   # of one training: losses, time, memory, speed (report.py)
 
 Prints the common gap, the gap per size beside the null (BF16 against BF16 with another seed), what the gap costs in
 compute under two laws, then each pair. A single pair's standard error is over validation sequences: evaluation noise
@@ -130,11 +131,13 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     if any(a.dtype.kind not in "iuf" or a.shape != losses["source"].shape or a.ndim != 1 for a in losses.values()):
         raise RecordError(f"{path}: expected {', '.join(names)} as number arrays of one length; found "
                           + ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in losses.items()))
-    if not all(np.isfinite(a).all() for a in losses.values()) or not (losses["n_tokens"] > 0).all():
-        raise RecordError(f"{path} holds a value that is not finite, or a sequence without tokens")
+    if not all(np.isfinite(a).all() for a in losses.values()) or (losses["n_tokens"] < 0).any():
+        raise RecordError(f"{path} holds a value that is not finite, or fewer tokens than none")
     if set(np.unique(losses["source"]).tolist()) != set(range(len(record.weights))):
         raise RecordError(f"{path}: 'source' must name each of the {len(record.weights)} sources 0 to "
                           f"{len(record.weights) - 1} ({', '.join(record.weights)}) at least once")
+    if not all(losses["n_tokens"][losses["source"] == i].any() for i in range(len(record.weights))):
+        raise RecordError(f"{path}: a source has no sequence with a token to predict")
     for arm, said in (("as_trained", record.loss_as_trained), ("bf16", record.loss_bf16)):
         loss = _gap(losses[arm], losses, record.weights.values(), said).nats
         if abs(loss - said) > LOSS_TOLERANCE * said:
@@ -224,8 +227,12 @@ def main(arguments=None) -> int:
         print("\n".join(f"    {name:8} {meaning}" for name, meaning in OPTIONS.items()))
         return 0 if arguments else 2
     try:
-        paths, options = _parse(arguments)
-        _run(paths, **options)
+        if "--report" in arguments:
+            from scaling import report  # here, because it imports this module
+            report.main([word for word in arguments if word != "--report"])
+        else:
+            paths, options = _parse(arguments)
+            _run(paths, **options)
     except RecordError as error:
         print(f"scaling/precision.py: {error}", file=sys.stderr)
         return 2

@@ -55,6 +55,7 @@ class Record:
     weights: dict[str, float]           # source -> its share of the loss; they add to 1
     parent_run: str | None = None       # run whose checkpoint this one branched off; None from scratch
     parent_step: int | None = None      # optimizer step of that checkpoint
+    continued_from: str | None = None   # imported model whose training it goes on with: its own tokens are not all
     t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
 
     @property
@@ -162,7 +163,8 @@ _KINDS = {
     "is_annealed": "flag",
     "seed": "seed",
 }
-_OPTIONAL = {"parent_run": "text", "parent_step": "count", "t_start": "text"}      # null or absent: not known, no parent
+# null or absent: not known, no parent
+_OPTIONAL = {"parent_run": "text", "parent_step": "count", "continued_from": "text", "t_start": "text"}
 
 
 def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
@@ -201,6 +203,13 @@ def usable(records) -> tuple[list[Record], list[str]]:
         else:
             kept.append(record)
     return kept, notes
+
+
+def from_scratch(records) -> tuple[list[Record], list[str]]:
+    """The records whose tokens are all that their weights have seen, plus a line for each one left out of a law."""
+    return ([record for record in records if not record.continued_from],
+            [f"left out {record.run_id}: it goes on with {record.continued_from}, so its tokens are not all that its weights saw"
+             for record in records if record.continued_from])
 
 
 def check_comparable(records) -> None:

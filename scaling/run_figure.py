@@ -25,7 +25,8 @@ MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", 
          "stopped": ("h", "#000000"), "branch": ("<", "#444444")}
 OTHERS = (("*", "#444444"), ("p", "#777777"), ("d", "#999999"))
 TRAIN, UNDONE = "#0072B2", "#999999"
-FIELDS = ("loss", "grad_norm", "lr", "tok_per_s", "gpu_util_pct", "gpu_mem_pct", "gpu_power_w")
+GPU = ("gpu_util_pct", "gpu_mem_pct", "gpu_power_w")
+FIELDS = ("loss", "grad_norm", "lr", "tok_per_s", *GPU, "step_s", "since_start")
 LABELS = {"loss": "loss\n[nats/token]", "grad_norm": "gradient\nnorm", "lr": "learning\nrate", "tok_per_s": "speed\n[tokens/s]",
           "gpu_util_pct": "GPU\n[%]"}
 HEIGHTS = {"loss": 2.3}     # inches, of the others 0.85
@@ -95,7 +96,7 @@ def read_history(run: Path) -> History:
 
 def draw(history: History, name: str) -> Figure:
     """The page of one run, called `name`; panels for what the rows hold."""
-    has_gpu = any(np.isfinite(history.train[key]).any() for key in FIELDS[4:])
+    has_gpu = any(np.isfinite(history.train[key]).any() for key in GPU)
     keys = [key for key in LABELS if key != "gpu_util_pct" or has_gpu]
     heights = [HEIGHTS.get(key, 0.85) for key in keys]
     title = f"Training of {name} (n = 1 run, steps {min(_steps(history)):,} to {max(_steps(history)):,})"

@@ -119,7 +119,7 @@ class Run:
 
     def has_begun(self) -> bool:
         """Whether it is past its start: before, metrics.jsonl is that of the run before."""
-        return any(word in self.output for word in ("starting at step 0", "resuming ", "branching off "))
+        return any(word in self.output for word in ("starting at step 0", "resuming ", "branching off ", "on from "))
 
     def is_running(self) -> bool:
         return any(self.nursery.code(pid, 0.0) is None for pid in self.pids)

@@ -15,6 +15,7 @@ import train
 from runtime import metrics, optim
 from runtime.checkpoint import checkpoints, seal
 from runtime.config import ConfigError, FP8Config, apply_overrides
+from runtime.summary import lineage
 from tests.conftest import ROOT, call_train, write_config
 from tests.test_train import rows, same, weights
 
@@ -182,6 +183,14 @@ def test_pairs_of_branches_match_whatever_trunk_they_left(tiny):
                   start_from=bf16.start_from.replace("trunk", "trunk_fp8"))
     assert metrics.pair_id(bf16) == metrics.pair_id(fp8) == metrics.pair_id(replace(bf16, start_from=None))
     assert metrics.pair_id(bf16) != metrics.pair_id(replace(bf16, steps=9))
+    imported = replace(bf16, start_from=bf16.start_from.replace("trunk", "llama")[:-8] + "00000000")
+    assert metrics.pair_id(imported) == metrics.pair_id(replace(imported, fp8=fp8.fp8))
+    assert metrics.pair_id(imported) not in (metrics.pair_id(bf16), metrics.pair_id(
+        replace(imported, start_from=imported.start_from.replace("llama", "qwen")))), "weights that came from elsewhere count"
+    assert [lineage(config) for config in (bf16, imported, replace(bf16, start_from=None))] == [
+        {"parent_run": "trunk", "parent_step": 6, "continued_from": None},
+        {"parent_run": None, "parent_step": None, "continued_from": "llama"},
+        {"parent_run": None, "parent_step": None, "continued_from": None}]
     moved = replace(bf16, start_from="/x/trunk/checkpoints/step_00000006/")
     assert moved.identity() == bf16.identity()
 

@@ -26,6 +26,8 @@ def test_every_shipped_config_loads_and_is_named_after_its_file(path):
     config = load_config(path)
     assert config.run == path.stem
     assert (config.fp8.recipe != "off") == path.stem.endswith("_fp8")
+    if config.start_from is not None:       # it goes on with a model that has seen its tokens
+        return
     assert config.tokens_per_param == 20
     assert config.total_steps * config.data.tokens_per_step >= 20 * config.model.params_total
     assert (config.total_steps - 1) * config.data.tokens_per_step < 20 * config.model.params_total

@@ -13,7 +13,7 @@ import pytest
 import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, directly, expected_pair, request, rolled, words
 
-from eval import harness, held_out, sample
+from eval import harness, held_out, sample, task_list
 
 ROOT = Path(__file__).parent.parent
 LOAD_MODEL = sample.load_model
@@ -53,7 +53,7 @@ def test_the_head_sees_scored_positions_alone_and_few_at_a_time(monkeypatch):
     model.head.register_forward_hook(lambda module, args, out: rows.append(len(out)))
     build_lm(model).loglikelihood([request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")])
     assert rows == [2 + 1 + 3]
-    monkeypatch.setattr("eval.lm.HEAD_ROWS", 4)
+    monkeypatch.setattr("eval.lm.HEAD_ROWS", {"cpu": 4})
     rows.clear()
     pairs = [request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")]
     assert build_lm(model).loglikelihood(pairs) == build_lm(build()).loglikelihood(pairs)
@@ -112,7 +112,7 @@ def test_empty_requests_are_no_error():
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     assert harness.main([str(run), "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu"]) == 0
     out = capsys.readouterr().out
-    record = json.loads((run / "eval" / "demo.json").read_text())
+    record = json.loads((run / "eval" / "demo_float32_limit12.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["run_id"] == "tiny" and summary["eval"]["old"] == {"acc": 0.5}      # nothing of the record is lost
     assert summary["eval"]["val_ppl"] == record["tasks"]["val_ppl"] | {"limit": 12}
@@ -153,7 +153,7 @@ def test_an_unfinished_run_keeps_its_scores_beside(run, capsys):
     (run / "summary.json").unlink()
     assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 0
     assert "not finished" in capsys.readouterr().err
-    assert (run / "eval" / "val_cloze.json").exists() and not (run / "summary.json").exists()
+    assert (run / "eval" / "val_cloze_limit4.json").exists() and not (run / "summary.json").exists()
 
 
 def test_a_damaged_summary_is_not_overwritten(run, capsys):
@@ -178,9 +178,9 @@ def test_tasks_of_the_users_own(run, capsys, tmp_path):
         .replace("doc_to_choice: answers\n", "").replace("doc_to_target: gold", 'doc_to_target: "{{answers[0]}}"')
         .replace("metric: acc", "metric: exact_match")
         + "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 5, do_sample: false}\n")
-    assert harness._local_tasks(str(folder)) == {"sums", "echo"}
+    assert task_list.local_tasks(str(folder)) == {"sums", "echo"}
     assert harness.main([str(run), "tasks=sums,echo", f"include={folder}", "dtype=float32"]) == 0
-    record = json.loads((run / "eval" / "sums+echo.json").read_text())
+    record = json.loads((run / "eval" / "sums+echo_float32.json").read_text())
     model = build()
     right = [directly(model, list(row["q"].encode()), list(b" " + row["answers"][0].encode()))[0]
              > directly(model, list(row["q"].encode()), list(b" " + row["answers"][1].encode()))[0] for row in rows]

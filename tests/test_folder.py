@@ -14,7 +14,7 @@ import pytest
 
 from runtime import folder, metrics
 from runtime.config import ConfigError
-from runtime.folder import LOCK, claim, hold, is_finished
+from runtime.folder import LOCK, claim, hold, is_finished, keep_tokenizer, tokenizer_of
 from tests.conftest import ROOT
 
 HOLD = ("import os, sys, time\nfrom pathlib import Path\nfrom runtime.folder import claim\n"
@@ -83,6 +83,25 @@ def test_a_child_that_outlives_its_run_does_not_keep_the_folder(tmp_path, holder
 def test_a_run_that_begins_while_another_is_ending_waits_for_it(tmp_path, holder):
     holder(more="import threading; threading.Timer(1.0, lambda: os._exit(0)).start()")
     free(tmp_path / "run")
+
+
+def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
+    theirs, run_dir = tmp_path / "llama/tokenizer", tmp_path / "run"
+    theirs.mkdir(parents=True)
+    run_dir.mkdir()
+    (theirs / "tokenizer.json").write_text("rules")
+    (theirs / "tokenizer_config.json").write_text("roles")
+    (theirs / "weights.safetensors").write_text("not the tokenizer's")
+    (run_dir / ".tokenizer.tmp").mkdir()        # a kill in the middle of it
+    for name, read in (("gpt2", "gpt2"), (str(theirs), str(run_dir / "tokenizer"))):
+        assert tokenizer_of(run_dir, name) == name, "none yet"
+        keep_tokenizer(run_dir, name)
+        assert tokenizer_of(run_dir, name) == read
+    assert sorted(os.listdir(run_dir / "tokenizer")) == ["tokenizer.json", "tokenizer_config.json"]
+    (theirs / "tokenizer.json").write_text("other rules")
+    keep_tokenizer(run_dir, str(theirs))
+    assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
+    assert os.listdir(run_dir) == ["tokenizer"]
 
 
 def test_a_refused_run_leaves_no_folder_and_a_begun_one_stays(tmp_path):

@@ -193,7 +193,7 @@ def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
         assert harness.main([str(run), "tasks=val_ppl", "limit=3", *arguments]) == 0
     out = capsys.readouterr().out
     assert out.count("8 of 9 Linears") == 2 and "layers.*.mlp.down" in out and "-> rowwise" in out
-    plain, rowwise = (read_json(run / "eval" / f"val_ppl{end}.json") for end in ("", "_fp8_rowwise"))
+    plain, rowwise = (read_json(run / "eval" / f"val_ppl{end}_limit3.json") for end in ("", "_fp8_rowwise"))
     assert (plain["fp8"], rowwise["fp8"]) == ("off", "rowwise") and plain["layers_fp8"] == [] and len(rowwise["layers_fp8"]) == 8
     a, b = plain["tasks"]["val_ppl"]["bits_per_byte"], rowwise["tasks"]["val_ppl"]["bits_per_byte"]
     assert a != b == pytest.approx(a, rel=0.02)
@@ -241,7 +241,7 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, mon
 
 
 def test_one_sequence_in_a_source_has_no_standard_error():
-    a, b = (ValLoss({"a": np.array([x])}, {"a": 1.0}, 4) for x in (8.0, 6.0))
+    a, b = (ValLoss({"a": np.array([x])}, {"a": 1.0}, {"a": np.array([4])}) for x in (8.0, 6.0))
     gap = precision.difference(a, b)
     assert gap.loss == 0.5 and gap.standard_error is None
     assert precision._with_error(gap.loss, gap.standard_error, "+.5f") == "+0.50000"

@@ -12,9 +12,9 @@ from model import GPT, GPTConfig
 
 class Fixed:
     """n validation sequences of random tokens."""
-    n_ctx = 16
 
     def __init__(self, n, seed):
+        self.targets = np.full(n, 16)
         ids = torch.randint(257, (n, 17), generator=torch.Generator().manual_seed(seed))
         self.x, self.y = ids[:, :-1], ids[:, 1:]
 
@@ -99,12 +99,40 @@ def test_standard_error_by_simulation():
     rng = np.random.default_rng(0)
 
     def draw():
-        return ValLoss({"a": rng.normal(32, 4, 50), "b": rng.normal(48, 8, 20)}, WEIGHTS, 16)
+        return ValLoss({"a": rng.normal(32, 4, 50), "b": rng.normal(48, 8, 20)}, WEIGHTS,
+                       {"a": np.full(50, 16), "b": np.full(20, 16)})
 
     spread = np.std([draw().loss for _ in range(4000)])
     assert draw().standard_error == pytest.approx(spread, rel=0.3)
     assert np.mean([draw().standard_error for _ in range(200)]) == pytest.approx(spread, rel=0.03)
-    assert ValLoss({"a": np.ones(1)}, {"a": 1.0}, 16).standard_error is None
+    assert ValLoss({"a": np.ones(1)}, {"a": 1.0}, {"a": np.full(1, 16)}).standard_error is None
+
+
+def test_of_unequally_many_targets_each_counts_the_same():
+    """Nats follow the targets, some sequences have none: the loss is a mean over targets, its error that of a ratio."""
+    rng = np.random.default_rng(1)
+
+    def draw():
+        targets = rng.integers(0, 200, 60)
+        return ValLoss({"a": 3.0 * targets + rng.normal(0, 5, 60) * (targets > 0)}, {"a": 1.0}, {"a": targets})
+
+    one = draw()
+    assert one.loss == pytest.approx(one.sequences["a"].sum() / one.targets["a"].sum())
+    spread = np.std([draw().loss for _ in range(4000)])
+    assert np.mean([draw().standard_error for _ in range(200)]) == pytest.approx(spread, rel=0.05)
+
+
+def test_targets_that_are_none_cost_nothing():
+    """Against torch's mean over the rest; every sequence says how many it had."""
+    gpt, val = model(), Fixed(5, 2)
+    val.y = val.y.clone()
+    val.y[:, :9] = -100
+    val.y[3] = -100
+    val.targets = (val.y != -100).sum(1).numpy()
+    got = evaluate(gpt, {"a": val}, {"a": 1.0}, 2, torch.device("cpu"))
+    want = F.cross_entropy(gpt(val.x).flatten(0, 1), val.y.flatten()).item()
+    assert got.loss == pytest.approx(want, rel=1e-6) and got.sequences["a"][3] == 0
+    assert got.targets["a"].tolist() == [7, 7, 7, 0, 7]
 
 
 def test_bits_per_byte_by_hand():

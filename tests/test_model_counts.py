@@ -137,6 +137,14 @@ def test_counts_agree_with_the_modules(name, n_layer, vocab_size):
     assert counts["params_embed_tok"] == counts["params_head"] == V * C
 
 
+@pytest.mark.parametrize("vocab_size, multiple, rows", [(420, 1, 420), (420, 64, 448), (448, 64, 448), (1, 128, 128)])
+def test_the_vocabulary_is_padded_to_a_multiple(vocab_size, multiple, rows):
+    config = replace(TINY, vocab_size=vocab_size, vocab_multiple=multiple)
+    model = build(config)
+    assert model(torch.zeros(1, 2, dtype=torch.int64)).shape[-1] == len(model.wte.weight) == config.vocab_padded == rows
+    assert model.counts()["params_embed_tok"] == rows * 48
+
+
 @pytest.mark.parametrize("label, n_layer, n_head, n_embd, n_ffn", [
     ("53M", 8, 4, 512, 1536), ("124M", 12, 6, 768, 2048), ("257M", 16, 8, 1024, 2816), ("360M", 24, 8, 1024, 2816),
     ("757M", 24, 12, 1536, 4096), ("1.54B", 28, 16, 2048, 5632)])
@@ -192,6 +200,7 @@ def test_flops_equal_what_torch_counts():
     ({"n_head": 0}, "model.n_head=0 must be between 1 and 16777216"),
     ({"n_kv_head": 0}, "model.n_kv_head=0 must be between 1 and 16777216"),
     ({"vocab_size": -5}, "model.vocab_size=-5 must be between 1 and 16777216"),
+    ({"vocab_multiple": 0}, "model.vocab_multiple=0 must be between 1 and 16777216"),
     ({"loss_chunk": 0}, "model.loss_chunk=0 must be between 1 and 16777216"),
     ({"norm_eps": float("nan")}, "model.norm_eps=nan must be a positive, finite number"),
     ({"rope_theta": float("inf")}, "model.rope_theta=inf must be a positive, finite number"),

@@ -32,6 +32,25 @@ def test_the_bound_on_the_speedup_is_train_pys(capsys):
         assert steps / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
 
 
+def test_training_llama_on_is_planned_before_anything_is_there():
+    config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
+    assert config.accumulation(4) == 4 and config.optim.warmup_steps(config.total_steps) == 100
+    lines = train_plan(config, "h100", torch.bfloat16)
+    text = "\n".join(lines)
+    assert f"{8_030_261_248:,}" in text and "of 131,072 tokens, context 4096" in text      # the published count
+    assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in text
+    assert "layers.*.mlp.down     14336 x 4096   x32  -> tensorwise" in text
+    size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", text, re.M)}
+    weights = 4 * 8_030_261_248 / 2**30
+    assert size["weights"] == pytest.approx(weights / 4, abs=0.01) and size["optimizer"] == pytest.approx(weights / 2, abs=0.01)
+    assert size["gradients"] == pytest.approx(weights, abs=0.01)        # they accumulate unsharded
+    assert size["sum"] < 72
+    assert size["training tokens"] == pytest.approx(4 * 131.072e6 / 2**30, abs=0.01)       # ids beyond 16 bits
+    kept = load_config(ROOT / "configs/continue_llama.py", ["parallel.recompute=false"])
+    hours = [float(re.search(r"BF16 +([\d.]+) h", "\n".join(train_plan(c, "h100", torch.bfloat16)))[1]) for c in (config, kept)]
+    assert hours[0] / hours[1] == pytest.approx(4 / 3, abs=0.1)         # the forward pass is a third of the FLOPs
+
+
 def output(capsys, *arguments, budget=BUDGET, code=0):
     assert plan.main([*budget, *map(str, arguments)]) == code
     out, err = capsys.readouterr()

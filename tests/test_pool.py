@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiktoken
 
-from prepare import pool as room
+from prepare import encoder
 from prepare.contamination import read_grams
 from prepare.pool import Pool
 from prepare.source import Batch
@@ -376,11 +376,11 @@ def test_a_gigatoken_that_differs_is_refused(gigatoken, processes):
 
 def test_each_process_checks_its_first_documents(gigatoken, monkeypatch):
     gigatoken.install("number 7")
-    monkeypatch.setattr(room, "CHECKED", 7)
+    monkeypatch.setattr(encoder, "CHECKED", 7)
     with Pool("gpt2", 1, "gigatoken") as pool:
         (encoded,) = pool.encode(iter([batch([f"number {n}" for n in range(8)])]))
         assert encoded.documents["tokens"].tolist() == [3] * 7 + [2], "the eighth was not held against tiktoken"
-    monkeypatch.setattr(room, "CHECKED", 8)
+    monkeypatch.setattr(encoder, "CHECKED", 8)
     with Pool("gpt2", 1, "gigatoken") as pool, pytest.raises(ConfigError, match="otherwise"):
         list(pool.encode(iter([batch([f"number {n}" for n in range(8)])])))
 

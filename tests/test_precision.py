@@ -303,6 +303,32 @@ def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, da
     assert sentence in capsys.readouterr().err and not (tmp_path / "law").exists()
 
 
+def masked(folder, tokens):
+    """The run's val_losses.npz with other n_tokens in its first source; the losses of its targets follow, the rest is kept."""
+    with np.load(folder / "val_losses.npz") as file:
+        losses = dict(file)
+    first = losses["source"] == 0
+    for arm in ("as_trained", "bf16"):
+        level = losses[arm][first].sum() / losses["n_tokens"][first].sum()
+        losses[arm][first] = level * np.array(tokens)
+    losses["n_tokens"][first] = tokens
+    np.savez(folder / "val_losses.npz", **losses)
+
+
+def test_a_sequence_may_be_context_alone(tmp_path, capsys):
+    """Instruction data: sequences differ in their targets, a window of prompt has none; the loss is the same by construction."""
+    _, plain = run(capsys, write_seeds(tmp_path, [0.004, 0.010, 0.007]))
+    for folder in tmp_path.glob("*_[123]"):
+        masked(folder, [0, 0, 5, 128, 7, 0, 64, 1, 2, 3, 0, 90])
+    _, result = run(capsys, tmp_path)
+    for before, after in zip(plain["pairs"], result["pairs"], strict=True):
+        assert after["gap_bf16"]["nats"] == pytest.approx(before["gap_bf16"]["nats"]) and after["gap_bf16"]["se"] > 0
+    for tokens, sentence in (([-1] + [9] * 11, "fewer tokens than none"), ([0] * 12, "a source has no sequence with a token")):
+        masked(tmp_path / "bf16_1", tokens)
+        assert precision.main([str(tmp_path)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 def test_runs_that_stopped_early_are_left_out(tmp_path, capsys):
     write_run(tmp_path / "a", status="diverged", curve=False)
     assert precision.main([str(tmp_path)]) == 2

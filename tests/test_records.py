@@ -7,7 +7,7 @@ import pytest
 from scaling_runs import write_ladder, write_run
 
 from scaling.precision import pairs
-from scaling.records import RecordError, check_comparable, read_curve, read_record, read_runs, usable
+from scaling.records import RecordError, check_comparable, from_scratch, read_curve, read_record, read_runs, usable
 
 
 def test_reads_run_folders_and_folders_of_runs(tmp_path):
@@ -55,6 +55,16 @@ def test_branches_know_their_trunk(tmp_path):
     assert (trunk.parent_run, trunk.parent_step, trunk.trunk) == (None, None, "long")
     assert (old.parent_run, old.parent_step, old.t_start, old.trunk) == (None, None, None, "old")
     assert trunk.t_start == "2026-11-20T09:00:00Z"
+
+
+def test_a_law_leaves_out_what_went_on_with_an_imported_model(tmp_path):
+    write_run(tmp_path / "scratch", params=106_624)
+    write_run(tmp_path / "llama", params=38_912, continued_from="llama31_8b")
+    records, _ = read_runs([tmp_path])
+    assert {record.run_id: record.trunk for record in records} == {"scratch": "scratch", "llama": "llama"}
+    kept, notes = from_scratch(records)
+    assert [record.run_id for record in kept] == ["scratch"]
+    assert notes == ["left out llama: it goes on with llama31_8b, so its tokens are not all that its weights saw"]
 
 
 def test_no_runs_at_all(tmp_path):

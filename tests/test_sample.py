@@ -1,15 +1,21 @@
 """eval/sample.py and eval/options.py: what is generated, printed and refused."""
 
 import io
+import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, request
 
 from eval import sample
 from eval.options import read_options
+from eval.streaming import Growing, Piece, pieces
+from runtime.checkpoint import DamagedError
 from runtime.config import ConfigError
+from runtime.tokenizer import load_tokenizer
 
 
 @pytest.fixture
@@ -126,16 +132,138 @@ def test_sample_prints_prompt_and_continuation_the_same_streamed_or_not(run):
     assert three.getvalue().count(text) == 3 and "2 of 3" in three.getvalue()
 
 
+def grown(tokenizer, ids):
+    """The pieces of `ids` one by one, the last of them what rest() gives."""
+    growing = Growing(tokenizer)
+    return [growing.add(i) for i in ids] + [growing.rest()]
+
+
 def test_streamed_pieces_are_whole_characters():
     ids = list("naïve €5 𝄞 end".encode()) + [0xff, 0xe2, 0x82] + list(b"x")
-    shown = ""
-    for i in range(1, len(ids) + 1):
-        text = sample.stable_text(BYTES, ids[:i])
-        assert not text.endswith("\ufffd")
-        assert text.startswith(shown)       # what is on the screen is never taken back
-        shown = text
-    assert shown == BYTES.decode(ids) == "naïve €5 𝄞 end\ufffd\ufffdx"
-    assert sample.stable_text(BYTES, list("a€".encode())[:2]) == "a"
+    told = grown(BYTES, ids)
+    assert "".join(told) == BYTES.decode(ids) == "naïve €5 𝄞 end\ufffd\ufffdx"
+    assert told[2:4] == ["", "ï"] and "\ufffd" not in "".join(told[:-2])
+    assert grown(BYTES, list("a€".encode())[:2]) == ["a", "", "\ufffd"]
+    assert grown(BYTES, []) == [""]
+
+
+def test_streamed_pieces_add_up_to_the_whole_text_whatever_the_decoder():
+    """GPT-2's tokens cut characters; SentencePiece's decoder eats the very first blank and spells unknown bytes one by one."""
+    text, rng = "Ça va? 日本語, 🤖🤖 emoji   and\n\nlines — naïve ﬁ", random.Random(0)
+    gpt2 = load_tokenizer("gpt2")
+    words = ["▁the", "▁cat", "s", "▁", "▁sat", *(f"<0x{b:02X}>" for b in range(256))]
+    pieces = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    pieces.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0)])
+    llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False))
+    known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
+    assert llama.decode(known) == "the catsé日🤖 sat the  sat日 cat"
+    for tokenizer, ids in [(gpt2, gpt2.encode(text * 3).tolist()), (llama, known), (llama, known[::-1] + known)]:
+        assert "".join(grown(tokenizer, ids)) == tokenizer.decode(ids)
+    for _ in range(50):
+        ids = [rng.randrange(50257) for _ in range(60)]
+        assert "".join(grown(gpt2, ids)) == gpt2.decode(ids)
+
+
+def test_a_long_text_costs_no_more_a_token_than_a_short_one():
+    lengths = []
+    counting = SimpleNamespace(decode=lambda ids: lengths.append(len(ids)) or BYTES.decode(ids))
+    assert "".join(grown(counting, list(b"abc " * 500))) == "abc " * 500
+    assert max(lengths) <= 4
+
+
+def test_continuations_are_printed_in_order_the_next_one_as_it_grows():
+    out, seen = io.StringIO(), []
+
+    def steps():
+        for step in ([(0, "a", None), (1, "x", None), (2, "k", "document")], [(0, "b", "document"), (1, "y", None)],
+                     [(1, "z", "limit")]):
+            yield [Piece(*piece) for piece in step]
+            seen.append(out.getvalue())
+    sample.show(steps(), sample.Request(prompt="P ", n=3), out)
+    assert seen[0] == "-" * 32 + " 1 of 3\nP a" and seen[1] == f"{seen[0]}b\n{'-' * 32} 2 of 3\nP xy"
+    assert seen[2] == f"{seen[1]}z\n{'-' * 32} 3 of 3\nP k\n"
+
+
+def test_rows_end_with_their_document_or_at_a_limit():
+    def end_at(h):      # row 0 ends its document at once, row 1 never
+        logits = torch.zeros(len(h), 384)
+        logits[0, 256], logits[1, 65] = 1e4, 1e4
+        return logits
+    ready = sample.Inference(rigged(end_at), BYTES, torch.device("cpu"), [])
+    steps = list(sample.continuations(ready, sample.Request(prompt="p", n=2, tokens=3)))
+    assert steps == [[(0, "", "document"), (1, "A", None)], [(1, "A", None)], [(1, "A", None)], [(1, "", "limit")]]
+    tokens = iter(torch.tensor([[0xe2, 0xe2], [256, 0x82]]))       # each ends within a character
+    assert list(pieces(tokens, BYTES, 2)) == [[(0, "", None), (1, "", None)], [(0, "\ufffd", "document"), (1, "", None)],
+                                              [(1, "\ufffd", "limit")]]
+
+
+def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
+    with_bos = replace(BYTES, prefix=(256, 3))
+    assert [sample.prompt_ids(BYTES, prompt) for prompt in ("ab", "")] == [[97, 98], [256]]
+    assert [sample.prompt_ids(with_bos, prompt) for prompt in ("ab", "")] == [[3, 97, 98], [3]]
+
+
+def test_no_id_comes_out_that_the_tokenizer_does_not_have():
+    model = rigged(lambda h: torch.arange(384.0).expand(*h.shape[:-1], 384))
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    assert sample.generate(model, ids, 1).item() == 256
+    assert sample.generate(model, ids, 1, n_ids=200).item() == 199
+    assert sample.generate(model, ids, 1, n_ids=9999).item() == 256
+    ready = sample.Inference(model, replace(BYTES, vocab_size=100, prefix=(7,)), torch.device("cpu"), [])
+    steps = list(sample.continuations(ready, sample.Request(prompt="p", temperature=0.0, tokens=2)))
+    assert [piece.text for step in steps for piece in step] == ["c", "c", ""]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_model_that_has_diverged_gets_a_sentence(run, capsys, monkeypatch, temperature, value):
+    model = rigged(lambda h: torch.zeros(len(h), 384).index_fill(1, torch.tensor([5]), value))
+    monkeypatch.setattr(sample, "load_model", lambda run_dir, **more: (model, None))
+    assert sample.main([str(run), "hi", f"temperature={temperature}"]) == 2
+    assert "the model's logits are not finite numbers" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_ids_than_the_model_is_refused(run, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "load_tokenizer", lambda name: replace(BYTES, vocab_size=300))
+    assert sample.main([str(run), "hi"]) == 2
+    assert f"the tokenizer of {run} has 300 ids, its model 257: they are no pair" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
+    """A run that still trains deletes its older checkpoints, maybe the one that is being read."""
+    load_model, steps = sample.load_model, [1]
+
+    def deleted_meanwhile(run_dir, **more):
+        if steps[-1] == 3:
+            return load_model(run_dir, **more)
+        steps.append(steps[-1] + 1)
+        folder = run / f"checkpoints/step_{steps[-1]:08d}"
+        folder.mkdir(parents=True)
+        (folder / "DONE").touch()
+        raise DamagedError("gone")
+    monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
+    assert sample.load_for_inference(str(run), "cpu", "float32").model.config == TINY and steps == [1, 2, 3]
+
+    def damaged(run_dir, **more):
+        raise DamagedError("still the newest")
+    monkeypatch.setattr(sample, "load_model", damaged)
+    with pytest.raises(DamagedError, match="still the newest"):
+        sample.load_for_inference(str(run), "cpu", "float32")
+
+
+@pytest.mark.parametrize("error, code, words", [
+    (KeyboardInterrupt(), 130, ""),
+    (PermissionError(13, "Permission denied"), 1, "PermissionError: [Errno 13] Permission denied"),
+    (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 1, "OutOfMemoryError: CUDA out of memory."),
+])
+def test_what_is_nobodys_mistake_needs_no_traceback(run, capsys, monkeypatch, error, code, words):
+    def fail(*args):
+        raise error
+    monkeypatch.setattr(sample, "load_for_inference", fail)
+    assert sample.main([str(run), "hi"]) == code
+    assert capsys.readouterr().err == (words and words + "\n")
 
 
 def test_the_seed_decides_what_is_sampled(run, capsys):
@@ -158,7 +286,7 @@ def test_empty_prompt_starts_a_document(run, monkeypatch):
     (["x" * 33], "the prompt has 33 tokens, but the context of"),
     (["hi", "n=0"], "n=0 must be between 1 and 1024"),
     (["hi", "temperature=-1"], "temperature=-1.0 must be 0 (the likeliest token) or between 0.01 and 100"),
-    (["hi", "temperature=nan"], "temperature=nan must be 0"),
+    (["hi", "temperature=nan"], "temperature=nan is not a number"),
     (["hi", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
     (["hi", "top_k=0"], "top_k=0 must be between 1 and"),
     (["hi", "temperature=1e-40"], "temperature=1e-40 must be 0"),

@@ -8,12 +8,14 @@ import sys
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from eval import weights
+from eval.weights import write_safetensors
 from runtime.checkpoint import checkpoints, load_model
 from tests.conftest import ROOT, call_train
 
-TORCH = {"F32": torch.float32, "BF16": torch.bfloat16}
+TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn}
 
 
 @pytest.fixture
@@ -28,7 +30,7 @@ def read(path):
     data = path.read_bytes()
     n = int.from_bytes(data[:8], "little")
     header, body = json.loads(data[8:8 + n]), data[8 + n:]
-    assert (8 + n) % 8 == 0
+    assert (8 + n) % 64 == 0
     metadata, tensors, at = header.pop("__metadata__"), {}, 0
     assert all(isinstance(v, str) for v in metadata.values())
     for name, entry in header.items():
@@ -74,10 +76,23 @@ def test_the_copy_holds_the_newest_weights_and_nothing_of_the_optimizer(run, tmp
     done = subprocess.run(
         [sys.executable, "-c", "import signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nimport torch\n"
          "from pathlib import Path\nfrom eval.weights import write_safetensors\n"
-         "write_safetensors(Path(sys.argv[1]), {'w': torch.ones(100_000)}, 'fp32', {})", str(small)],
+         "write_safetensors(Path(sys.argv[1]), {'w': torch.ones(100_000)}, {})", str(small)],
         cwd=ROOT, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2))
     assert done.returncode == 1 and "File too large" in done.stderr
     assert small.read_bytes() == before and not list(tmp_path.glob(".tmp_*"))
+
+
+def test_the_package_reads_the_file_and_the_weights_begin_at_cache_lines(tmp_path):
+    tensors = {"odd": torch.arange(3.0), "bf16": torch.randn(5, 32).bfloat16(), "view": torch.randn(64, 16)[16:48],
+               "f8": torch.randn(16, 16).to(torch.float8_e4m3fn), "across": torch.randn(16, 32).t(), "scale": torch.ones(1, 1)}
+    write_safetensors(tmp_path / "x.safetensors", tensors, {"a": "é"})
+    read(tmp_path / "x.safetensors")
+    with safe_open(tmp_path / "x.safetensors", "pt") as file:
+        assert file.metadata() == {"a": "é"} and set(file.keys()) == set(tensors)
+        for name, wanted in tensors.items():
+            found = file.get_tensor(name)
+            assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
+            assert name in ("odd", "scale") or found.data_ptr() % 64 == 0
 
 
 @pytest.mark.parametrize("arguments, told", [

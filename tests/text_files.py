@@ -80,3 +80,24 @@ def write_source(folder, windows, offset, val_windows=5, format_version=1):
         "duplicates": {folder.name: 2, "other": 1}, "empty": 1, "contaminated": 4, "is_whole": False, "budget": 150,
         "decontaminated_against": [{"file": "e.jsonl", "sha256": "0"}], "skipped": [{"file": "x.gz", "reason": "cut short"}],
         "files": ["y.gz"], "selection": {"column": "text"}, "hashes_sha256": hashes_sha256})
+
+
+def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
+    """A folder as Hugging Face keeps a tokenizer: byte-level BPE, <|begin|> is 0, <|end|> is 1, merges learned from
+    DOCUMENTS; with `spare` tokens that no text becomes. `roles`: of tokenizer_config.json. `more`: keys of tokenizer.json."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.train_from_iterator(DOCUMENTS, trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|begin|>", "<|end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    raw = json.loads(made.to_str()) | more
+    size = len(raw["model"]["vocab"])
+    raw["added_tokens"] += [{"id": size + i, "content": f"<|spare_{i}|>", "single_word": False, "lstrip": False, "rstrip": False,
+                             "normalized": False, "special": True} for i in range(spare)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+    roles = {"bos_token": "<|begin|>", "eos_token": "<|end|>"} if roles is None else roles
+    (folder / "tokenizer_config.json").write_text(json.dumps(roles))
+    return folder

@@ -1,0 +1,263 @@
+"""Tokenizers that are folders: ids against rules of our own, roles, damage; shards of 32 bits from the command to the batch."""
+
+import copy
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare_data
+from model import GPTConfig
+from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig, apply_overrides, config_from_dict
+from runtime.data import open_data
+from runtime.shards import read_index
+from runtime.tokenizer import load_tokenizer
+from tests.text_files import DOCUMENTS, jsonl, write_tokenizer
+
+HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
+           "def f():\n\treturn 0.5  \n", "\u2028\u200b", *DOCUMENTS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """70,000 ids and more: 16 bits do not hold them."""
+    return write_tokenizer(tmp_path_factory.mktemp("wide"), spare=70_000)
+
+
+def merged(folder, text):
+    """The ids of a text by the folder's merges, applied by hand; the pieces are GPT-2's, which ByteLevel takes too."""
+    import regex
+
+    from runtime.tokenizer import GPT2_PATTERN, byte_letters
+
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
+    letters, ids = byte_letters(), []
+    for piece in regex.findall(GPT2_PATTERN, text):
+        parts = [letters[b] for b in piece.encode()]
+        while len(parts) > 1:
+            rank, i = min((ranks.get(pair, 10**9), i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)))
+            if rank == 10**9:
+                break
+            parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        ids += [model["vocab"][part] for part in parts]
+    return ids
+
+
+# ------------------------------------------------------------------------------------------------------------------ ids
+
+def test_ids_are_the_merges_and_text_returns(folder):
+    tok = load_tokenizer(str(folder))
+    for text in HOSTILE:
+        ids = tok.encode(text)
+        assert ids.dtype == np.uint16 and ids.ndim == 1
+        assert ids.tolist() == (merged(folder, text) if len(text) < 2000 else ids.tolist())
+        assert tok.decode(ids) == text and not {0, 1} & set(ids.tolist()), "text that spells a special token stays text"
+        assert tok.encode_document(text).tolist() == [1, 0, *ids.tolist()]
+    assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb" and tok.decode([1, 0]) == "<|end|><|begin|>"
+    with pytest.raises(ValueError, match=f"has ids 0 to {tok.vocab_size - 1}, but was given"):
+        tok.decode([tok.vocab_size])
+
+
+def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
+    """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
+    other = write_tokenizer(
+        tmp_path / "t", truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+                 "pad_token": "<|begin|>"},
+        post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}},
+                                                                {"Sequence": {"id": "A", "type_id": 0}}],
+                        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}})
+    for text in HOSTILE:
+        assert np.array_equal(load_tokenizer(str(other)).encode(text), load_tokenizer(str(folder)).encode(text))
+
+
+@pytest.mark.parametrize("roles, prefix", [
+    ({"eos_token": "<|end|>", "bos_token": "<|begin|>"}, (1, 0)), ({"eos_token": "<|end|>"}, (1,)),
+    ({"eos_token": "<|end|>", "bos_token": None, "tokenizer_class": "X", "auto_map": {"AutoTokenizer": "evil.py"}}, (1,)),
+    ({"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": {"content": "<|begin|>"}}, (1, 0)),
+    ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,))])
+def test_roles(tmp_path, roles, prefix):
+    tok = load_tokenizer(str(write_tokenizer(tmp_path, roles)))
+    assert tok.prefix == prefix and tok.eot == prefix[0] and tok.start == prefix[-1]
+    assert tok.encode_document("a").tolist() == [*prefix, *tok.encode("a").tolist()]
+
+
+def test_identity_is_rules_and_roles(folder, tmp_path):
+    same = write_tokenizer(tmp_path / "same", {"eos_token": {"content": "<|end|>"}, "bos_token": "<|begin|>", "padding_side": 9})
+    others = [write_tokenizer(tmp_path / "roles", {"eos_token": "<|end|>"}), write_tokenizer(tmp_path / "merges", vocab=300),
+              write_tokenizer(tmp_path / "spare", spare=1)]
+    assert load_tokenizer(str(folder)).sha256 == load_tokenizer(str(same)).sha256
+    assert len({load_tokenizer(str(path)).sha256 for path in (folder, *others)}) == 4
+    assert [load_tokenizer(name).kind for name in ("gpt2", "byte", str(folder))] == ["gpt2", "byte", "folder"]
+
+
+def test_ids_beyond_16_bits(wide, folder):
+    tok = load_tokenizer(str(wide))
+    assert tok.vocab_size == load_tokenizer(str(folder)).vocab_size + 70_000 and tok.dtype == "<u4"
+    assert tok.encode("naïve").dtype == np.uint32 and tok.encode_document("x").dtype == np.uint32
+    assert tok.decode([tok.vocab_size - 1]) == "<|spare_69999|>"
+
+
+# --------------------------------------------------------------------------------------------------------------- damage
+
+def _swap(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def _panics(folder):
+    """The package's Rust part cuts this prefix off tokens that are shorter, and raises no Exception."""
+    raw = json.loads((folder / "tokenizer.json").read_text())
+    raw["model"]["continuing_subword_prefix"] = "longer than any"
+    (folder / "tokenizer.json").write_text(json.dumps(raw))
+
+
+@pytest.mark.parametrize("damage, sentence", [
+    (_panics, "tokenizer.json is no tokenizer that"),
+    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), "no tokenizer.json, only tokenizer.model"),
+    (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json: transformers' AutoTokenizer"),
+    (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer_config.json must name the tokens"),
+    (_swap("tokenizer.json", "{}"), "tokenizer.json is no tokenizer that"),
+    (_swap("tokenizer.json", "[" * 10**5), "tokenizer.json is no tokenizer that"),
+    (_swap("tokenizer_config.json", "[]"), "must name the tokens"), (_swap("tokenizer_config.json", "{"), "must name the tokens"),
+    (_swap("tokenizer_config.json", "[" * 10**5), "must name the tokens"),
+    (_swap("tokenizer_config.json", '{"eos_token": 3}'), "eos_token is no text"),
+    (_swap("tokenizer_config.json", '{"eos_token": {}}'), "must name the tokens"),
+    (_swap("tokenizer_config.json", "{}"), "names no eos_token"),
+    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>', which is no token of tokenizer.json"),
+    (_swap("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": {
+        "type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}})), "is no tokenizer that the package")])
+def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence):
+    damage(write_tokenizer(tmp_path))
+    with pytest.raises(ValueError, match=sentence):
+        load_tokenizer(str(tmp_path))
+
+
+def test_no_folder_and_no_package_are_sentences(tmp_path, folder, monkeypatch):
+    with pytest.raises(ValueError, match="there is no tokenizer '.*/none'; there are: gpt2, byte, a folder with a tokenizer"):
+        load_tokenizer(str(tmp_path / "none"))
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ValueError, match="needs the package tokenizers: pip install tokenizers"):
+        load_tokenizer(str(folder))
+
+
+def test_rules_damaged_at_random_are_refused_or_serve(tmp_path, folder):
+    """No traceback, no panic of the package's Rust part, whatever a value is replaced by."""
+    whole, rng, served = json.loads((folder / "tokenizer.json").read_text()), random.Random(0), [0, 0]
+    write_tokenizer(tmp_path)
+
+    def places(value, path=()):
+        keys = value if isinstance(value, dict) else range(min(len(value), 3)) if isinstance(value, list) else ()
+        return [path, *(place for key in list(keys)[:30] for place in places(value[key], (*path, key)))]
+
+    spots = [place for place in places(whole) if place]
+    for _ in range(400):
+        raw = copy.deepcopy(whole)
+        *way, last = rng.choice(spots)
+        at = raw
+        for key in way:
+            at = at[key]
+        at[last] = rng.choice([None, -1, 0, 2**31, 2**40, 1e300, "", "x", [], {}, True, ["a"], {"a": 1}, "<|end|>"])
+        (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+        try:
+            tok = load_tokenizer(str(tmp_path))
+            assert tok.decode(tok.encode("x <|end|> naïve")) is not None and tok.vocab_size <= 2**31
+            served[0] += 1
+        except ValueError:
+            served[1] += 1
+    assert min(served) > 20
+
+
+# ------------------------------------------------------------------------------------------------------------ the shards
+
+def config(out, tokenizer, vocab_size):
+    return Config(run="t", steps=4, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=64),
+                  model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=16, vocab_size=vocab_size),
+                  data=DataConfig(dir=str(out), mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=64, micro_batch=2,
+                                  max_epochs=9))
+
+
+@pytest.fixture(scope="module")
+def prepared(wide, tmp_path_factory):
+    """A source of 32-bit ids, the ids moved up so that most need them, two processes."""
+    base = tmp_path_factory.mktemp("prepared")
+    (base / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
+    assert prepare_data.main(["local", str(base / "a.jsonl"), f"tokenizer={wide}", "name=mine", "val_share=0.3", "processes=2",
+                              f"out={base / 'data'}"]) == 0
+    return base / "data"
+
+
+def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
+    index, tok = read_index(prepared / "mine"), load_tokenizer(str(wide))
+    raw = json.loads((prepared / "mine/index.json").read_text())
+    assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
+    assert str(wide) not in json.dumps(raw) and "is_masked" not in raw, "no machine's path, and no mask where there is none"
+    ids = [np.fromfile(split.shards[0].path, "<u4").tolist() for split in index.splits.values()]
+    expected = [tok.encode_document(document).tolist() for document in DOCUMENTS]
+    assert sum(map(len, ids)) == sum(map(len, expected)) and index.splits["train"].tokens == len(ids[0])
+    starts = [[i for i, value in enumerate(split) if value == tok.eot] + [len(split)] for split in ids]
+    found = [split[a:b] for split, at in zip(ids, starts, strict=True) for a, b in zip(at, at[1:], strict=False)]
+    assert sorted(found) == sorted(expected)
+    data = open_data(config(prepared, wide, tok.vocab_size + 8), tok.sha256)
+    x, y = data.batch(0, 0, 0, 1)
+    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size and data.targets(0) == 64
+    assert data.val("mine").text_bytes == round(data.val("mine").tokens * index.splits["val"].text_bytes / len(ids[1]))
+    assert prepare_data.main(["--verify", str(prepared)]) == 0
+    assert prepare_data.main(["--show", str(prepared)]) == 0
+    shown = capsys.readouterr().out
+    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in shown
+    (prepared / "mine/train_00000.bin").rename(prepared / "away")
+    (prepared / "mine/train_00000.bin").write_bytes((prepared / "away").read_bytes()[:-2])
+    with pytest.raises(ValueError, match=f"but .* promises {4 * len(ids[0])} bytes"):
+        read_index(prepared / "mine")
+    (prepared / "away").replace(prepared / "mine/train_00000.bin")
+
+
+def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
+    sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
+    with pytest.raises(ConfigError, match="made with another tokenizer than the one in .*: set data.tokenizer to the folder of"):
+        open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
+    with pytest.raises(ConfigError, match="was made with tokenizer=folder, but data.tokenizer=gpt2: set data.tokenizer=the path"):
+        open_data(config(prepared, "gpt2", 50257), load_tokenizer("gpt2").sha256)
+    with pytest.raises(ConfigError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
+        open_data(config(prepared, wide, 300), sha)
+    assert open_data(config(prepared, wide, size), sha).sources == ["mine"]
+
+
+def test_a_second_source_knows_the_copies(prepared, wide, tmp_path):
+    (tmp_path / "b.jsonl").write_bytes(jsonl([*DOCUMENTS[:5], *(f"new {i}" for i in range(30))]))
+    command = ["local", str(tmp_path / "b.jsonl"), "name=second", "val_share=0.3", "processes=1", f"out={prepared}"]
+    assert prepare_data.main([*command, f"tokenizer={wide}"]) == 0
+    assert read_index(prepared / "second").duplicates == {"mine": 5}
+    with pytest.raises(AssertionError):
+        assert prepare_data.main([*command, "tokenizer=gpt2"]) == 0     # the folder holds another tokenizer's
+
+
+# ----------------------------------------------------------------------------------------------------------------- config
+
+def test_the_config_takes_a_path_and_refuses_a_word(tmp_path):
+    made = config(tmp_path, "./some/where", 1234)
+    assert config_from_dict(made.to_dict()) == made
+    moved = replace(made, data=replace(made.data, tokenizer="/else/where"))
+    assert made.identity() == moved.identity(), "a folder may be moved; the shards say which tokenizer it is"
+    assert made.identity() != config(tmp_path, "gpt2", 50257).identity()
+    with pytest.raises(ConfigError, match="data.tokenizer='gpt3' is none of gpt2, byte; a folder .* such as ./gpt3"):
+        apply_overrides(made, ["data.tokenizer=gpt3"])
+    with pytest.raises(ConfigError, match="model.vocab_size=1234 does not fit data.tokenizer=gpt2"):
+        apply_overrides(made, ["data.tokenizer=gpt2"])
+
+
+def test_the_command_names_a_folder_that_is_none(tmp_path, capsys):
+    Path(tmp_path / "a.txt").write_text("text")
+    assert prepare_data.main(["local", str(tmp_path / "a.txt"), "name=x", f"tokenizer={tmp_path}", f"out={tmp_path}/d"]) == 2
+    said = capsys.readouterr().err
+    assert "has no tokenizer.json" in said and "Traceback" not in said and not (tmp_path / "d").exists()

@@ -1,0 +1,252 @@
+"""Prompts and responses: what lies in the shards, which tokens are targets, kills, and what cannot be read."""
+
+import json
+import re
+from hashlib import blake2b
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import prepare_data
+from eval import held_out
+from model import GPTConfig
+from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig
+from runtime.data import open_data
+from runtime.shards import read_index
+from runtime.summary import save_sequence_losses
+from runtime.tokenizer import load_tokenizer
+from tests.prepare_runs import Forge, content, is_a_sentence
+from tests.text_files import refused, some_documents, write_tokenizer
+
+CONTEXT, VAL_PER_10K = 2**31, 3000
+
+
+def some_pairs(n=60, seed=3):
+    texts = some_documents(2 * n, seed)
+    pairs = list(zip(texts[:n], texts[n:], strict=True))
+    # The same two texts parted elsewhere are another pair; an empty prompt is one too; rows without a response are none.
+    pairs += [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("abc", " \n"), ("", ""), pairs[0], (pairs[1][0], "other")]
+    return pairs
+
+
+PAIRS = some_pairs()
+
+
+def lines(pairs):
+    return "".join(json.dumps({"id": i, "prompt": p, "response": r}) + "\n" for i, (p, r) in enumerate(pairs)).encode()
+
+
+def due(pairs, tok):
+    """What must lie in the shards, told a second time: ids of each split, whether each is a target, bytes of the responses."""
+    seen, found = set(), {"train": ([], [], 0, 0), "val": ([], [], 0, 0)}
+    for prompt, response in pairs:
+        digest = int.from_bytes(blake2b(f"{prompt}\0{response}".encode(), digest_size=8).digest(), "little")
+        if not response.strip() or digest in seen:
+            continue
+        seen.add(digest)
+        first, *rest = tok.prefix
+        head, tail = tok.encode(prompt).tolist(), tok.encode(response).tolist()
+        split = "val" if digest % 10_000 < VAL_PER_10K else "train"
+        ids, targets, text_bytes, documents = found[split]
+        found[split] = ([*ids, first, *rest, *head, *tail],
+                        [*targets, True, *[False] * len(rest + head), *[True] * len(tail)],
+                        text_bytes + len(response.encode()), documents + 1)
+    return found
+
+
+def command(path, out, tokenizer, *more, processes=1):
+    return ["local", str(path), "instruct=true", "name=chat", f"tokenizer={tokenizer}", f"val_share={VAL_PER_10K / 10_000}",
+            f"out={out}", f"processes={processes}", *more]
+
+
+@pytest.fixture(scope="module", params=["byte", "gpt2", "folder"])
+def chat(request, tmp_path_factory):
+    base = tmp_path_factory.mktemp("chat")
+    name = str(write_tokenizer(base / "tokenizer")) if request.param == "folder" else request.param
+    (base / "chat.jsonl").write_bytes(lines(PAIRS))
+    assert prepare_data.main(command(base / "chat.jsonl", base / "data", name, processes=1 + (name == "byte"))) == 0
+    return SimpleNamespace(data=base / "data", tok=load_tokenizer(name), name=name, file=base / "chat.jsonl")
+
+
+def config(chat, eval_tokens=160):
+    return Config(run="t", out=str(chat.data.parent / "out"), steps=6, optim=OptimConfig(lr=1e-3),
+                  eval=EvalConfig(tokens=eval_tokens),
+                  model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=16, vocab_size=chat.tok.vocab_size),
+                  data=DataConfig(dir=str(chat.data), mixture={"chat": 1}, tokenizer=chat.name, tokens_per_step=128,
+                                  micro_batch=2, max_epochs=99))
+
+
+# ----------------------------------------------------------------------------------------------------------- the shards
+
+def test_shards_hold_prompts_as_context_and_responses_as_targets(chat):
+    index, expected = read_index(chat.data / "chat"), due(PAIRS, chat.tok)
+    assert index.selection == {"instruct": ["prompt", "response"]}
+    assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
+    for name, (ids, targets, text_bytes, documents) in expected.items():
+        split = index.splits[name]
+        raw = np.fromfile(split.shards[0].path, "<u4")
+        assert (raw & ~np.uint32(CONTEXT)).tolist() == ids and (raw < CONTEXT).tolist() == targets
+        assert (split.tokens, split.text_bytes, split.documents) == (len(ids), text_bytes, documents)
+    assert prepare_data.main(command(chat.file, chat.data, chat.name)) == 0, "the same command finds it complete"
+
+
+def test_the_show_command_tells_of_targets(chat, capsys):
+    assert prepare_data.main(["--show", str(chat.data)]) == 0
+    assert re.search(r"^chat +targets +the responses and the ends of documents", capsys.readouterr().out, re.M)
+
+
+def test_batches_give_no_target_for_context(chat):
+    """Every window of every step against the stream told a second time; targets(step) is what all ranks are given."""
+    ids, is_target, *_ = due(PAIRS, chat.tok)["train"]
+    data, n = open_data(config(chat), chat.tok.sha256), 16
+    wanted = [i if m else -100 for i, m in zip(ids, is_target, strict=True)]
+    windows = {tuple(ids[i:i + n]): wanted[i + 1:i + n + 1] for i in range(0, len(ids) - n, n)}
+    met = 0
+    for step in range(6):
+        given = 0
+        for micro, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            x, y = data.batch(step, micro, rank, 2)
+            for row, targets in zip(x.tolist(), y.tolist(), strict=True):
+                assert windows[tuple(row)] == targets
+            given += int((y != -100).sum())
+            met += int((y == -100).sum())
+        assert data.targets(step) == given
+    assert met > 100
+
+
+def test_validation_counts_targets_and_bytes_of_responses(chat, tmp_path):
+    ids, is_target, text_bytes, _ = due(PAIRS, chat.tok)["val"]
+    val = open_data(config(chat), chat.tok.sha256).val("chat")
+    _, y = val.batch(0, len(val))
+    assert val.targets.tolist() == (y != -100).sum(1).tolist() and val.tokens == val.targets.sum() < len(val) * 16
+    assert val.text_bytes == round(val.tokens * text_bytes / sum(is_target))
+    losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
+    save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
+    assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
+
+
+def test_held_out_tasks_read_prompt_and_response(chat):
+    config(chat).run_dir.mkdir(parents=True, exist_ok=True)
+    (config(chat).run_dir / "config.json").write_text(json.dumps(config(chat).to_dict()))
+    ((_, texts),) = held_out._sources(str(config(chat).run_dir))
+    found = [texts[i] for i in range(len(texts))]
+    whole = [p + r for p, r in dict.fromkeys(PAIRS) if r.strip()]
+    assert len(found) == read_index(chat.data / "chat").splits["val"].documents and set(found) <= set(whole)
+
+
+def test_a_window_of_prompts_alone_has_no_targets(tmp_path):
+    (tmp_path / "chat.jsonl").write_bytes(lines([("p" * 3000 + str(i), "r") for i in range(40)]))
+    assert prepare_data.main(command(tmp_path / "chat.jsonl", tmp_path / "data", "byte")) == 0
+    chat = SimpleNamespace(data=tmp_path / "data", tok=load_tokenizer("byte"), name="byte")
+    data = open_data(config(chat, 10**6), chat.tok.sha256)
+    assert min(data.targets(step) for step in range(6)) == 0 and (data.val("chat").targets == 0).any()
+    with pytest.raises(ConfigError, match="prompts fill all 1 validation windows of model.n_ctx=16 tokens.*raise eval.tokens"):
+        open_data(config(chat, 16), chat.tok.sha256)
+
+
+# ---------------------------------------------------------------------------------------------------- kills and resumes
+
+def test_a_killed_prepare_ends_as_if_nothing_had_happened(tmp_path):
+    """SIGKILL among the pieces, at the layout, among the shards, before the index; then the same command again."""
+    folder = write_tokenizer(tmp_path / "tokenizer")
+    (tmp_path / "a.jsonl").write_bytes(lines(some_pairs(150, 7)))
+    forge = Forge(tmp_path, packages=["tokenizers"])
+    try:
+        code, said = forge.run(*command(tmp_path / "a.jsonl", tmp_path / "calm/out", folder), folder=str(tmp_path / "calm"),
+                               trace=str(tmp_path / "trace"))
+        assert code == 0, said
+        calm, trace = content(tmp_path / "calm/out/chat"), (tmp_path / "trace").read_text().splitlines()
+        assert {"train_00002.bin", "val_00000.bin"} <= calm.keys(), "several shards"
+        for words in ("00000_0002.bin", "layout.json", "train_00001.bin", "index.json"):
+            out = tmp_path / words / "out"
+            run = command(tmp_path / "a.jsonl", out, folder)
+            at = max(number for number, line in enumerate(trace, 1) if words in line)
+            code, _ = forge.run(*run, folder=str(out.parent), at=at, fault="kill")
+            assert code != 0
+            code, said = forge.run(*run)
+            assert code == 0 and content(out / "chat") == calm, said
+    finally:
+        forge.close()
+
+
+def test_what_was_begun_as_text_does_not_go_on_as_pairs(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines(some_pairs(150, 7)).replace(b'"response"', b'"text": "x", "response"'))
+    pairs = command(tmp_path / "a.jsonl", tmp_path / "out", "byte")
+    text = [word for word in pairs if word != "instruct=true"]
+    forge = Forge(tmp_path)
+    try:
+        forge.run(*pairs, folder=str(tmp_path / "out"), trace=str(tmp_path / "trace"))
+        begun = next(n for n, line in enumerate((tmp_path / "trace").read_text().splitlines(), 1) if "layout" in line)
+        code, said = forge.run(*text)
+        assert code == 2 and "delete it, or give another" in said and is_a_sentence(said)
+        (tmp_path / "out").rename(tmp_path / "finished")
+        forge.run(*pairs, folder=str(tmp_path / "out"), at=begun, fault="kill")
+        code, said = forge.run(*text)
+        assert code == 2 and "was begun otherwise (" in said and is_a_sentence(said), said
+    finally:
+        forge.close()
+
+
+# ---------------------------------------------------------------------------------------------------------- what is refused
+
+@pytest.mark.parametrize("line, sentence", [
+    ('{"instruction": "a", "output": "b"}', "a.jsonl:41 has no 'prompt', only instruction, output: with instruct=true each line"),
+    ('{"prompt": "a"}', "a.jsonl:41 has no 'response', only prompt: with"), ("{}", "has no 'prompt', only (none)"),
+    ('{"prompt": ["a"], "response": "b"}', "a.jsonl:41: column 'prompt' holds list, not text"),
+    ('["a", "b"]', 'a.jsonl:41 is not an object: each line must look like {"prompt": "...", "response": "..."}'),
+    ("no json", "a.jsonl:41 is no line of JSON")])
+def test_lines_that_are_no_pairs_are_sentences(tmp_path, capsys, line, sentence):
+    (tmp_path / "a.jsonl").write_bytes(lines(PAIRS[:40]) + line.encode() + b"\n")
+    assert prepare_data.main(command(tmp_path / "a.jsonl", tmp_path / "out", "byte")) in (1, 2)
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said and not list(tmp_path.rglob("index.json"))
+
+
+@pytest.mark.parametrize("name, more, sentence", [
+    ("a.txt", (), "a.txt: its name must end in .jsonl, optionally followed by .gz, .xz, .zst, where it holds prompts and resp"),
+    ("a.jsonl", ("column=text",), "column=text names one text a row, instruct=true reads prompt and response"),
+    ("a.jsonl", ("instruct=maybe",), "instruct=")])
+def test_options_that_do_not_fit_are_sentences(tmp_path, capsys, name, more, sentence):
+    (tmp_path / name).write_bytes(lines(PAIRS))
+    assert sentence in refused(capsys, *command(tmp_path / name, tmp_path / "out", "byte", *more), out=tmp_path)
+
+
+def test_halves_of_characters_and_nulls_are_text(tmp_path):
+    rows = [rf'{{"prompt": "\ud83d {i}", "response": "a\udfff"}}' for i in range(30)] + ['{"prompt": null, "response": "r"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    assert prepare_data.main(command(tmp_path / "a.jsonl", tmp_path / "out", "byte")) == 0
+    raw = [np.fromfile(path, "<u4") for path in (tmp_path / "out/chat").glob("*.bin")]
+    targets = bytes(int(i) for ids in raw for i in ids if i < 256)
+    assert targets.count("a\ufffd".encode()) == 30 and targets.count(b"r") == 1
+
+
+def test_contaminated_pairs_are_left_out_whichever_part_it_is(tmp_path):
+    gram = "which of these thirteen words in a row may no document of the set ever hold"
+    (tmp_path / "eval.txt").write_text(gram)
+    words = gram.split()
+    rows = [("x " + gram, "fine"), ("fine", gram), (" ".join(words[:7]), " ".join(words[7:])), *PAIRS[:40]]
+    (tmp_path / "a.jsonl").write_bytes(lines(rows))
+    against = f"decontaminate={tmp_path / 'eval.txt'}"
+    assert prepare_data.main(command(tmp_path / "a.jsonl", tmp_path / "out", "byte", against)) == 0
+    assert read_index(tmp_path / "out/chat").contaminated == 3
+
+
+def test_the_mask_needs_its_bit(chat, tmp_path):
+    """An index that lies about its mask, or a mark where there is no mask, is damage."""
+    from runtime.shards import write_index
+
+    raw = json.loads((chat.data / "chat/index.json").read_text())
+    folder = tmp_path / "data/chat"
+    folder.mkdir(parents=True)
+    for path in (chat.data / "chat").glob("*.bin"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    del raw["sha256"]
+    write_index(folder, raw | {"dtype": "uint16"})
+    with pytest.raises(ValueError, match="no token of dtype=uint16 can be marked as context"):
+        read_index(folder)
+    write_index(folder, {key: value for key, value in raw.items() if key != "is_masked"})
+    moved = SimpleNamespace(data=tmp_path / "data", tok=chat.tok, name=chat.name)
+    with pytest.raises(ConfigError, match=r"holds the id 2147\d+ near token .* the file is damaged"):
+        for step in range(6):
+            open_data(config(moved), chat.tok.sha256).batch(step, 0, 0, 1)

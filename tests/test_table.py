@@ -1,0 +1,353 @@
+"""eval/table.py and eval/scores.py on made-up records, against numbers taken from the answers directly."""
+
+import gzip
+import hashlib
+import json
+import math
+import os
+import random
+
+import numpy as np
+import pytest
+
+from eval import scores, table
+from eval.published import published
+from eval.table_figure import draw
+
+N = 400
+
+
+def docs(task, n=N):
+    return [hashlib.sha256(f"{task}{i}".encode()).hexdigest() for i in range(n)]
+
+
+def digest(hashes):
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()
+
+
+def answers(task, seed, choices=("a", "b", "c", "d"), gold=lambda rng, n: rng.randrange(n), same=False, n=N):
+    """Logged samples of a multiple-choice task: a third of the questions is answered alike by everybody."""
+    shared, own, rows = random.Random(task), random.Random(f"{task}{seed}"), []
+    for i, doc in enumerate(docs(task, n)):
+        target = gold(shared, len(choices))
+        right = float(shared.random() < 0.5 if i % 3 else own.random() < 0.5)
+        rows.append({"doc_id": i, "doc_hash": doc, "filter": "none", "target": target, "acc": right,
+                     "arguments": [[f"question {i}", f" {c}" if same else f" {c} {i}"] for c in choices]})
+    return rows
+
+
+def mean_row(rows, metric="acc", **more):
+    x = np.array([row[metric] for row in rows])
+    return {metric: x.mean(), f"{metric}_se": x.std(ddof=1) / math.sqrt(len(x)), "n": len(x), "chance": 0.25,
+            "docs_sha256": digest([row["doc_hash"] for row in rows]), **more}
+
+
+def write(folder, tasks, samples=(), name="core", summary=None, **more):
+    (folder / "eval").mkdir(parents=True, exist_ok=True)
+    for file, rows in dict(samples).items():
+        with gzip.open(folder / "eval" / file, "wt") as log:
+            log.writelines(json.dumps(row) + "\n" for row in rows)
+    record = {"run": f"out/{folder.name}", "tasks": tasks, "limit": None, "dtype": "bfloat16", "fp8": "off"} | more
+    (folder / "eval" / f"{name}.json").write_text(json.dumps(record))
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def summary(recipe, pair="p", size=10**8):
+    return {"pair_id": pair, "precision": {"recipe": recipe}, "params_total": size, "tokens": 20 * size}
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """(BF16 rows, FP8 rows) of two runs written below tmp_path/out."""
+    both = []
+    for recipe in ("bf16", "tensorwise"):
+        rows = answers("arc_easy", recipe)
+        write(tmp_path / "out" / f"run_{recipe}", {"arc_easy": mean_row(rows, samples="s.jsonl.gz")}, {"s.jsonl.gz": rows},
+              summary=summary(recipe))
+        both.append(rows)
+    return both
+
+
+def page(tmp_path, *paths):
+    return table.build(*scores.read_rows(paths or [tmp_path / "out"]))
+
+
+def cells(text, first):
+    line, = (line for line in text.splitlines() if line.startswith(f"| {first} "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+# ------------------------------------------------------------------------------------------------------------ differences
+
+def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(tmp_path, pair):
+    text = page(tmp_path)
+    bf16, fp8 = (np.array([row["acc"] for row in rows]) for rows in pair)
+    d = fp8 - bf16
+    error = d.std(ddof=1) / math.sqrt(N)
+    expected = f"{100 * d.mean():+.1f} ± {100 * error:.1f}".replace("-", "−")
+    assert cells(text, "*minus run_bf16*")[-1] == expected
+    assert error < 0.8 * math.hypot(bf16.std(), fp8.std()) / math.sqrt(N)       # paired: less than of two strangers
+    lines = text.splitlines()
+    at = [next(i for i, line in enumerate(lines) if line.startswith(f"| {name} ")) for name in ("run_bf16", "run_tensorwise")]
+    assert at[1] == at[0] + 1 and lines[at[1] + 1].startswith("| *minus run_bf16*")
+    assert cells(text, "run_tensorwise")[1:4] == ["100M", "2B", "FP8 tensorwise"]
+
+
+@pytest.mark.parametrize("metric, form", [("word_perplexity", "exp"), ("bits_per_byte", "bits"), ("perplexity", "exp")])
+def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_path, metric, form):
+    rng, arms = np.random.default_rng(1), []
+    size, hard = rng.integers(50, 500, N), rng.normal(3, 0.5, N)
+    for shift in (0.0, 0.05):
+        nats = size * (hard + shift + rng.normal(0, 0.1, N))
+        if metric == "perplexity":
+            nats = nats / size
+        arms.append(nats)
+    size = np.ones(N) if metric == "perplexity" else size
+
+    def value(nats, size):
+        ratio = nats.sum(-1) / size.sum(-1)
+        return np.exp(ratio) if form == "exp" else ratio / math.log(2)
+    found = []
+    for i, nats in enumerate(arms):
+        rows = [{"doc_hash": doc, metric: -x if metric == "perplexity" else [-x, int(s)]}
+                for doc, x, s in zip(docs("t"), nats.tolist(), size.tolist(), strict=True)]
+        with gzip.open(tmp_path / f"{i}.gz", "wt") as log:
+            log.writelines(json.dumps(row) + "\n" for row in rows)
+        found.append(scores.Score(float(value(nats, size)), None, None, N, (tmp_path / f"{i}.gz",)))
+    column = scores.Column("t", metric, digest(docs("t")), None, 0, "")
+    difference, error = scores.paired_difference(column, found[1], found[0])
+    draws = rng.integers(N, size=(4000, N))
+    bootstrap = value(arms[1][draws], size[draws]) - value(arms[0][draws], size[draws])
+    assert difference == pytest.approx(value(arms[1], size) - value(arms[0], size))
+    assert error == pytest.approx(bootstrap.std(), rel=0.06)
+
+
+@pytest.mark.parametrize("damage", ["missing", "other documents", "other order", "not JSON", "cut", "other answers", "no metric"])
+def test_logs_that_do_not_belong_to_the_score_give_no_error_bar(tmp_path, pair, damage):
+    rows = [dict(row) for row in pair[1]]
+    path = tmp_path / "out" / "run_tensorwise" / "eval" / "s.jsonl.gz"
+    if damage == "missing":
+        path.unlink()
+    elif damage == "not JSON":
+        path.write_bytes(gzip.compress(b'{"doc_hash": \n'))
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:200])
+    else:
+        if damage == "other documents":
+            rows[0]["doc_hash"] = "0" * 64
+        elif damage == "other order":
+            rows.reverse()
+        elif damage == "other answers":
+            for row in rows[:40]:
+                row["acc"] = 1.0
+        else:
+            for row in rows:
+                del row["acc"]
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    d = np.mean([row["acc"] for row in pair[1]]) - np.mean([row["acc"] for row in pair[0]])
+    assert cells(page(tmp_path), "*minus run_bf16*")[-1] == f"{100 * d:+.1f}".replace("-", "−")
+
+
+def test_fp8_inference_is_compared_with_the_same_weights_in_bf16(tmp_path, pair):
+    rows = answers("arc_easy", "inference")
+    write(tmp_path / "out" / "run_tensorwise", {"arc_easy": mean_row(rows, samples="f.jsonl.gz")}, {"f.jsonl.gz": rows},
+          name="core_fp8", fp8="tensorwise")
+    text = page(tmp_path)
+    d = np.array([a["acc"] - b["acc"] for a, b in zip(rows, pair[1], strict=True)])
+    expected = f"{100 * d.mean():+.1f} ± {100 * d.std(ddof=1) / math.sqrt(N):.1f}".replace("-", "−")
+    assert cells(text, "*minus run_tensorwise*")[-1] == expected
+    assert cells(text, "run_tensorwise, FP8 inference (tensorwise)")[3] == "FP8 tensorwise"
+
+
+def test_of_a_group_the_differences_rest_on_all_its_questions(tmp_path):
+    for recipe in ("bf16", "rowwise"):
+        parts = {f"mmlu_{i}": answers(f"mmlu_{i}", recipe, n=100 + i, same=True) for i in range(3)}
+        whole = [row for rows in parts.values() for row in rows]
+        leaves = {name: mean_row(rows, samples=f"{name}.gz") for name, rows in parts.items()}
+        group = mean_row(whole, subtasks=list(parts), num_fewshot=5) | {
+            "docs_sha256": digest([leaf["docs_sha256"] for leaf in leaves.values()])}
+        within = mean_row(parts["mmlu_1"], subtasks=["mmlu_1"])     # a group within the group
+        write(tmp_path / "out" / recipe, {"mmlu": group, **leaves, "mmlu_stem": within},
+              {f"{name}.gz": rows for name, rows in parts.items()}, summary=summary(recipe))
+    text = page(tmp_path)
+    assert "mmlu_" not in text and "mmlu<br>acc [%]<br>5-shot" in text
+    assert "±" in cells(text, "*minus bf16*")[-1]
+    targets = [row["target"] for row in whole]
+    assert cells(text, "*most frequent answer*")[-1] == f"{100 * max(map(targets.count, range(4))) / len(targets):.1f}"
+
+
+# ----------------------------------------------------------------------------------------------------------------- levels
+
+def test_chance_and_the_most_frequent_answer(tmp_path):
+    boolean = answers("boolq", 1, ("no", "yes"), lambda rng, n: int(rng.random() < 0.62), same=True)
+    letters = answers("commonsense_qa", 1, "ABCDE", lambda rng, n: "ABCDE"[rng.randrange(n)], same=True)
+    own_words = answers("sciq", 1, gold=lambda rng, n: 3)       # the right answer is always listed last: no model sees that
+    tasks = {name: mean_row(rows, samples=f"{name}.gz") for name, rows in
+             (("boolq", boolean), ("commonsense_qa", letters), ("sciq", own_words))}
+    tasks["boolq"]["chance"] = 0.5
+    write(tmp_path / "out" / "run", tasks, {"boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
+    text = page(tmp_path)
+    assert cells(text, "*chance*")[-3:] == ["25.0", "50.0", "25.0"]     # sciq, boolq, commonsense_qa
+    yes = sum(row["target"] for row in boolean) / N
+    letter = max(sum(row["target"] == c for row in letters) for c in "ABCDE") / N
+    assert cells(text, "*most frequent answer*")[-3:] == ["", f"{100 * yes:.1f}", f"{100 * letter:.1f}"]
+
+
+# ------------------------------------------------------------------------------------------------- what is not to be mixed
+
+def test_limited_scores_and_other_documents_never_share_a_column(tmp_path):
+    full, part, other = answers("piqa", 1), answers("piqa", 1, n=50), answers("piqa of another year", 1)
+    write(tmp_path / "out" / "full", {"piqa": mean_row(full)})
+    write(tmp_path / "out" / "part", {"piqa": mean_row(part)}, limit=50)
+    write(tmp_path / "out" / "marked", {"piqa": mean_row(full)}, limit=400)         # the whole task, but marked as limited
+    write(tmp_path / "out" / "other", {"piqa": mean_row(other)})
+    write(tmp_path / "out" / "shots", {"piqa": mean_row(full, num_fewshot=5)})
+    rows, notes = scores.read_rows([tmp_path / "out"])
+    assert len({column for row in rows for column in row.scores}) == 5 and not notes
+    whole, *limited = table.build(rows, notes).split("## limit=")
+    assert [text.split(":")[0] for text in limited] == ["50", "400"]
+    assert "| part " not in whole and "| marked " not in whole and "| full " not in limited[0] + limited[1].split("##")[0]
+    header = cells(whole, "model")
+    marks = [f"documents {digest(docs(task))[:6]}" for task in ("piqa", "piqa of another year")]
+    assert len(header) == 4 and all(mark in "".join(header) for mark in marks)
+
+
+def test_of_two_scorings_the_newest_counts(tmp_path):
+    old, new = answers("piqa", 1), answers("piqa", 2)
+    for name, rows, time in (("b_old", old, 1_000), ("a_new", new, 2_000)):
+        write(tmp_path / "out" / "run", {"piqa": mean_row(rows)}, name=name)
+        os.utime(tmp_path / "out" / "run" / "eval" / f"{name}.json", (time, time))
+    assert cells(page(tmp_path), "run")[-1].startswith(f"{100 * mean_row(new)['acc']:.1f} ±")
+
+
+def test_a_pair_is_one_dtype_and_one_pair_id(tmp_path, pair):
+    rows = answers("arc_easy", 3)
+    write(tmp_path / "out" / "stranger", {"arc_easy": mean_row(rows)}, summary=summary("rowwise", pair="another"))
+    write(tmp_path / "out" / "run_bf16", {"arc_easy": mean_row(rows)}, name="exact", dtype="float32")
+    text = page(tmp_path)
+    assert text.count("*minus ") == 1 and "| run_bf16, float32 " in text
+
+
+# ------------------------------------------------------------------------------------------- folders, public models, page
+
+def test_folders_of_runs_public_models_and_what_is_not_scored(tmp_path, pair):
+    rows = answers("arc_easy", "gpt2")
+    write(tmp_path / "out" / "hf_models_gpt2", {"arc_easy": mean_row(rows)}, run="hf:/data/models/gpt2/")
+    write(tmp_path / "out" / "study" / "deep", {"arc_easy": mean_row(rows)})
+    (tmp_path / "out" / "begun").mkdir()
+    (tmp_path / "out" / "begun" / "config.json").write_text("{}")
+    (tmp_path / "out" / "table").mkdir()
+    (tmp_path / "out" / "a.log").write_text("not a folder, as out/* finds them")
+    text = page(tmp_path, *sorted((tmp_path / "out").iterdir()))
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    assert next(i for i, line in enumerate(lines) if line.startswith("| gpt2 ")) > next(
+        i for i, line in enumerate(lines) if line.startswith("| run_tensorwise "))
+    assert "| deep " in text and f"{tmp_path / 'out' / 'begun'} is not scored yet: python -m eval.harness" in text
+    ours, theirs = text.split("## Published by others")
+    assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for study in ("a", "b"):
+        write(tmp_path / study / "run", {"piqa": mean_row(answers("piqa", study))})
+    text = page(tmp_path, tmp_path / "a", tmp_path / "b")
+    assert f"| {tmp_path / 'a' / 'run'} " in text and f"| {tmp_path / 'b' / 'run'} " in text
+
+
+def test_names_cannot_break_out_of_their_cells(tmp_path):
+    write(tmp_path / "out" / "a|b\n<i>c", {"pi|qa\n": mean_row(answers("piqa", 1))})
+    text = page(tmp_path)
+    assert "a\\|b &lt;i>c" in text and "pi\\|qa " in text and "\n<i>" not in text
+
+
+def test_the_command_writes_the_page_and_figures(tmp_path, pair, capsys):
+    assert table.main([str(tmp_path / "out")], str(tmp_path / "table")) == 0
+    out = capsys.readouterr().out
+    assert (tmp_path / "table" / "table.md").read_text() in out and "wrote" in out
+    assert (tmp_path / "table" / "scores.png").read_bytes().startswith(b"\x89PNG")
+    assert b"arc_easy" not in (tmp_path / "table" / "scores.png").read_bytes()
+    assert (tmp_path / "table" / "scores.svg").read_text().startswith("<?xml")
+    assert sorted(p.name for p in (tmp_path / "table").iterdir()) == ["scores.png", "scores.svg", "table.md"]
+
+
+def test_the_figure_shows_scores_errors_chance_and_majority(tmp_path):
+    rows = answers("boolq", 1, ("no", "yes"), lambda rng, n: int(rng.random() < 0.7), same=True)
+    row = mean_row(rows, samples="b.gz") | {"chance": 0.5}
+    write(tmp_path / "out" / "run", {"boolq": row, "wikitext": {"word_perplexity": math.inf, "word_perplexity_se": None, "n": 1,
+                                                                "docs_sha256": "x"}}, {"b.gz": rows})
+    panel, = draw(scores.read_rows([tmp_path / "out"])[0]).axes       # an infinite perplexity has no place on an axis
+    verticals = {round(line.get_xdata()[0], 6) for line in panel.lines if len(set(line.get_xdata())) == 1 and
+                 line.get_linestyle() != "None"}
+    yes = 100 * sum(r["target"] for r in rows) / N
+    assert verticals == {50.0, round(yes, 6)}
+    (bar,), = (container.lines[2] for container in panel.containers)
+    low, high = sorted(x for x, _ in bar.get_segments()[0])
+    assert (low + high) / 2 == pytest.approx(100 * row["acc"]) and high - low == pytest.approx(200 * row["acc_se"])
+
+
+def test_a_model_that_exploded_is_in_the_table_and_not_on_the_axis(tmp_path):
+    for name, value in (("good", 20.0), ("bad", 2e7), ("exploded", math.inf), ("lost", math.nan)):
+        write(tmp_path / "out" / name, {"wikitext": {"word_perplexity": value, "n": 1, "docs_sha256": "x"}})
+    shown = [cells(page(tmp_path), name)[-1] for name in ("good", "bad", "exploded", "lost")]
+    assert shown == ["20.00", "2e+07", "inf", "nan"]
+    panel, = draw(scores.read_rows([tmp_path / "out"])[0]).axes
+    assert len(panel.containers) == 1
+
+
+# ------------------------------------------------------------------------------------------------------------- bad input
+
+@pytest.mark.parametrize("content, said", [
+    ("", "is damaged"), ("{", "is damaged"), ("[" * 100_000, "is damaged"), ("[1]", "expected an object"),
+    ("\xff", "is damaged"), ("{}", "run is null"),
+    ({"tasks": []}, "tasks is []"), ({"run": 3}, "run is 3"), ({"limit": "5"}, 'limit is "5"'),
+    ({"limit": True}, "limit is true"), ({"tasks": {"piqa": 1}}, "tasks.piqa is 1"),
+    ({"tasks": {"piqa": {"acc": "0.5", "docs_sha256": "x"}}}, 'tasks.piqa.acc is "0.5"'),
+    ({"tasks": {"piqa": {"acc": 0.5}}}, "tasks.piqa.docs_sha256 is null"),
+    ({"tasks": {"piqa": {"acc": 0.5, "acc_se": [], "docs_sha256": "x"}}}, "tasks.piqa.acc_se is []"),
+    ({"tasks": {"piqa": {"acc": 10**400, "docs_sha256": "x"}}}, "is a number of 401 digits"),
+])
+def test_damaged_records_get_a_sentence(tmp_path, capsys, content, said):
+    folder = tmp_path / "out" / "run" / "eval"
+    folder.mkdir(parents=True)
+    good = {"run": "out/run", "tasks": {}, "limit": None, "dtype": "bfloat16", "fp8": "off"}
+    text = json.dumps(good | content) if isinstance(content, dict) else content
+    (folder / "core.json").write_bytes(text.encode("latin-1"))
+    assert table.main([str(tmp_path / "out")], str(tmp_path / "table")) == 2
+    err = capsys.readouterr().err
+    assert said in err and "core.json" in err and err.count("\n") == 1
+    assert not (tmp_path / "table").exists()
+
+
+def test_odd_but_harmless_fields_cost_nothing(tmp_path):
+    row = mean_row(answers("piqa", 1)) | {"num_fewshot": "five", "version": [1], "samples": "../../secret", "subtasks": 7,
+                                          "n": "x", "acc": math.nan}
+    odd = {"precision": 3, "params_total": True, "pair_id": [], "tokens": 10**30}
+    write(tmp_path / "out" / "run", {"piqa": row}, summary=odd)
+    assert cells(page(tmp_path), "run")[-1].startswith("nan")
+    found, = scores.read_rows([tmp_path / "out"])[0]
+    assert next(iter(found.scores.values())).logs == () and found.params is None
+
+
+@pytest.mark.parametrize("paths, said", [
+    (["nowhere"], "nowhere does not exist"), (["."], "no scores in ."), ([], "no scores in no folder")])
+def test_paths_without_scores_get_a_sentence(tmp_path, monkeypatch, capsys, paths, said):
+    monkeypatch.chdir(tmp_path)
+    assert table.main(paths, "table") == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_the_machines_fault(tmp_path, pair, capsys):
+    (tmp_path / "file").write_text("")
+    assert table.main([str(tmp_path / "out")], str(tmp_path / "file" / "table")) == 1
+    assert "the table could not be written" in capsys.readouterr().err
+
+
+def test_published_numbers_name_source_harness_and_shots():
+    rows = published()
+    assert len(rows) > 20 and len({(r.model, r.metric, r.shots, r.source) for r in rows}) == len(rows)
+    for row in rows:
+        assert "." in row.source and row.harness and row.metric and row.shots in (0, 5, 10)
+        for name, value in row.scores.items():
+            assert name.split()[0] in table.ORDER, name
+            assert 1 < value < 100 and (value > 15 or "perplexity" in name), (row.model, name)
