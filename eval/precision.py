@@ -31,6 +31,7 @@ import torch
 from eval import harness
 from eval.loss import ValLoss, evaluate
 from eval.options import read_options
+from eval.results import as_json, replace_file
 from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
 from runtime.checkpoint import latest
@@ -87,7 +88,7 @@ def compare(options: Options) -> dict:
     record = {"run": str(options.run), "step": _step(options.run), "device": str(device), "micro_batch": micro_batch,
               "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
               "weights": data.weights, "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
-    harness.replace_file(Path(options.run) / "eval" / "precision.json", harness.as_json(_finite(record)))
+    replace_file(Path(options.run) / "eval" / "precision.json", as_json(_finite(record)))
     return record
 
 
@@ -112,7 +113,7 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     folder.mkdir(exist_ok=True)
     if recipe != "off":
         rows = look(inference, *_batch(val_sets, micro_batch), _step(options.run), config.probe.tokens)
-        harness.replace_file(folder / f"probe_{recipe}.jsonl",
+        replace_file(folder / f"probe_{recipe}.jsonl",
                              "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
         arm["operands"] = summary(rows)
     if options.tasks:

@@ -57,7 +57,8 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
         "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
         "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
-        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr, "lr_last": lr_last, "lr_min": config.optim.lr * config.optim.min_lr_ratio,
+        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr,
+        "lr_last": lr_last, "lr_min": config.optim.lr * config.optim.min_lr_ratio,
         "warmup_steps": config.optim.warmup_steps(steps),
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
