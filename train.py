@@ -23,7 +23,7 @@ import torch
 from eval.loss import ValLoss, evaluate
 from model import GPT
 from runtime import fp8, gather, metrics, optim, parallel
-from runtime.begin import branch, is_weights_only
+from runtime.begin import branch, is_weights_only, origin_of
 from runtime.checkpoint import CheckpointError, checkpoints, on_main, restore, step_of
 from runtime.config import Config, ConfigError, help_text, load_config
 from runtime.data import open_data
@@ -223,7 +223,8 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     def save(done: int) -> None:
         watch.at("saving a checkpoint", done, patience=config.parallel.start_timeout)
         state = {"updates": updates, "guard": guard.state(), "data": identity, "moved_on": moved_on,
-                 "train_s": train_s + time.perf_counter() - started, "probe_s": probe_s}
+                 "train_s": train_s + time.perf_counter() - started, "probe_s": probe_s,
+                 "tokenizer_sha256": tokenizer.sha256, "origin": restored and origin_of(restored[1])}
         data.verified()     # no checkpoint holds what a damaged shard has taught
         saver.save(done, tensors, state, config)
         while saver.failures:       # of an earlier save: training goes on, and this one tries again

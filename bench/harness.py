@@ -62,11 +62,17 @@ def main(arguments: list[str]) -> int:
         options = read_options(Options, arguments)
         with tempfile.TemporaryDirectory() as scratch:
             record = bench(options, Path(scratch))
+        if options.out:
+            replace_file(Path(options.out), as_json(record))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if options.out:
-        replace_file(Path(options.out), as_json(record))
+    except OSError as error:
+        print(f"{error.filename}: {error.strerror or error}" if error.filename else str(error), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
     return 0
 
 

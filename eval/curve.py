@@ -14,11 +14,12 @@ TRAIN, VALIDATION = "#0072B2", "#D55E00"            # Okabe-Ito
 
 
 def read_losses(run_dir: str | Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:
-    """(step, loss) of training and of validation, in nats per token; without what a rollback undid or was not finite."""
+    """(step, loss) of training and of validation, in nats per token; without what a rollback undid or was not finite, nor a
+    loss of 0: that of a step without targets."""
     losses = {"train": {}, "val": {}}
     for row in metrics_rows(read_rows(Path(run_dir) / "metrics.jsonl")):
         loss = row.get("loss")
-        if row["kind"] in losses and isinstance(loss, float) and abs(loss) < 1e6 and 0 <= row["step"] < 2**53:
+        if row["kind"] in losses and isinstance(loss, float) and 0 < abs(loss) < 1e6 and 0 <= row["step"] < 2**53:
             losses[row["kind"]][row["step"]] = loss
     return sorted(losses["train"].items()), sorted(losses["val"].items())
 

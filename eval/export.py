@@ -28,7 +28,8 @@ from eval.hf_layout import hf_config, to_hf
 from eval.hf_tokenizer import as_json, write_tokenizer
 from eval.model_card import write_model_card
 from eval.options import read_options
-from eval.sample import Recipe, read_tokenizer
+from eval.run_tokenizer import read_tokenizer
+from eval.sample import Recipe
 from eval.weights import DTYPES, newest_weights, write_safetensors
 from runtime.checkpoint import sync_folder
 from runtime.config import ConfigError, config_from_dict, read_config
@@ -78,11 +79,14 @@ def main(argv: list[str]) -> int:
         print(f"eval.export: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"eval.export: {error.filename or 'the folder'}: {error.strerror or error}; nothing was written", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
+        print(f"eval.export: {told}; nothing was written", file=sys.stderr)
         return 1
     except MemoryError as error:
         print(f"eval.export: out of memory ({error}); nothing was written", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def export(options: Options) -> str:
@@ -113,7 +117,7 @@ def export(options: Options) -> str:
             tensors, metadata = to_hf(model, weights), {}
         size = _write_weights(tmp, tensors, metadata)
         (tmp / "config.json").write_text(as_json(about))
-        write_model_card(tmp, run_dir, config, manifest, options.dtype, recipe, chosen, options.license)
+        write_model_card(tmp, run_dir, config, manifest, tokenizer, options.dtype, recipe, chosen, options.license)
         for path in tmp.iterdir():
             with open(path, "rb") as file:
                 os.fsync(file.fileno())

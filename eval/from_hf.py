@@ -151,9 +151,10 @@ def _facts(source: Path, files: dict[str, Path], tokenizer_sha256: str) -> dict:
     readme = source / "README.md"
     head = re.match(r"---\n(.*?)\n---", readme.read_text(errors="replace"), re.S) if readme.is_file() else None
     licence = re.search(r"^license: *([\w.-]+) *$", head[1], re.M) if head else None
-    return {"folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
-            "license": licence[1] if licence else None,
-            "files": {name: sha256_of(path) for name, path in sorted(hashed.items())}}
+    cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
+    return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
+            "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
+            "license": licence[1] if licence else None, "files": {name: sha256_of(path) for name, path in sorted(hashed.items())}}
 
 
 # -------------------------------------------------------------------------------------------------------------- writing
@@ -189,4 +190,8 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
 def _check_space(folder: Path, need: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < 1.01 * need:
-        raise OSError(f"the model takes {need / 2**30:.1f} GiB as fp32 in {folder.parent}, and {free / 2**30:.1f} GiB are free")
+        raise OSError(f"the model takes {_size(need)} as fp32 in {folder.parent}, and {_size(free)} are free")
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"

@@ -15,27 +15,34 @@
     offline       folder that --fetch filled
     include       folder with task YAMLs of your own; their data_files are looked up beside them
     limit         documents per task at most; none = all. For trying things out: such scores are marked
-    micro_batch   sequences of a full context per forward pass; of shorter ones as many as have no more tokens
+    micro_batch   sequences of a full context per forward pass; of shorter ones as many as have no more tokens. A context
+                  beyond 2,048 tokens counts as 2,048; longer sequences go one at a time
     device        auto (a GPU where there is one), cpu, cuda
     dtype         bfloat16 (as trained; an FP8 run is scored with plain BF16 matmuls) or float32
     fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,
                   whatever trained the run
 
-Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document beside it (samples_TASK.jsonl.gz) and the
-scores into out/RUN/summary.json under "eval" (with fp8=RECIPE: TASKS_fp8_RECIPE.json, "eval_fp8"). Recipes with one
+Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document beside it (samples_TASK.jsonl.gz) and, but
+for limit= and dtype=float32, the scores into the out/RUN/summary.json of a finished run under "eval" (with fp8=RECIPE:
+TASKS_fp8_RECIPE.json, "eval_fp8"). A run that is still training is scored at its newest checkpoint. Recipes with one
 activation scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little
 on micro_batch. Needs neither transformers nor a conversion. Probabilities are normalised over the padded vocabulary, as in
-training, so that a perplexity here is the training loss; what would be generated (is_greedy, generate_until) is looked for
-among the tokenizer's own ids.
+training: with the tokenizers gpt2 and byte a perplexity here is the training loss of each document by itself. Where an
+imported tokenizer puts a token before every text, that token is scored too, as lm-eval does for transformers' models. What
+would be generated (is_greedy, generate_until) is looked for among the tokenizer's own ids.
 """
 
 import contextlib
 import ctypes
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal
+
+import torch
 
 from eval import task_list
 from eval.options import read_options
@@ -43,6 +50,7 @@ from eval.ranks import Ranks, is_first, joined, leave
 from eval.results import evaluate, table, write
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
 from eval.task_data import save_tasks
+from runtime.checkpoint import latest, step_of
 from runtime.config import ConfigError, read_config
 
 
@@ -113,7 +121,7 @@ def score(options: Options, inference: Inference | None = None, ranks: Ranks | N
 
     `inference`: the model that the options mean, where it is loaded already. With `ranks` they share the work, each returns
     the record, and the first writes. Raises ConfigError: no such run or task, a damaged checkpoint, data that cannot be
-    had, an FP8 recipe that cannot run; for the mistakes of any rank on all.
+    had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
     """
     start, ranks = time.perf_counter(), ranks or Ranks()
     names = options.task_names
@@ -121,10 +129,15 @@ def score(options: Options, inference: Inference | None = None, ranks: Ranks | N
         read_config(options.run)        # before the seconds that lm-eval takes to start
     elif set(task_list.DEMO) & set(names):
         raise ConfigError(f"the demo tasks are made from a run's own validation shards, which {options.run} has not")
-    task_list.quiet(offline=options.offline is not None or task_list.is_local(names, options.include))
-    lm, loaded, inference = ranks.together(lambda: _prepare(options, inference, ranks))
-    scores, samples = ranks.together(lambda: evaluate(lm, loaded, options.limit))
-    record = {"run": str(options.run), "tasks": scores, "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
+    task_list.quiet(options.offline is not None or options.public is None and task_list.is_local(names, options.include))
+    with _enough_memory("take a device with more, or dtype=bfloat16"):
+        lm, loaded, inference, step = ranks.together(lambda: _prepare(options, inference, ranks))
+    if len(set(ranks.gather(step))) > 1:
+        raise ConfigError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
+    with _enough_memory(f"give a smaller one than micro_batch={options.micro_batch}"):
+        scores, samples = ranks.together(lambda: evaluate(lm, loaded, options.limit))
+    record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
+              "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None] if inference else [],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": lm.version,
               "truncated_requests": lm.n_truncated, "wall_s": round(time.perf_counter() - start, 1)}
@@ -134,22 +147,44 @@ def score(options: Options, inference: Inference | None = None, ranks: Ranks | N
     return record
 
 
+@contextlib.contextmanager
+def _enough_memory(advice: str) -> Iterator[None]:
+    """Turn what memory says when it is full, in as many ways as there are allocators, into an OSError with a sentence."""
+    try:
+        yield
+    except (MemoryError, RuntimeError, OSError) as error:      # an OSError is what another rank met, see Ranks.together
+        text = str(error)
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
+                words in text for words in ("DefaultCPUAllocator", "out of memory")):
+            raise
+        raise OSError(f"the memory is full ({(text.splitlines() or ['no more to be had'])[0][:200]}): {advice}") from error
+
+
 def _prepare(options: Options, inference: Inference | None, ranks: Ranks) -> tuple:
-    """What answers the requests, the tasks that make them, and the model where it is one of ours."""
+    """What answers the requests, the tasks that make them, the model where it is one of ours, and its checkpoint's step."""
     loaded = task_list.load(options.task_names, options.include, options.run, options.offline)
     device = ranks.device(options.device)
     if options.public is not None:
         if ranks.size > 1:
             raise ConfigError(f"{options.run} is scored by one process: start it without torchrun")
         from eval.public import public_lm
-        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None
+        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
     from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
+    step = _step(options.run)
     if inference is None:
         inference = load_for_inference(options.run, device, options.dtype, options.fp8)
+        while step != (newest := _step(options.run)):       # the run is training: which of the two was read?
+            step, inference = newest, load_for_inference(options.run, device, options.dtype, options.fp8)
         if ranks.is_main:
             for line in fp8_lines(inference.layers, options.fp8, inference.device):
                 print(line, flush=True)
-    return CheckpointLM(inference.model, inference.tokenizer, options.micro_batch, inference.device, ranks), loaded, inference
+    lm = CheckpointLM(inference.model, inference.tokenizer, options.micro_batch, inference.device, ranks)
+    return lm, loaded, inference, step
+
+
+def _step(run_dir: str) -> int | None:
+    newest = latest(Path(run_dir))
+    return None if newest is None else step_of(newest)
 
 
 def _folder(options: Options) -> Path:
@@ -164,8 +199,14 @@ def _folder(options: Options) -> Path:
 def fetch(options: FetchOptions) -> list[str]:
     """Save the data of the tasks; a line for each. Raises ConfigError, OSError."""
     task_list.quiet(offline=False)
-    names = [name for name in task_list.expand(options.tasks) if name not in task_list.DEMO]
-    return save_tasks(Path(options.fetch), task_list.load(names, options.include)["tasks"])
+    names = task_list.expand(options.tasks)
+    made = [name for name in names if name in task_list.DEMO]
+    lines = [f"{name}: nothing to save, it is made from a run's own validation shards" for name in made]
+    if names := [name for name in names if name not in made]:
+        lines += save_tasks(Path(options.fetch), task_list.load(names, options.include)["tasks"])
+    if not (Path(options.fetch) / "manifest.json").is_file():
+        lines.append(f"{options.fetch} was not made: score these tasks without offline=")
+    return lines
 
 
 def _main(arguments: list[str], ranks: Ranks) -> list[str]:
@@ -190,7 +231,9 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         lines, code = [str(error)], 2
     except OSError as error:        # the machine's fault: a full disk, a process that is gone
-        lines, code = [f"{error.filename}: {error.strerror}" if error.filename else str(error)], 1
+        lines, code = [f"{error.filename}: {error.strerror or error}" if error.filename else str(error)], 1
+    except KeyboardInterrupt:
+        lines, code = [""], 130
     if is_first():
         print("\n".join(lines), file=sys.stderr if code else sys.stdout)
     return code

@@ -76,7 +76,8 @@ def _files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
                   "vocab": vocab, "merges": merges.splitlines()[1:]},
     }
     kind = {"tokenizer_class": "GPT2Tokenizer", "unk_token": END_OF_TEXT} if tokenizer.kind == "gpt2" else {
-        "tokenizer_class": "PreTrainedTokenizerFast"}
+        # Else transformers 4 gives token_type_ids too, which generate() refuses.
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
     settings = {**kind, **ROLES, "add_prefix_space": False, "clean_up_tokenization_spaces": False, "model_max_length": n_ctx,
                 "added_tokens_decoder": {str(tokenizer.eot): {k: v for k, v in special.items() if k != "id"}}}
     return {"tokenizer.json": json.dumps(rules, ensure_ascii=False), "vocab.json": json.dumps(vocab, ensure_ascii=False),

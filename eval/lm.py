@@ -13,11 +13,14 @@ from eval import batches
 from eval.ranks import Ranks
 from eval.sample import stream
 from model import GPT, KVCache
+from runtime.annotations import ConfigError
 from runtime.tokenizer import Tokenizer
 
 # Logits kept at a time, in tokens. A CPU is quickest where they stay in its cache, 128 x 50304 x 4 bytes = 26 MB: there
 # softmax takes a third of what it takes at 1,024. A GPU wants large matmuls; 2,048 are 0.4 GB.
 HEAD_ROWS = {"cpu": 128, "gpu": 2048}
+# A context beyond this counts as this long in a forward pass's budget: 16 x 131,072 tokens would fit into no memory.
+LONG_ROW = 2048
 
 
 class CheckpointLM(TemplateLM):
@@ -44,13 +47,17 @@ class CheckpointLM(TemplateLM):
         return self.tokenizer_ours.start
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
-        """A text's ids, after the token that begins a text where the tokenizer has one of its own, as lm-eval's HFLM does."""
-        begins = len(self.tokenizer_ours.prefix) > 1 and add_special_tokens is not False
+        """A text's ids, after the token that begins a text where the tokenizer itself adds it, as lm-eval's HFLM has them."""
+        begins = self.tokenizer_ours.adds_start and add_special_tokens is not False
         return [self.tokenizer_ours.start] * begins + self.tokenizer_ours.encode(string).tolist()
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        for context, continuation in (request.args for request in requests):
+            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):     # lm-eval's IndexError
+                raise ConfigError(f"a document of a task has an empty context and the continuation {continuation!r}, in which "
+                                  f"there is no token to score: take it out of the task's data")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs) -> list[tuple[float, bool]]:
@@ -58,15 +65,19 @@ class CheckpointLM(TemplateLM):
         return self._score([self._windows(context, continuation) for _, context, continuation in requests])
 
     def loglikelihood_rolling(self, requests, disable_tqdm: bool = True) -> list[float]:
-        """Log-likelihood in nats of each whole text, its first token after end-of-text, as documents are trained on."""
+        """Log-likelihood in nats of each whole text, its first token after what stands before a document in training.
+
+        Where the tokenizer itself begins a text with that token, it is there twice and scored once, as HFLM does."""
         texts = [self.tok_encode(request.args[0]) for request in requests]
         return [total for total, _ in self._score([self._windows([self.prefix_token_id], text) for text in texts])]
 
     def _windows(self, context: list[int], continuation: list[int]) -> list[tuple[list[int], int]]:
         """Token sequences of at most n_ctx + 1 and how many of the last are scored; together the whole continuation."""
+        context = context or [self.prefix_token_id]     # lm-eval moves a context's last blanks, here all, to the continuation
         if len(continuation) <= self.n_ctx:
             self.n_truncated += len(context) + len(continuation) > self.n_ctx + 1
             return [((context + continuation)[-(self.n_ctx + 1):], len(continuation))] if continuation else []
+        self.n_truncated += len(context) > 1
         windows = get_rolling_token_windows(continuation, context[-1], max_seq_len=self.n_ctx, context_len=1)
         return [(inputs + scored[-1:], len(scored)) for inputs, scored in windows]
 
@@ -90,8 +101,8 @@ class CheckpointLM(TemplateLM):
 
     @property
     def budget(self) -> int:
-        """Tokens per forward pass."""
-        return self.micro_batch * self.n_ctx
+        """Tokens per forward pass; a longer sequence goes alone."""
+        return self.micro_batch * min(self.n_ctx, LONG_ROW)
 
     def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
         """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
@@ -187,7 +198,8 @@ class CheckpointLM(TemplateLM):
         jobs.sort(key=lambda job: -len(job[0]))
         batch_list = []
         while jobs:     # rows of a batch have equal lengths: the cache knows no padding
-            batch_list.append([job for job in jobs[:self.micro_batch] if len(job[0]) == len(jobs[0][0])])
+            n = max(1, min(self.micro_batch, self.budget // len(jobs[0][0])))
+            batch_list.append([job for job in jobs[:n] if len(job[0]) == len(jobs[0][0])])
             jobs = jobs[len(batch_list[-1]):]
         answers = [""] * len(requests)
         for batch, texts in zip(batch_list, self._shared_out(batch_list, self._answer, list(map(len, batch_list))), strict=True):

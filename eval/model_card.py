@@ -11,17 +11,24 @@ from collections import Counter
 from pathlib import Path
 
 from eval.hf_layout import hf_config
+from runtime.begin import origin_of
 from runtime.config import Config
+from runtime.tokenizer import Tokenizer
 
 FIGURE = "training.png"
-HUB_NAME, COMMIT = r"[\w.-]+/[\w.-]+", r"[0-9a-f]{40}"      # prepare/ writes a Hub's data set with the commit it was read at
+HUB_NAME, LICENSE = r"[\w.-]+/[\w.-]+", r"[a-z0-9][a-z0-9.-]*"
+COMMIT = r"[0-9a-f]{40}"        # prepare/ writes a Hub's data set with the commit it was read at
 
 
-def write_model_card(folder: Path, run_dir: Path, config: Config, manifest: dict, dtype: str, recipe: str,
+def write_model_card(folder: Path, run_dir: Path, config: Config, manifest: dict, tokenizer: Tokenizer, dtype: str, recipe: str,
                      float8: list[str], license: str) -> None:
-    """README.md, and training.png where the run has metrics. `float8`: our Linears that `recipe` stored so."""
+    """README.md, and training.png where the run has metrics. `float8`: our Linears that `recipe` stored so.
+
+    Without a choice of the user's the licence is that of the model that these weights come from, where one is known.
+    """
     notes: list[str] = []
     imported = _table(manifest["state"].get("imported"))
+    origin = _table(origin_of(manifest))
     summary = {} if imported else _read(run_dir / "summary.json", notes)
     if summary and summary.get("steps") != manifest["step"]:
         notes.append(f"summary.json tells of step {summary.get('steps')}, the weights are of step {manifest['step']}: what it "
@@ -29,44 +36,53 @@ def write_model_card(folder: Path, run_dir: Path, config: Config, manifest: dict
         summary = {}
     sources = {name: _read(Path(config.data.dir) / name / "index.json", notes)
                for name in ([] if imported else sorted(config.data.mixture))}
-    if license == "other" and isinstance(imported.get("license"), str):
-        license = imported["license"]
+    if license == "other" and re.fullmatch(LICENSE, str(origin.get("license"))):
+        license = origin["license"]
     is_drawn = not imported and _draw(run_dir, folder / FIGURE, notes)
-    parts = [_front_matter(config, sources, license, bool(float8)), f"# {_cell(config.run)}",
-             _intro(config, manifest, sources, imported), _use(folder, config, float8), _model(config, dtype)]
-    if imported:
-        parts.append(_imported(imported))
-    else:
-        parts += [_data(config, sources), _training(config, manifest, summary, is_drawn)]
-    parts += [_precision(config, summary, dtype, recipe, float8, imported), _scores(run_dir, summary, notes),
-              _limits(config, license), *(["\n".join(f"- {_cell(note)}" for note in notes)] if notes else [])]
+    parts = [_front_matter(config, sources, origin, license, bool(float8)), f"# {_cell(config.run)}",
+             _intro(config, manifest, sources, imported, origin), _use(tokenizer, imported, float8), _model(config, dtype)]
+    if origin:
+        parts.append(_origin(origin))
+    if not imported:
+        parts += [_data(config, sources, origin), _training(config, manifest, summary, sources, is_drawn)]
+    parts += [_precision(config, summary, dtype, recipe, float8, imported),
+              _scores(run_dir, summary, manifest["step"], notes), _limits(config, origin, license),
+              *(["\n".join(f"- {_cell(note)}" for note in notes)] if notes else [])]
     (folder / "README.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _front_matter(config: Config, sources: dict, license: str, is_float8: bool) -> str:
+def _front_matter(config: Config, sources: dict, origin: dict, license: str, is_float8: bool) -> str:
     """The YAML that the Hub reads; JSON's strings are YAML's."""
     names = sorted({s["dataset"] for s in sources.values() if re.fullmatch(HUB_NAME, str(s.get("dataset"))) and
                     re.fullmatch(COMMIT, str(s.get("revision")))})
     tags = ["nanofp8", *(["fp8"] if config.fp8.recipe != "off" else []), *(["torchao"] if is_float8 else [])]
     lines = [f"license: {license}", *(["license_name: not-chosen"] if license == "other" else []), "library_name: transformers",
              "pipeline_tag: text-generation", "tags:", *(f"- {tag}" for tag in tags),
+             *([f"base_model: {json.dumps(origin['model'])}"] if re.fullmatch(HUB_NAME, str(origin.get("model"))) else []),
              *(["datasets:", *(f"- {json.dumps(name)}" for name in names)] if names else [])]
     return "\n".join(["---", *lines, "---"])
 
 
-def _intro(config: Config, manifest: dict, sources: dict, imported: dict) -> str:
-    count, tokens = config.model.params_total, manifest["step"] * config.data.tokens_per_step
+def _intro(config: Config, manifest: dict, sources: dict, imported: dict, origin: dict) -> str:
+    count, step, (parent, begin) = config.model.params_total, manifest["step"], config.parent or (None, 0)
     if imported:
         return f"A language model of {_count(count)} parameters, imported into nanoFP8 and not trained there."
-    began = ("trained from the weights of {} at step {}".format(*map(_cell, config.parent)) if config.parent
-             else "trained from scratch")
-    kind = ("It was tuned on prompts and responses." if any(s.get("is_masked") is True for s in sources.values()) else
+    began = (f"trained from the weights of {_cell(parent)} at step {begin:,}" if begin else
+             f"trained on from the weights of {_cell(_name(origin))}, an imported model," if origin else "trained from scratch")
+    steps = (f"to step {step:,}, {step - begin:,} steps of {config.data.tokens_per_step:,} tokens" if begin else
+             f"on {_count(step * config.data.tokens_per_step)} tokens ({step:,} steps of {config.data.tokens_per_step:,})")
+    kind = ("It was tuned on prompts and responses." if _masked(sources) else
+            f"It was trained on plain text after {_cell(_name(origin))}." if origin else
             "It is a base model: it continues text, it was not tuned to follow instructions.")
-    return (f"A language model of {_count(count)} parameters, {began} on {_count(tokens)} tokens ({manifest['step']:,} steps of "
-            f"{config.data.tokens_per_step:,}) with nanoFP8. {kind}")
+    return f"A language model of {_count(count)} parameters, {began} {steps} with nanoFP8. {kind}"
 
 
-def _use(folder: Path, config: Config, float8: list[str]) -> str:
+def _use(tokenizer: Tokenizer, imported: dict, float8: list[str]) -> str:
+    begin = " then ".join(f"{_cell(tokenizer.decode([i]))} (`{role}`)" for i, role in
+                          zip(tokenizer.prefix, ("eos", "bos"), strict=False))
+    adds = f"the tokenizer adds {'the last of them' if tokenizer.adds_start else 'none of them'} by itself"
+    training = "" if imported else (f"\n\nIn training each document began after {begin}; {adds}. Text that spells a special "
+                                    "token becomes that token; in the training data it stayed text.")
     needs = "\n\nThe float8 weights need the package torchao; they are fast on GPUs with FP8 units alone." if float8 else ""
     return f"""## Use
 
@@ -77,10 +93,7 @@ model = AutoModelForCausalLM.from_pretrained("DIR")      # this folder
 tokenizer = AutoTokenizer.from_pretrained("DIR")
 ids = tokenizer("Once upon a time", return_tensors="pt")
 print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
-```
-
-In training each document began after an end-of-text token (`eos`), which the tokenizer does not add by itself unless its own
-settings say so. Text that spells a special token becomes that token; in the training data it stayed text.{needs}"""
+```{training}{needs}"""
 
 
 def _model(config: Config, dtype: str) -> str:
@@ -95,30 +108,33 @@ def _model(config: Config, dtype: str) -> str:
     return "\n".join(["## Model", "", "| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
 
 
-def _imported(facts: dict) -> str:
+def _origin(facts: dict) -> str:
     rows = [f"| {_cell(name)} | {_cell(value)} |" for name, value in
-            ({**facts, "files": "SHA-256", **_table(facts.get("files"))}).items()]
+            ({**facts, "files": "SHA-256", **_table(facts.get("files"))}).items() if value is not None]
     return "\n".join(["## Where it comes from", "", "| | |", "|---|---|", *rows])
 
 
-def _data(config: Config, sources: dict) -> str:
+def _data(config: Config, sources: dict, origin: dict) -> str:
     total = sum(config.data.mixture.values())
+    before = (f" These came after what {_cell(_name(origin))} was trained on before it was imported, which is not known here."
+              if origin else "")
     rows = []
     for name, index in sources.items():
         seen = [_cell(index.get(key, "not known")) for key in ("dataset", "revision", "license")]
         rows.append(f"| {_cell(name)} | {config.data.mixture[name] / total:.1%} | {' | '.join(seen)} |")
-    return "\n".join(["## Data", "", f"Tokenizer: {_cell(_tokenizer(config))}. Shares are of the training tokens.", "",
+    return "\n".join(["## Data", "", f"Tokenizer: {_cell(_tokenizer(config))}. Shares are of the training tokens.{before}", "",
                       "| source | share | data set | revision | licence |", "|---|---:|---|---|---|", *rows])
 
 
-def _training(config: Config, manifest: dict, summary: dict, is_drawn: bool) -> str:
+def _training(config: Config, manifest: dict, summary: dict, sources: dict, is_drawn: bool) -> str:
     o, lines = config.optim, []
     lines.append(f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), "
                  f"peak learning rate {o.lr:g}, {o.schedule} schedule with {o.warmup_share:.0%} warm-up, "
                  f"{config.data.tokens_per_step:,} tokens a step, step {manifest['step']:,} of {config.total_steps:,}.")
     if (wall := _number(summary.get("wall_s"))) is not None:
         speed = _number(summary.get("tok_per_s_median"))
-        lines.append(f"Trained on {_cell(summary.get('n_gpu'))} x {_cell(summary.get('device'))} in {wall / 3600:.2f} hours" +
+        lines.append(f"Trained on {_cell(summary.get('n_gpu'))} x {_cell(summary.get('device'))} in " +
+                     (f"{wall / 3600:.2f} hours" if wall >= 3600 else f"{wall / 60:.1f} minutes") +
                      (f" at {speed:,.0f} tokens/s (median)" if speed is not None else "") +
                      f"; code at commit {_cell(summary.get('git_commit'))}.")
     rows = [f"| {_cell(name)} | {loss:.4f} | " + (f"{bits:.4f} |" if (bits := _number(s.get("bpb_bf16"))) is not None else "- |")
@@ -126,6 +142,8 @@ def _training(config: Config, manifest: dict, summary: dict, is_drawn: bool) -> 
             if isinstance(s, dict) and (loss := _number(s.get("loss_bf16"))) is not None]
     if rows:
         lines += ["| validation | nats per token | bits per byte |\n|---|---:|---:|\n" + "\n".join(rows)]
+        if masked := _masked(sources):
+            lines.append(f"Of {', '.join(map(_cell, masked))} the losses, in training and here, count the responses alone.")
     return "\n\n".join(["## Training", *lines, *([f"![Training curves]({FIGURE})"] if is_drawn else [])])
 
 
@@ -152,24 +170,35 @@ def _precision(config: Config, summary: dict, dtype: str, recipe: str, float8: l
     return "\n\n".join(["## Precision", *lines])
 
 
-def _scores(run_dir: Path, summary: dict, notes: list[str]) -> str:
-    """The table of what the harness wrote; a whole task before a part of it, each metric once per precision."""
-    records = [{"tasks": summary.get("eval")}] + [_read(path, notes) for path in sorted((run_dir / "eval").glob("*.json"))]
+def _scores(run_dir: Path, summary: dict, step: int, notes: list[str]) -> str:
+    """The table of what the harness wrote of these weights; a whole task before a part of it, the newest of each setting."""
+    records = [{"tasks": summary.get("eval")}]
+    for path in sorted((run_dir / "eval").glob("*.json")):
+        record = _read(path, notes)
+        if record.get("step", step) == step:
+            records.append(record)
+        else:
+            notes.append(f"eval/{path.name} is of step {record['step']}, the weights are of step {step}: its scores are missing "
+                         f"here")
     rows: dict[tuple, tuple] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: str(record.get("time", ""))):
         for task, row in _table(record.get("tasks")).items():
             row = _table(row)
+            if row.get("step", step) != step:
+                continue
             limit = record.get("limit") or row.get("limit")
+            setting = ", ".join([*([f"FP8 matmuls, {record['fp8']}"] if record.get("fp8") not in (None, "off") else []),
+                                 *([str(record["dtype"])] if record.get("dtype") not in (None, "bfloat16") else [])])
             for metric in (key for key in row if f"{key}_se" in row and _number(row[key]) is not None):
-                key = ("" if record.get("fp8") in (None, "off") else str(record["fp8"]), task, metric)
+                key = (setting, task, metric)
                 if key not in rows or not limit or rows[key][-1]:
                     numbers = (_number(row.get(name)) for name in (metric, f"{metric}_se", "chance"))
                     rows[key] = (*numbers, row.get("n"), limit)
     if not rows:
         return "## Scores\n\nNot scored: `python -m eval.harness out/RUN --tasks core` does."
     lines = ["| task | metric | score | standard error | chance | documents |", "|---|---|---:|---:|---:|---|"]
-    for (fp8, task, metric), (value, error, chance, n, limit) in sorted(rows.items(), key=lambda item: item[0]):
-        task += f" (FP8 matmuls, {fp8})" if fp8 else ""
+    for (setting, task, metric), (value, error, chance, n, limit) in sorted(rows.items(), key=lambda item: item[0]):
+        task += f" ({setting})" if setting else ""
         lines.append(f"| {_cell(task)} | {_cell(metric)} | {value:.4f} | {_or_dash(error, '.4f')} | "
                      f"{_or_dash(chance if metric.startswith('acc') else None, '.2f')} | "
                      f"{_cell(n)}{' (a part: limit=' + _cell(limit) + ')' if limit else ''} |")
@@ -177,14 +206,16 @@ def _scores(run_dir: Path, summary: dict, notes: list[str]) -> str:
                       "their errors.", "", *lines])
 
 
-def _limits(config: Config, license: str) -> str:
-    own = ("\n- No licence was chosen for these weights. Those of the data are listed above." if license == "other" else
-           "\n- The licence is of these weights; the data keep theirs, listed above where they are known.")
+def _limits(config: Config, origin: dict, license: str) -> str:
+    own = (f"That of the weights that it went on from ({_cell(_name(origin))}) holds for these too; it is not known here."
+           if origin and license == "other" else "No licence was chosen for these weights. Those of the data are listed above."
+           if license == "other" else "The licence is of these weights; the data keep theirs, listed above where they are known.")
     return f"""## Limits
 
 - It may write what is false, offensive or private: nothing was done to prevent it, and bias was not measured.
 - It saw at most {config.model.n_ctx:,} tokens at a time; longer inputs were never tried.
-- What it was not trained on, other languages above all, it does badly.{own}"""
+- What it was not trained on, other languages above all, it does badly.
+- {own}"""
 
 
 # -------------------------------------------------------------------------------------------------------------- helpers
@@ -219,6 +250,16 @@ def _read(path: Path, notes: list[str]) -> dict:
         reason = "cannot be read"
     notes.append(f"{path.parent.name}/{path.name} {reason}: what it tells is missing here")
     return {}
+
+
+def _masked(sources: dict) -> list[str]:
+    """The sources of prompts and responses."""
+    return [name for name, index in sources.items() if index.get("is_masked") is True]
+
+
+def _name(origin: dict) -> str:
+    """Of the imported model: the Hub's where it is known, else its folder's."""
+    return str(origin.get("model") or origin.get("folder"))
 
 
 def _table(value) -> dict:

@@ -6,6 +6,7 @@ alone, and no code that a model brings along is run.
 """
 
 import importlib.metadata
+import os
 import re
 from pathlib import Path
 
@@ -42,7 +43,8 @@ def public_lm(name: str, device, dtype: str, micro_batch: int):
     transformers.utils.logging.set_verbosity_error()
     try:    # lm-eval refuses a model's own code unless told otherwise
         lm = HFLM(pretrained=str(folder) if is_local else name, device=str(device), dtype=dtype, batch_size=micro_batch,
-                  use_safetensors=True)
+                  use_safetensors=True,
+                  softmax_dtype="float32")      # as ours: BF16 holds a log-likelihood to three digits
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
@@ -70,5 +72,8 @@ def _sentence(name: str, is_local: bool, error: Exception) -> str:
         return f"hf:{name} does not fit into the memory of the device: try dtype=bfloat16, a smaller micro_batch or device=cpu"
     if is_local:
         return f"hf:{name} could not be loaded ({type(error).__name__}: {said})"
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        return (f"hf:{name} could not be loaded without network ({type(error).__name__}: {said}): it must lie in the Hub's "
+                f"cache; leave out offline= once, or give a local folder as hf:/a/folder")
     return (f"hf:{name} could not be loaded ({type(error).__name__}: {said}): check the name, that it has safetensors, and that "
             f"the Hugging Face Hub is in reach, or give a local folder as hf:/a/folder")

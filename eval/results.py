@@ -90,8 +90,9 @@ def _hash(hashes) -> str:
 def write(run_dir: Path, tasks: str, record: dict, samples: dict[str, list[dict]], has_summary: bool) -> None:
     """Put record and logs into run_dir/eval/ and, where the run `has_summary`, its scores into summary.json.
 
-    The file names tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's
-    row. Raises ConfigError where summary.json is damaged; it stays as it is.
+    The summary takes whole tasks in bfloat16 alone: a trial must not stand where a score stood. The file names tell what may
+    not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises ConfigError where
+    summary.json is damaged; it stays as it is. Raises OSError, with the file's name.
     """
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
@@ -102,9 +103,11 @@ def write(run_dir: Path, tasks: str, record: dict, samples: dict[str, list[dict]
         name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         _replace(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
-    path = folder / f"{tasks[:100]}{kind}.json"         # file names end at 255 bytes
+    if len(tasks) > 100:        # file names end at 255 bytes
+        tasks = f"{tasks[:90]}_{sha256(tasks.encode()).hexdigest()[:9]}"
+    path = folder / f"{tasks}{kind}.json"
     replace_file(path, as_json(record))
-    if has_summary:
+    if has_summary and record["dtype"] == "bfloat16" and not record["limit"]:
         _summarise(run_dir / "summary.json", path, record)
 
 
@@ -112,8 +115,7 @@ def _summarise(path: Path, beside: Path, record: dict) -> None:
     if not path.is_file():
         print(f"the run is not finished, so there is no {path}: the scores are in {beside} only", file=sys.stderr)
         return
-    marked = {"limit": record["limit"]} if record["limit"] else {}
-    new = {task: row | marked for task, row in record["tasks"].items()}
+    new = record["tasks"]
     try:
         summary = json.loads(path.read_text())
         if record["fp8"] == "off":
@@ -144,6 +146,9 @@ def _replace(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)        # a write knows of a full disk, not of the file's name
+        raise
     finally:
         part.unlink(missing_ok=True)
 

@@ -27,14 +27,14 @@ from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
 import torch
 
 from eval.options import read_options
+from eval.run_tokenizer import read_tokenizer
 from eval.streaming import Piece, pieces
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.annotations import type_problems
 from runtime.checkpoint import DamagedError, latest, load_model
 from runtime.config import Config, ConfigError, FP8Config, read_config
-from runtime.folder import tokenizer_of
-from runtime.tokenizer import Tokenizer, load_tokenizer
+from runtime.tokenizer import Tokenizer
 
 Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
 
@@ -177,14 +177,6 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
     return settings
 
 
-def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
-    """The tokenizer of a run; where it is a folder the run's own copy. Raises ConfigError where it cannot be read."""
-    try:
-        return load_tokenizer(tokenizer_of(Path(run_dir), config.data.tokenizer))
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
 def fp8_lines(layers: list[fp8.Layer], recipe: str, device: torch.device) -> list[str]:
     """Which Linears run in FP8, then how many, then what to know of this device; nothing where fp8=off."""
     return fp8.table(layers, recipe, device.type) if recipe != "off" else []
@@ -195,10 +187,14 @@ def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(0, device=name)
-        return torch.device(name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        device = torch.device(name)
+    except RuntimeError as error:       # its words name twenty backends
+        raise ConfigError(f"there is no device={name!r}: give auto, cpu or cuda") from error
+    try:
+        torch.empty(0, device=device)
+        return device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
         raise ConfigError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
 
 
@@ -215,14 +211,14 @@ def continuations(ready: Inference, request: Request) -> Iterator[list[Piece]]:
     prompts = torch.tensor([ids] * request.n, device=ready.device)
     steps = stream(ready.model, prompts, request.tokens, request.temperature, request.top_k, generator, ready.tokenizer.eot,
                    ready.tokenizer.vocab_size)
-    return pieces(steps, ready.tokenizer, request.n)
+    return pieces(steps, ready.tokenizer, request.n, ids)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """What a model reads before it goes on: the prompt, after the token that begins a text where there is one of its own;
-    without a prompt what stands before a document's first token."""
+    """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
+    itself; without a prompt what stands before a document's first token."""
     ids = tokenizer.encode(prompt).tolist()
-    return [tokenizer.start, *ids] if len(tokenizer.prefix) > 1 or not ids else ids
+    return [tokenizer.start, *ids] if tokenizer.adds_start or not ids else ids
 
 
 # ---------------------------------------------------------------------------------------------------------- entry point

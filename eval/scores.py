@@ -8,6 +8,7 @@ import gzip
 import json
 import math
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from runtime.annotations import ConfigError
 
 RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 SETTINGS = ("bfloat16", "off")      # the usual dtype and fp8 of a scoring
+OTHERS = ("precision.json",)        # what other commands leave among the records
 
 
 class Column(NamedTuple):
@@ -40,11 +42,12 @@ class Score:
 
 @dataclass
 class Row:
-    """One model as it was scored: a run, or a public model, with its dtype and FP8 recipe of inference."""
+    """One model as it was scored: a run at one step, or a public model, with its dtype and FP8 recipe of inference."""
     folder: Path
     name: str
     dtype: str
     fp8: str
+    step: int | None = None         # of the weights; None = those at the end of the training, or not known
     is_public: bool = False
     recipe: str | None = None       # of training; None = not known
     pair_id: str | None = None
@@ -59,7 +62,7 @@ def read_rows(paths) -> tuple[list[Row], list[str]]:
     """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep), and notes on what was passed over.
 
     Raises ConfigError: a path that does not exist, a damaged file, nothing scored."""
-    rows, notes, seen = [], [], set()
+    rows, notes, seen, unscored = [], [], set(), []
     for path in map(Path, paths):
         if not path.exists():
             raise ConfigError(f"{path} does not exist: give folders of runs such as out/*")
@@ -70,10 +73,12 @@ def read_rows(paths) -> tuple[list[Row], list[str]]:
             found = _read_run(folder)
             rows += found
             if not found:
-                notes.append(f"{folder} is not scored yet: python -m eval.harness {folder} --tasks core")
+                unscored.append(str(folder))
     if not rows:
         raise ConfigError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
                           f"scored, with out/RUN/eval/*.json")
+    if unscored:
+        notes.append(f"not scored yet, by python -m eval.harness RUN tasks=core: {', '.join(unscored)}")
     folders: dict[str, set] = {}
     for row in rows:
         folders.setdefault(row.name, set()).add(row.folder)
@@ -85,23 +90,30 @@ def read_rows(paths) -> tuple[list[Row], list[str]]:
 def _run_folders(path: Path, depth: int) -> list[Path]:
     if not path.is_dir():
         return []
-    if any((path / "eval").glob("*.json")) or (path / "config.json").is_file():
+    if _records(path) or (path / "config.json").is_file():
         return [path]
     return [run for folder in sorted(path.iterdir()) if depth and not folder.name.startswith(".")
             for run in _run_folders(folder, depth - 1)]
 
 
+def _records(folder: Path) -> list[Path]:
+    return [path for path in sorted((folder / "eval").glob("*.json")) if path.name not in OTHERS]
+
+
 def _read_run(folder: Path) -> list[Row]:
     rows: dict[tuple, Row] = {}
-    files = sorted((folder / "eval").glob("*.json"), key=lambda p: (p.stat().st_mtime_ns, p.name))     # the newest counts
-    for path in files:
-        record = _load(path)
+    records = [(path, _load(path)) for path in _records(folder)]
+    summary = _load(folder / "summary.json") if records and (folder / "summary.json").is_file() else {}
+    last = _optional(summary, "steps", int)
+    for path, record in sorted(records, key=lambda pair: _when(*pair)):         # the newest counts
         run, dtype, fp8 = (_field(path, record, key, str) for key in ("run", "dtype", "fp8"))
         limit = _field(path, record, "limit", (int, type(None)))
         tasks = _field(path, record, "tasks", dict)
         is_public = run.startswith("hf:")
-        row = rows.setdefault((dtype, fp8), Row(folder, run[3:].rstrip("/").rpartition("/")[2] if is_public else folder.name,
-                                                dtype, fp8, is_public))
+        step = _optional(record, "step", int)
+        step = None if step in (last, 0) else step      # 0: imported weights
+        name = run[3:].rstrip("/").rpartition("/")[2] if is_public else folder.name
+        row = rows.setdefault((dtype, fp8, step), Row(folder, name, dtype, fp8, step, is_public))
         groups = {task: set(_names(scores)) for task, scores in tasks.items() if isinstance(scores, dict)}
         inner = {leaf for leaves in groups.values() for leaf in leaves} | {     # and mmlu_stem, a group within mmlu
             task for task, leaves in groups.items() if leaves and any(leaves < others for others in groups.values())}
@@ -112,13 +124,23 @@ def _read_run(folder: Path) -> list[Row]:
                 continue
             for metric in _metrics(scores):
                 row.scores[_column(path, task, metric, scores, limit)] = _score(path, task, metric, scores, tasks)
-    summary = _load(folder / "summary.json") if (folder / "summary.json").is_file() and rows else {}
     precision = summary.get("precision")
     for row in rows.values():
         row.recipe = _optional(precision if isinstance(precision, dict) else {}, "recipe", str)
         row.pair_id, row.params = _optional(summary, "pair_id", str), _optional(summary, "params_total", int)
         row.tokens = _optional(summary, "tokens", int)
+        if row.step is not None and row.tokens is not None:
+            row.tokens = row.tokens * row.step // last if last else None
     return list(rows.values())
+
+
+def _when(path: Path, record: dict) -> tuple[float, str]:
+    """When a record was written, as it says itself; else as the file system says, which a copy changes."""
+    try:
+        time = datetime.fromisoformat(record["time"])
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), path.name
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return path.stat().st_mtime, path.name
 
 
 def _metrics(scores: dict) -> list[str]:

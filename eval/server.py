@@ -29,6 +29,7 @@ from runtime.annotations import ConfigError, nearest
 ROWS = 16                   # continuations a request, at most
 BODY_BYTES = 2**20          # of a request, at most
 WAITING = 8                 # requests that may wait for their turn; further ones are refused
+CONNECTIONS = 64            # at a time, each a thread; further ones are closed
 PATIENCE_S = 30.0           # with a client that neither sends its request nor reads what it gets
 POLICY = ("default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; connect-src 'self'; img-src data:; "
           "base-uri 'none'; form-action 'none'; frame-ancestors 'none'")
@@ -69,11 +70,13 @@ class Server(ThreadingHTTPServer):
     Raises ConfigError where the port cannot be had."""
     daemon_threads = True       # a client that hangs does not keep the process
     allow_reuse_port = False    # two servers on one port would each get some of the requests
+    request_queue_size = 128    # connections that may wait until they are taken; socketserver's 5 are few
     ready: Inference
     page: Callable[[str], str]
 
     def __init__(self, host: str, port: int):
         self.host, self.line, self.is_stopping = host, Line(), threading.Event()
+        self._free = threading.BoundedSemaphore(CONNECTIONS)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -99,6 +102,21 @@ class Server(ThreadingHTTPServer):
         except ValueError:
             return name in {"localhost", self.host.lower(), own, own.partition(".")[0]} - {""}
 
+    def process_request(self, request, client_address):
+        if not self._free.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
+            return super().process_request(request, client_address)
+        except RuntimeError:    # no further thread is to be had
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request, client_address):
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
     def handle_error(self, request, client_address):
         if not isinstance(sys.exception(), (ConnectionError, TimeoutError)):    # who is gone is no error
             super().handle_error(request, client_address)
@@ -112,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         if not self.server.is_ours(self.headers["Host"]):
             return self._refuse(403, f"this server is not called {self.headers['Host']!r}: open {self.server.url}")
-        if urlsplit(self.path).path != "/":
+        if self.path.partition("?")[0] != "/":
             return self._refuse(404, "there is only one page here: /")
         nonce = secrets.token_urlsafe(16)
         content = self.server.page(nonce).encode()
@@ -120,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         host, origin = self.headers["Host"], self.headers["Origin"]
-        if not self.server.is_ours(host) or origin and urlsplit(origin).netloc != host:
+        if not self.server.is_ours(host) or origin and origin.partition("://")[2] != host:
             return self._refuse(403, "another site's page may not ask this server")
         if self.path != "/generate":
             return self._refuse(404, "what can be asked is POST /generate")

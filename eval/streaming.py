@@ -1,6 +1,6 @@
 """Turn the tokens of continuations into text while they come."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,12 +14,12 @@ class Growing:
     """The text of tokens that come one by one: never a character that a later token may still complete.
 
     Only the last few tokens are decoded again: a decoder may treat the first token of all in its own way, so those told
-    last stay before the new ones, and a long text costs no more a token than a short one."""
+    last stay before the new ones, and a long text costs no more a token than a short one. `prompt` is told already."""
 
-    def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer, self.ids = tokenizer, []
-        self.start, self.told = 0, 0    # ids[start:told] are told whole and decoded again, those before never
-        self.shown = 0                  # characters of ids[start:] that are told
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.start, self.told = 0, len(self.ids)        # ids[start:told] are told whole and decoded again, those before never
+        self.shown = len(tokenizer.decode(self.ids)) if self.ids else 0     # characters of ids[start:] that are told
 
     def add(self, token: int) -> str:
         """What can be told of the text that has not been told."""
@@ -46,9 +46,11 @@ class Piece(NamedTuple):
     end: str | None     # why nothing follows: "document" (the model ended it) or "limit" (tokens or the context are used up)
 
 
-def pieces(steps: Iterator[torch.Tensor], tokenizer: Tokenizer, n: int) -> Iterator[list[Piece]]:
-    """`steps` are the next token of each of n rows; yields the pieces of one step, and last those that no step ended."""
-    rows = {row: Growing(tokenizer) for row in range(n)}
+def pieces(steps: Iterator[torch.Tensor], tokenizer: Tokenizer, n: int, prompt: Sequence[int] = ()) -> Iterator[list[Piece]]:
+    """`steps` are the next token of each of n rows; yields the pieces of one step, and last those that no step ended.
+
+    They go on from `prompt`, which is no part of them: a decoder may say the first token of all without its blank."""
+    rows = {row: Growing(tokenizer, prompt) for row in range(n)}
     for tokens in steps:
         tokens, new = tokens.tolist(), []
         for row, growing in list(rows.items()):

@@ -6,9 +6,11 @@ Paths are runs, or folders of runs. Writes DIR/table.md, scores.png and scores.s
 per task each model's score with one standard error, an FP8 run below its BF16 partner with their difference over the same
 documents, chance, and the share of the most frequent answer where every question has the same answers (letters, yes and
 no). Public models stand in it where the same command has scored them (hf:NAME); published numbers follow apart. Scores
-with limit=, or on other documents, never share a column.
+with limit=, or on other documents, never share a column; those of a step before the end stand in a row of their own.
 """
 
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -49,11 +51,12 @@ def sort_columns(columns) -> list[Column]:
 def sort_rows(rows: list[Row]) -> list[Row]:
     """Ours by size, each pair with BF16 first and other ways of inference after the usual one; then public models."""
     return sorted(rows, key=lambda r: (r.is_public, r.params or 0, r.tokens or 0, r.pair_id or r.name, r.recipe != "bf16",
-                                       r.name, (r.dtype, r.fp8) != SETTINGS, r.dtype, r.fp8))
+                                       r.name, r.step or math.inf, (r.dtype, r.fp8) != SETTINGS, r.dtype, r.fp8))
 
 
 def base_of(row: Row, rows: list[Row]) -> Row | None:
     """What a row is compared with: FP8 inference with the same weights in BF16, an FP8 run with its BF16 partner."""
+    rows = [r for r in rows if r.step == row.step]
     if row.fp8 != "off":
         return next((r for r in rows if (r.folder, r.dtype, r.fp8) == (row.folder, row.dtype, "off")), None)
     if row.pair_id is None or row.recipe in (None, "bf16"):
@@ -76,8 +79,9 @@ def is_accuracy(column: Column) -> bool:
 
 
 def label(row: Row) -> str:
-    """Name, then what is unusual about its inference."""
-    return row.name + f", FP8 inference ({row.fp8})" * (row.fp8 != "off") + f", {row.dtype}" * (row.dtype != SETTINGS[0])
+    """Name, then what is unusual about its weights and its inference."""
+    return (row.name + f", step {row.step}" * (row.step is not None) + f", FP8 inference ({row.fp8})" * (row.fp8 != "off") +
+            f", {row.dtype}" * (row.dtype != SETTINGS[0]))
 
 
 def heading(column: Column, columns: list[Column]) -> list[str]:
@@ -123,6 +127,8 @@ def _legend(rows: list[Row]) -> str:
                      "row says otherwise.")
     parts.append("Chance: guessing among the answers. Most frequent answer: always giving it, where every question has the same "
                  "answers.")
+    if any(row.step is not None for row in rows):
+        parts.append("Step: the weights of that step, not those at the end of the training.")
     if any(row.is_public for row in rows):
         parts.append("Rows without tokens: public models, scored by this command from their published weights.")
     return " ".join(parts)
@@ -181,11 +187,16 @@ def write(paths, out: str) -> str:
 def main(paths, out: str = "out/table") -> int:
     """Write and print the table of the runs in `paths`; 0, 2 with a sentence for a mistake, 1 where `out` cannot be written."""
     try:
-        print(write(paths, out))
+        page = write(paths, out)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
         print(f"the table could not be written: {error}", file=sys.stderr)
+        return 1
+    try:
+        print(page, flush=True)
+    except BrokenPipeError:     # whoever read has read enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes once more at its end
         return 1
     return 0

@@ -11,7 +11,7 @@ from scaling.figures import RC, page
 
 COLUMNS = 4                 # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
-STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public model")}
+STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public or not finished")}
 CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1}
 MAJORITY = {"color": "#009E73", "linestyle": (0, (5, 2)), "linewidth": 1.1}
 

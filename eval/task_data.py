@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from runtime.annotations import ConfigError, nearest
@@ -32,36 +32,38 @@ def splits_read(task) -> list[str]:
 def save_tasks(folder: Path, tasks: dict) -> list[str]:
     """Save the data of loaded lm-eval tasks {name: task}; a line for each. What the folder held of others stays.
 
-    Raises ConfigError for a task whose data cannot be saved this way, OSError where the disk fails.
+    Raises ConfigError for a task whose data cannot be saved this way, then nothing is saved; OSError where the disk fails.
     """
-    lines = []
+    lines, wanted = [], {}      # (data set, its name): (splits, tasks that read them)
     for name, task in tasks.items():
         config = task.config
         if config.dataset_path is None or config.dataset_path in LOCAL:
-            lines.append(f"{name}: its data are made or lie in files already")
+            lines.append(f"{name}: nothing to save, its data are made or lie in files already")
             continue
         if config.dataset_kwargs:
             raise ConfigError(f"the task {name!r} asks for its data with {sorted(config.dataset_kwargs)}, which cannot be saved: "
                               f"leave it out")
         splits = {split: task.dataset[split] for split in splits_read(task)}
-        _save(folder, config.dataset_path, config.dataset_name, splits, [name])
+        all_splits, readers = wanted.setdefault((config.dataset_path, config.dataset_name), ({}, []))
+        all_splits |= splits
+        readers.append(name)
         lines.append(f"{name}: " + ", ".join(f"{len(rows):,} rows of {split}" for split, rows in splits.items()))
+    for (path, name), (splits, readers) in wanted.items():
+        write_task_data(folder, path, name, splits, readers)
     return lines
 
 
-def write_task_data(folder: Path, dataset_path: str, dataset_name: str | None, splits: dict[str, list[dict]]) -> None:
-    """Save rows as if they were the data set `dataset_path`: {split: rows}. What the folder held of others stays."""
+def write_task_data(folder: Path, dataset_path: str, dataset_name: str | None, splits: dict, tasks: Sequence[str] = ()) -> None:
+    """Save {split: rows}, lists of dicts or a datasets.Dataset, as the data set `dataset_path`. What the folder held of other
+    data sets stays; of this one the other splits, where they are of the same revision of the Hub's. Raises OSError."""
     import datasets
-    _save(folder, dataset_path, dataset_name, {split: datasets.Dataset.from_list(rows) for split, rows in splits.items()}, [])
-
-
-def _save(folder: Path, dataset_path: str, dataset_name: str | None, splits: dict, tasks: list[str]) -> None:
     import pyarrow.parquet
 
+    splits = {split: datasets.Dataset.from_list(rows) if isinstance(rows, list) else rows for split, rows in splits.items()}
     key, manifest = _key(dataset_path, dataset_name), read_manifest(folder) if (folder / "manifest.json").exists() else {}
     known = manifest.get(key, {})
     revision = next((r for rows in splits.values() if (r := _revision(rows))), None)
-    kept = known.get("splits", {}) if known.get("revision") == revision else {}
+    kept = known.get("splits", {}) if revision and known.get("revision") == revision else {}
     listed = {}
     for split, rows in splits.items():
         path = folder / key / f"{split}.parquet"
@@ -81,11 +83,9 @@ def _key(dataset_path: str, dataset_name: str | None) -> str:
 
 
 def _revision(rows) -> str | None:
-    """The Hub's commit that the rows came from, by the addresses `datasets` notes; None where it notes none."""
-    for address in rows.info.download_checksums or {}:
-        if found := re.search(r"@([0-9a-f]{40})/", address):
-            return found[1]
-    return None
+    """The Hub's commit that the rows came from: `datasets` calls its cache's folder by it. None where there is none."""
+    names = [found[1] for file in rows.cache_files if (found := re.search(r"/([0-9a-f]{40})/[^/]*$", file["filename"]))]
+    return names[0] if names else None
 
 
 @contextlib.contextmanager
@@ -97,6 +97,9 @@ def _replacing(path: Path) -> Iterator[Path]:
         with part.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(part, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)        # a write knows of a full disk, not of the file's name
+        raise
     finally:
         part.unlink(missing_ok=True)
 
@@ -131,7 +134,7 @@ def read_manifest(folder: Path) -> dict[str, dict]:
 def reading(folder: Path | None) -> Iterator[None]:
     """Within it, lm-eval's tasks load their data from `folder`, a folder that save_tasks() made; with None from the Hub.
 
-    Data in local files are read as ever, relative names looked up beside the task's YAML first. A split that no task reads
+    Data in local files are read as ever, relative names looked up beside the task's YAML. A split that no task reads
     when it is scored was never saved: it appears empty. Raises ConfigError, also later, where data lack or are damaged.
     """
     from lm_eval.api.task import ConfigurableTask
@@ -155,12 +158,12 @@ def reading(folder: Path | None) -> Iterator[None]:
 
 
 def _beside(folder: Path, files):
-    """`files` as `datasets` takes them (a name, a list, {split: ..}), names of files in `folder` made absolute."""
+    """`files` as `datasets` takes them (a name, a list, {split: ..}), relative names made those of files in `folder`."""
     if isinstance(files, dict):
         return {split: _beside(folder, names) for split, names in files.items()}
     if isinstance(files, list):
         return [_beside(folder, name) for name in files]
-    return str((folder / files).resolve()) if isinstance(files, str) and (folder / files).is_file() else files
+    return str(folder.resolve() / files) if isinstance(files, str) and "://" not in files else files
 
 
 class _Splits(dict):

@@ -84,7 +84,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
     with reading(Path(offline) if offline else None):
         for name in names:
-            part = _load(manager, name, offline)
+            part = _load(manager, name, offline, name in local)
             for key in loaded:
                 loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():
@@ -97,13 +97,14 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
     return loaded
 
 
-def _load(manager, name: str, offline: str | None) -> dict:
+def _load(manager, name: str, offline: str | None, is_local: bool) -> dict:
     try:
         return manager.load([name])
     except ConfigError:
         raise
     except Exception as error:      # a task is foreign code and foreign data: whatever it raises, name the task
-        where = (f"what it is scored on may never have been saved in {offline}: add it with --fetch {offline}" if offline else
+        where = ("its data lie in files that its YAML names: check that they are there, and whole" if is_local else
+                 f"what it is scored on may never have been saved in {offline}: add it with --fetch {offline}" if offline else
                  "if its data come from the Hugging Face Hub, they must be cached or the Hub in reach; "
                  "--fetch DIR saves them for good")
         first_line = (str(error).strip().splitlines() or [""])[0]

@@ -56,6 +56,8 @@ def main(argv: list[str]) -> int:
     except MemoryError as error:
         print(f"eval.weights: out of memory ({error}); nothing was written", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"step {step}: {size / 2**20:.1f} MiB -> {path}")
     return 0
 

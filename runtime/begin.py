@@ -42,6 +42,11 @@ def is_weights_only(manifest: dict) -> bool:
     return "imported" in manifest["state"]
 
 
+def origin_of(manifest: dict) -> dict | None:
+    """What was imported (see eval/from_hf.py) that a checkpoint's weights go back to; None where they began from nothing."""
+    return manifest["state"].get("imported") or manifest["state"].get("origin")
+
+
 def check(config: Config, manifest: dict, tokenizer_sha256: str) -> None:
     """That the imported weights mean in `config` what they meant where they come from. Raises ConfigError with what differs."""
     parent = config_from_dict(manifest["config"])

@@ -236,11 +236,15 @@ def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises ConfigError where the folder holds none."""
     path = Path(run_dir) / "config.json"
     try:
-        return config_from_dict(json.loads(path.read_text()))
+        content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON ({error}): the file is damaged, restore it or start the run anew") from error
+    if isinstance(content, dict) and "architectures" in content:
+        raise ConfigError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
+                          f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")
+    return config_from_dict(content)
 
 
 def known_keys() -> list[str]:

@@ -33,6 +33,9 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
     c, tokens = counts, config.total_tokens
     token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
+    policy, steps = config.checkpoint, config.total_steps
+    kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
+        policy.rolling is not None)
     budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
     return [
         f"plan of {config.run}: nothing is trained", "",
@@ -54,8 +57,8 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
         *fp8_table, "",
         *_hours(config, counts, layers, gpus, gpu, peak), "",
         "disk",
-        _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {config.checkpoint.keep} kept = "
-             f"{12 * c['params_total'] * config.checkpoint.keep / GIB:.1f} GiB, one more while saving"),
+        _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {kept} kept = "
+             f"{12 * c['params_total'] * kept / GIB:.1f} GiB, one more while saving; as much host memory over all ranks, or twice"),
         _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
 

@@ -46,6 +46,7 @@ class Tokenizer:
     prefix: tuple[int, ...]                         # before each document in a shard: end of text, begin of text if there is one
     _encode: Callable[[str], np.ndarray]            # text without lone surrogates -> ids
     _decode: Callable[[list[int]], str]
+    adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
 
     @property
     def kind(self) -> str:
@@ -224,7 +225,7 @@ def _load_folder(name: str) -> Tokenizer:
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True       # text that spells a special token stays text
-        fast.encode("any word \u00e9\n")        # rules that fail at some texts had better fail here
+        first = fast.encode("any word \u00e9\n").ids[:1]         # rules that fail at some texts had better fail here
         vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())      # ids may have gaps
         if vocab_size > 2**31:                  # bit 31 of a shard's token says something else
             raise ValueError(f"its largest id is {vocab_size - 1}")
@@ -243,7 +244,8 @@ def _load_folder(name: str) -> Tokenizer:
     def encode(text: str) -> np.ndarray:
         return np.array(fast.encode(text, add_special_tokens=False).ids, dtype)
 
-    return Tokenizer(name, digest, vocab_size, prefix, encode, lambda ids: fast.decode(ids, skip_special_tokens=False))
+    return Tokenizer(name, digest, vocab_size, prefix, encode, lambda ids: fast.decode(ids, skip_special_tokens=False),
+                     adds_start=first == [prefix[-1]])      # its post-processor does; to name a bos_token adds none
 
 
 def _role(path: Path, fast, role: str) -> int | None:

@@ -40,6 +40,7 @@ class Arm:
     summary: dict
     settings: dict                  # config.json, flat, with what of the machine and the code can touch times
     clock: np.ndarray | None        # (2, steps that count): seconds since the start with and without compilation
+    n_untargeted: int               # steps whose tokens were all context only; they have no loss in `history`
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -59,7 +60,10 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
         history = read_history(record.folder)
         if not len(history.train["step"]):
             raise RecordError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
-        arms.append(Arm(record, label, history, summary, settings, clock(history)))
+        loss = history.train["loss"]
+        is_untargeted = loss == 0       # masked data: the mean over no targets is logged as exactly nought
+        history.train["loss"] = np.where(is_untargeted, math.nan, loss)
+        arms.append(Arm(record, label, history, summary, settings, clock(history), int(is_untargeted.sum())))
         notes += history.notes
     _check_one_training(arms)
     return arms, [*notes, *(note for arm in arms for note in _oddities(arm)), *_differences(arms)]
@@ -152,7 +156,9 @@ def _oddities(arm: Arm) -> list[str]:
     steps = (_number(summary.get("steps")) or 0) - (arm.record.parent_step or 0)
     if 0 < len(train["step"]) < steps:
         found.append(f"{steps - len(train['step']):,.0f} of {steps:,.0f} steps have no row in metrics.jsonl: time is too short")
-    if bad := int((~np.isfinite(train["loss"])).sum()):
+    if arm.n_untargeted:
+        found.append(f"{arm.n_untargeted:,} steps had a training loss of exactly 0, so no target: left out of the statistics")
+    if bad := int((~np.isfinite(train["loss"])).sum()) - arm.n_untargeted:
         found.append(f"{bad:,} training losses are not finite: left out of the statistics")
     if skipped := int((train["ok"] == 0).sum()):
         found.append(f"the guard judged {skipped:,} steps as other than OK: their losses are counted")

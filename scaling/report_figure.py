@@ -31,6 +31,16 @@ def unit_of(seconds: float) -> tuple[float, str]:
     return (3600.0, "h") if seconds >= 2 * 3600 else (60.0, "min") if seconds >= 300 else (1.0, "s")
 
 
+def begin_of(are_compiled) -> tuple[str, str]:
+    """What the first step after a start takes beyond the others, as a column calls it, and a sentence about it.
+
+    It is no compilation where no run compiled."""
+    flags = set(are_compiled)
+    name = "compilation" if True in flags else "the first step's extra"
+    sentence = f"{name.capitalize()}: what the first step after each start took beyond the median step"
+    return name, sentence + (", of an eager run too." if flags == {True, False} else ".")
+
+
 def draw_losses(arms) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over steps."""
     base = next((arm for arm in arms if arm.record.recipe == "bf16"), None)
@@ -38,8 +48,8 @@ def draw_losses(arms) -> Figure:
     has_gap = base is not None and bool(others)
     heights = [2.1, 1.6, 1.6][:2 + has_gap]
     window = window_of(arms[0].history.train["step"])
-    caption = (f"Training: mean over {window} steps, of each step with a finite loss. Validation (hollow marks): each run as it "
-               "was trained.")
+    smoothed = f"mean over {window} steps" if window > 1 else "each step"
+    caption = f"Training: {smoothed}, without losses that are not finite. Validation (hollow marks): each run as it was trained."
     if has_gap:
         caption += (f" Below: loss minus the BF16 run's on the same tokens, in per cent of it; line: training, mean over "
                     f"{CALM * window} steps; hollow: validation. Above zero: worse than BF16.")
@@ -75,7 +85,7 @@ def draw_gpu(arms) -> Figure | None:
     size, unit = unit_of(max(arm.clock[0, -1] for arm in told))
     silent = [arm.label for arm in arms if arm not in told]
     caption = ("One GPU, that of the first rank; mean over a fortieth of the steps. Time: sum of the steps' times since the "
-               "start, with compilation." + f" Not told by the rows of {', '.join(silent)}." * bool(silent))
+               "start." + f" Not told by the rows of {', '.join(silent)}." * bool(silent))
     with matplotlib.rc_context(RC):
         title = _title("GPU memory and utilisation", told)
         figure, panels = _sheet(told, [1.6, 1.6], title, caption, sharex=True)
@@ -92,16 +102,17 @@ def draw_gpu(arms) -> Figure | None:
 
 
 def draw_time(arms) -> Figure | None:
-    """Cumulative time over steps with compilation and without it; None where no arm's rows tell their time."""
+    """Cumulative time over steps, with what begin_of() names and without it; None where no arm's rows tell their time."""
     told = [arm for arm in arms if arm.clock is not None]
     if not told:
         return None
     size, unit = unit_of(max(arm.clock[0, -1] for arm in told))
-    caption = ("Sum of the times of all steps, those that a rollback took back included. Compilation: what the first step after "
-               "each start took beyond the median step. At each end: the total. Each panel has its own scale.")
+    begin, sentence = begin_of(arm.record.is_compiled for arm in told)
+    caption = (f"Sum of the times of all steps, those that a rollback took back included. {sentence} At each end: the total. "
+               "Each panel has its own scale.")
     with matplotlib.rc_context(RC):
         figure, panels = _sheet(told, [2.9], _title("Cumulative time", told), caption, columns=2, sharex=True)
-        for panel, row, title in zip(panels, (0, 1), ("with compilation", "without compilation"), strict=True):
+        for panel, row, title in zip(panels, (0, 1), (f"with {begin}", f"without {begin}"), strict=True):
             ends = []
             for i, (arm, style) in enumerate(styled(arms)):
                 if arm in told:

@@ -1,6 +1,6 @@
 """Write a comparison of precisions, the result of report.analyse, as Markdown tables."""
 
-from scaling.report_figure import unit_of
+from scaling.report_figure import begin_of, unit_of
 
 LOSS = ("max", "min", "mean", "final", "standard deviation")
 NOT_TOLD = "not told"
@@ -13,14 +13,14 @@ def tables(result: dict) -> str:
               table("Validation loss, as trained [nats/token]", [*LOSS, "validations", "gap as trained [%]", "gap in BF16 [%]"],
                     {row["label"]: [*_loss(row["val_loss"]), _gap(row, "as_trained"), _gap(row, "bf16")] for row in rows})]
     unit, name = unit_of(max((row["step_time_s"]["with_compile"] for row in rows if row["step_time_s"]), default=0))
-    cost = table("Time, memory, speed", ["speed against BF16", "tokens/s", f"steps [{name}]", f"without compilation [{name}]",
-                                         f"compilation [{name}]", f"whole run [{name}]", "memory allocated, mean [%]",
+    begin, beginning = begin_of(row["is_compiled"] for row in rows)
+    cost = table("Time, memory, speed", ["speed against BF16", "tokens/s", f"steps [{name}]", f"without {begin} [{name}]",
+                                         f"{begin} [{name}]", f"whole run [{name}]", "memory allocated, mean [%]",
                                          "memory, peak [GiB]", "GPU utilisation, mean [%]"],
                  {row["label"]: _cost(row, unit) for row in rows})
-    words = ["Speed and tokens/s: of the median step, the first three after each start left out. Steps: the sum of their times; "
-             "compilation: what the first step after each start took beyond the median step, of an eager run too; whole run: "
-             "start and validations as well. Memory and utilisation: the first rank's GPU, mean over the steps after "
-             "compilation; peak: PyTorch's own."]
+    words = [f"Speed and tokens/s: of the median step, the first three after each start left out. Steps: the sum of their times. "
+             f"{beginning} Whole run: start and validations as well. Memory and utilisation: the first rank's GPU, mean over the "
+             "steps after the first; peak: PyTorch's own."]
     if any(row["device"].startswith("cpu") for row in rows):
         words.append("A CPU has no FP8 units: speeds there say nothing about a GPU.")
     if any(row["memory_percent"] is None or row["utilisation_percent"] is None for row in rows):

@@ -16,10 +16,11 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24}
 VOCABULARY = {"gpt2": 50257, "byte": 257}
 
 
-def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", **model):
+def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None,
+              **model):
     """A Config and its GPT in fp32, after writing folder/config.json and folder/checkpoints/step_..; quicker than a training."""
-    config = Config(run=folder.name, steps=6, out=str(folder.parent),
-                    model=GPTConfig(**{**SIZES, "vocab_size": VOCABULARY[tokenizer], **model}), fp8=fp8 or FP8Config(),
+    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent),
+                    model=GPTConfig(**{**SIZES, "vocab_size": VOCABULARY.get(tokenizer), **model}), fp8=fp8 or FP8Config(),
                     data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
                                     tokens_per_step=384, micro_batch=4), optim=OptimConfig(lr=1e-2))
     gpt = build_rough(config.model).requires_grad_(False)
@@ -28,7 +29,7 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
     tensors = {f"model.{name}": p.detach() for name, p in gpt.named_parameters()}
     with warnings.catch_warnings(action="ignore"):      # that torch.distributed is not in use
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
-    seal(path, {"format_version": FORMAT_VERSION, "step": step, "state": {}, "config": config.to_dict(), "torch": "",
+    seal(path, {"format_version": FORMAT_VERSION, "step": step, "state": state or {}, "config": config.to_dict(), "torch": "",
                 "world_size": 1, "tensors": describe(tensors),
                 "files": {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in path.iterdir()}})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))

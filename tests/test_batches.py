@@ -94,7 +94,7 @@ def test_shared_contexts_score_as_each_alone(micro_batch, n_shots):
 
 def test_a_tokenizer_that_begins_texts_does_so_as_in_hflm():
     """HFLM 0.4.13: the beginning before a context, in place of an empty one, and rolling twice, where it is scored too."""
-    model, begins = build(), replace(BYTES, prefix=(256, 255))
+    model, begins = build(), replace(BYTES, prefix=(256, 255), adds_start=True)
     lm = CheckpointLM(model, begins, 4, torch.device("cpu"))
     seen = []
     model.wte.register_forward_hook(lambda module, args, out: seen.extend(args[0].tolist()))
@@ -105,6 +105,8 @@ def test_a_tokenizer_that_begins_texts_does_so_as_in_hflm():
         ask()
         assert seen == [want]
     assert build_lm(model).tok_encode("ab") == list(b"ab") and build_lm(model).prefix_token_id == 256
+    names = CheckpointLM(model, replace(BYTES, prefix=(256, 255)), 4, torch.device("cpu"))     # has such a token, adds none
+    assert names.tok_encode("ab") == list(b"ab") and names.prefix_token_id == 255
 
 
 class Pretended(Ranks):

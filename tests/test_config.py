@@ -184,6 +184,15 @@ def test_json_round_trip(tiny, tmp_path):
         config_from_dict({**tiny.to_dict(), "optim": {"momentum": 1}})
 
 
+def test_a_hugging_face_folder_given_as_a_run_is_told_of_the_import(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 7}')
+    with pytest.raises(ConfigError, match=rf"^{tmp_path} is a model .* --from-hf {tmp_path} out/RUN .* as hf:{tmp_path} too$"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('["architectures"]')
+    with pytest.raises(ConfigError, match="does not fit this version"):
+        read_config(tmp_path)
+
+
 def test_every_public_attribute_of_a_section_is_a_field():
     """An attribute without an annotation is silently no field and can never be configured (lingua's distributed.py)."""
     for cls in (Config, *SECTIONS.values()):

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ import pytest
 import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, directly, expected_pair, request, rolled, words
 
-from eval import harness, held_out, sample, task_list
+from eval import harness, held_out, results, sample, task_list
+from runtime.checkpoint import latest, step_of
+from runtime.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
 LOAD_MODEL = sample.load_model
@@ -72,8 +75,37 @@ def test_a_long_context_loses_its_beginning_and_is_counted():
 
 def test_a_continuation_longer_than_the_context_is_scored_whole():
     model, text = build(), words(random.Random(3), 30)
-    (total, _), = build_lm(model).loglikelihood([request("ctx", text)])
+    lm = build_lm(model)
+    (total, _), = lm.loglikelihood([request("ctx", text)])
     assert total == pytest.approx(rolled(model, list(b"ctx")[-1:], list(text.encode())), rel=1e-5)
+    assert lm.n_truncated == 1      # all but the last token of its context
+    lm.loglikelihood([request("c", text), request("", text)])
+    lm.loglikelihood_rolling([request(text)])
+    assert lm.n_truncated == 1
+
+
+def test_a_context_of_blanks_alone_is_part_of_the_continuation():
+    model = build()
+    pairs = [("\n", "one shared beginning, A1"), ("\n", "one shared beginning, B22"), (" ", "a question?"), (" ", "z" * 40),
+             ("other", "xy")]
+    for (total, greedy), pair in zip(build_lm(model).loglikelihood([request(*pair) for pair in pairs]), pairs, strict=True):
+        whole = list("".join(pair).encode())
+        expected = expected_pair(model, *pair) if len(whole) < 32 else (rolled(model, [256], whole), False)
+        assert total == pytest.approx(expected[0], abs=2e-4, rel=1e-5) and greedy == expected[1], pair
+    with pytest.raises(ConfigError, match="has an empty context and the continuation '', in which there is no token to score"):
+        build_lm(model).loglikelihood([request("a", "b"), request("", "")])
+
+
+def test_a_long_context_does_not_make_a_forward_pass_long(monkeypatch):
+    model, seen = build(), []
+    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
+    monkeypatch.setattr("eval.lm.LONG_ROW", 8)
+    requests = [request(f"{i} and so on", " with it") for i in range(9)]
+    got = build_lm(model, 4).loglikelihood(requests)
+    assert max(seen) <= 4 * 8 and got == pytest.approx(build_lm(build(), 99).loglikelihood(requests), rel=1e-5)
+    seen.clear()
+    build_lm(model, 4).generate_until([request("ab" * 5, {"until": [], "max_gen_toks": 1})] * 9)
+    assert max(seen) == 3 * 10
 
 
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65, 150])
@@ -115,7 +147,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     record = json.loads((run / "eval" / "demo_float32_limit12.json").read_text())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["run_id"] == "tiny" and summary["eval"]["old"] == {"acc": 0.5}      # nothing of the record is lost
-    assert summary["eval"]["val_ppl"] == record["tasks"]["val_ppl"] | {"limit": 12}
+    assert set(summary) == {"run_id", "steps", "eval"} and set(summary["eval"]) == {"old"}     # a trial, and no BF16
     assert not list(run.rglob("*.tmp"))
 
     model = build()
@@ -151,14 +183,75 @@ def test_bf16_is_the_default_and_stores_the_weights_once(run):
 
 def test_an_unfinished_run_keeps_its_scores_beside(run, capsys):
     (run / "summary.json").unlink()
-    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 0
+    assert harness.main([str(run), "tasks=val_cloze"]) == 0
     assert "not finished" in capsys.readouterr().err
-    assert (run / "eval" / "val_cloze_limit4.json").exists() and not (run / "summary.json").exists()
+    assert (run / "eval" / "val_cloze.json").exists() and not (run / "summary.json").exists()
+
+
+def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
+    checkpoints, loaded = run / "checkpoints", []
+    for step in (250, 500):
+        (checkpoints / f"step_{step:08d}").mkdir(parents=True)
+        (checkpoints / f"step_{step:08d}" / "manifest.json").write_text("{}")
+    real = sample.load_model
+
+    def load_while_it_trains(run_dir, **settings):
+        loaded.append(step_of(latest(run)))
+        (checkpoints / "step_00000750").mkdir(exist_ok=True)
+        (checkpoints / "step_00000750" / "manifest.json").write_text("{}")
+        return real(run_dir, **settings)
+    monkeypatch.setattr(sample, "load_model", load_while_it_trains)
+    before = datetime.now(UTC).replace(microsecond=0)
+    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 0
+    record = json.loads((run / "eval" / "val_cloze_limit4.json").read_text())
+    assert (record["step"], loaded) == (750, [500, 750]) and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
+
+
+def test_only_whole_tasks_in_bf16_enter_the_summary_and_stay(run):
+    assert harness.main([str(run), "tasks=val_cloze"]) == 0
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["eval"]["val_cloze"] == json.loads((run / "eval" / "val_cloze.json").read_text())["tasks"]["val_cloze"]
+    for trial in (["limit=4"], ["dtype=float32"]):
+        assert harness.main([str(run), "tasks=val_cloze", *trial]) == 0
+        assert json.loads((run / "summary.json").read_text()) == summary
+
+
+def test_lists_of_tasks_that_begin_alike_have_files_of_their_own(tmp_path):
+    record = {"tasks": {}, "fp8": "off", "dtype": "bfloat16", "limit": None}
+    names = ["+".join(["mmlu_abstract_algebra"] * 9 + [last]) for last in ("piqa", "sciq")]
+    for name in names:
+        results.write(tmp_path, name, record | {"name": name}, {}, has_summary=False)
+    files = list((tmp_path / "eval").glob("*.json"))
+    assert {json.loads(file.read_text())["name"] for file in files} == set(names) and all(len(f.name) < 110 for f in files)
+
+
+@pytest.mark.parametrize("raised, code, sentence", [
+    (KeyboardInterrupt(), 130, "\n"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"), 1,
+     "the memory is full (CUDA out of memory. Tried to allocate 2.00 GiB): give a smaller one than micro_batch=16\n"),
+    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), 1, "the memory is full ([enforce fail] DefaultCPU"),
+    (MemoryError(), 1, "the memory is full (no more to be had): give a smaller one than micro_batch=16\n")])
+def test_a_scoring_that_cannot_go_on_ends_with_a_sentence(run, monkeypatch, capsys, raised, code, sentence):
+    def fail(*_):
+        raise raised
+    monkeypatch.setattr(harness, "evaluate", fail)
+    assert harness.main([str(run), "tasks=demo"]) == code
+    said = capsys.readouterr().err
+    assert sentence in said and len(said.splitlines()) == 1 and not (run / "eval").exists()
+
+
+def test_a_full_disk_is_told_with_the_files_name(run, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr("os.fsync", full)
+    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 1
+    assert capsys.readouterr().err == f"{run}/eval/samples_val_cloze_limit4.jsonl.gz: No space left on device\n"
+    assert not list((run / "eval").iterdir())
 
 
 def test_a_damaged_summary_is_not_overwritten(run, capsys):
     (run / "summary.json").write_text('{"run_id": ')
-    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 2
+    assert harness.main([str(run), "tasks=val_cloze"]) == 2
     assert "summary.json is damaged" in capsys.readouterr().err
     assert (run / "summary.json").read_text() == '{"run_id": '
 
@@ -188,7 +281,9 @@ def test_tasks_of_the_users_own(run, capsys, tmp_path):
     assert record["tasks"]["echo"]["exact_match"] == 0.0 and record["tasks"]["echo"]["chance"] is None
     (folder / "sums.jsonl").unlink()
     assert harness.main([str(run), "tasks=sums", f"include={folder}"]) == 2
-    assert "the task 'sums' could not be loaded (FileNotFoundError" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the task 'sums' could not be loaded (FileNotFoundError" in said
+    assert "its data lie in files that its YAML names: check that they are there, and whole" in said and "Hub" not in said
 
 
 @pytest.mark.parametrize("arguments, sentence", [

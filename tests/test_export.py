@@ -3,16 +3,18 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from export_runs import documents, write_run
 from model_reference import tokens
 
-from eval import export, sample
+from eval import export, sample, weights
 from eval.from_hf import import_checkpoint
 from eval.weights import newest_weights
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
@@ -98,6 +100,10 @@ def test_the_tokens_of_300_documents(tmp_path, name):
     assert theirs.decode([ours.eot]) == ours.decode([ours.eot]) == END_OF_TEXT
     assert theirs.decode(range(128, 160)) == ours.decode(range(128, 160))       # bytes that are no text
     assert theirs.model_max_length == 24
+    assert set(theirs("a")) == {"input_ids", "attention_mask"} == set(theirs.model_input_names)
+    # Versions of transformers differ in what a tokenizer gives where its file does not say it.
+    about = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert about["tokenizer_class"] == "GPT2Tokenizer" or about["model_input_names"] == ["input_ids", "attention_mask"]
 
 
 def test_bf16_is_the_default_and_large_models_lie_in_several_files(tmp_path, monkeypatch):
@@ -167,6 +173,29 @@ def test_a_full_disk_leaves_nothing(tmp_path, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "No space left on device; nothing was written" in said and said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("command", [export, weights])
+def test_ctrl_c_ends_quietly_and_leaves_nothing(tmp_path, capsys, monkeypatch, command):
+    write_run(tmp_path / "run")
+    before = sorted(tmp_path.rglob("*"))
+
+    def stopped(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(command, "sync_folder", stopped)
+    assert command.main([str(tmp_path / "run"), str(tmp_path / "new.safetensors")]) == 130
+    assert capsys.readouterr() == ("", "")
+    assert sorted(tmp_path.rglob("*")) == before or command is weights      # there the file is whole, its folder not synced yet
+
+
+def test_an_import_that_does_not_fit_the_disk_tells_its_size(tmp_path, capsys, monkeypatch):
+    write_run(tmp_path / "run")
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    for free, told in ((10**5, "and 0.1 MiB are free"), (3 * 2**29, None)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert export.main(["--from-hf", str(tmp_path / "hf"), str(tmp_path / "new")]) == (1 if told else 0)
+        said = capsys.readouterr().err
+        assert not told or said.startswith("eval.export: the model takes 0.4 MiB as fp32 in ") and told in said, said
 
 
 def test_a_kill_leaves_no_half_folder_and_nothing_needs_transformers(tmp_path):

@@ -14,9 +14,14 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
+import prepare_data
 from model import GPTConfig
+from runtime.checkpoint import load_model
 from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
+from runtime.data import open_data
+from runtime.tokenizer import load_tokenizer
 from tests import faults
 from tests.faults import Nursery, flip_bit, leftovers, record, rows, saved_steps, torchrun
 
@@ -408,6 +413,28 @@ def rolled_back(nursery: Nursery, config: Config, fault: str, bad: int, to: int,
 def test_a_weight_that_turns_nan_is_rolled_back_and_the_data_moves_on(nursery, base):
     config = replace(base, run="nan_weight", guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4))
     rolled_back(nursery, config, "nan_weight:9:0", bad=12, to=8)
+
+
+def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(nursery, base, tmp_path):
+    """At a learning rate of nothing each step's loss can be told from its data alone, of which each has other targets."""
+    (tmp_path / "chat.jsonl").write_text("".join(
+        json.dumps({"prompt": "p" * (7 * i % 40), "response": chr(97 + i % 26) * (1 + 11 * i % 60)}) + "\n" for i in range(300)))
+    assert prepare_data.main(["local", str(tmp_path / "chat.jsonl"), "name=chat", "instruct=true", "tokenizer=byte",
+                              "val_share=0.1", f"out={tmp_path / 'data'}", "processes=1"]) == 0
+    config = replace(base, run="masked", steps=14, fp8=FP8Config(), optim=OptimConfig(lr=1e-12),
+                     guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4),
+                     data=replace(base.data, dir=str(tmp_path / "data"), mixture={"chat": 1}, max_epochs=9))
+    finish(nursery, config, faults=["nan_weight:9:0"], ranks=2)
+    assert [(row["step"], row["to"]) for row in rows(config, "event") if row["event"] == "rollback"] == [(12, 8)]
+    data = open_data(config, load_tokenizer("byte").sha256)
+    model, _ = load_model(config.run_dir)
+    due, targets = [], []
+    for step in [*range(8), *range(12, 18)]:
+        x, y = (torch.cat(t) for t in zip(*(data.batch(step, micro, 0, 1) for micro in range(2)), strict=True))
+        targets.append(int((y >= 0).sum()))
+        due.append(float(model(x, y).sum()) / targets[-1])
+    assert len(set(targets[8:])) > 3 and targets[8:] != [data.targets(step) for step in range(8, 14)]
+    assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
 
 def test_a_poisoned_checkpoint_is_not_the_end(nursery, base):

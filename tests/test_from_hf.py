@@ -11,7 +11,7 @@ from tiny_llama import make_llama, read_llama, write_tokenizer
 
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
-from eval import export
+from eval import export, run_tokenizer
 from eval.from_hf import import_checkpoint
 from runtime import begin
 from runtime.checkpoint import checkpoints, load_model, read_manifest
@@ -77,7 +77,7 @@ def test_the_run_is_whole_and_keeps_its_tokenizer(imported):
     manifest = read_manifest(checkpoints(run_dir)[0])
     assert begin.is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
-    assert facts["folder"] == source.name and facts["architecture"] == raw["architectures"][0]
+    assert facts["folder"] == source.name and facts["model"] is None and facts["architecture"] == raw["architectures"][0]
     assert {"config.json", "tokenizer.json"} < facts["files"].keys() and any(n.endswith(".safetensors") for n in facts["files"])
     assert sorted(path.name for path in run_dir.parent.iterdir()) == [run_dir.name]
 
@@ -92,11 +92,12 @@ def test_a_licence_is_taken_from_the_card(source, tmp_path):
 
 def test_a_cache_of_links_is_read(llama, tmp_path):
     """As the Hub's own client keeps its downloads."""
-    (tmp_path / "snapshot").mkdir()
+    cache = tmp_path / "models--some-org--a--b" / "snapshots" / "0a1b"
+    cache.mkdir(parents=True)
     for path in llama.iterdir():
-        (tmp_path / "snapshot" / path.name).symlink_to(path)
-    linked = read_manifest(import_checkpoint(str(tmp_path / "snapshot"), str(tmp_path / "out/run")))
-    assert linked["state"]["imported"]["folder"] == "snapshot"
+        (cache / path.name).symlink_to(path)
+    linked = read_manifest(import_checkpoint(str(cache), str(tmp_path / "out/run")))["state"]["imported"]
+    assert linked["folder"] == "0a1b" and linked["model"] == "some-org/a--b"
     assert all(not path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
@@ -180,10 +181,20 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
         assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
     assert finals["off"] == pytest.approx(finals["tensorwise"], rel=0.1)
     assert export.main([str(config.run_dir.parent / "arm_tensorwise"), "back", "dtype=fp32"]) == 0
+    card = (tmp_path / "back/README.md").read_text()
+    assert f"trained on from the weights of {llama.name}, an imported model," in card and "LlamaForCausalLM" in card
     ours, theirs = load_model("out/arm_tensorwise", compute_dtype=torch.float32)[0], read_llama(tmp_path / "back")
     with torch.no_grad():
         assert torch.equal(ours(batches[0][0]), theirs(batches[0][0]).logits)
     capsys.readouterr()
+    # Without the run's own copy the config's path serves only while the same tokenizer lies there.
+    shutil.rmtree("out/arm_off/tokenizer")
+    assert run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
+    write_tokenizer(tmp_path / "out/llama/tokenizer", bos=None)
+    with pytest.raises(ConfigError, match="is not the one that the model of out/arm_off was trained with .*: put that one back as "):
+        run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off")
+    shutil.rmtree("out/llama/tokenizer")
+    shutil.copytree("out/arm_tensorwise/tokenizer", "out/llama/tokenizer")
     # The same command once more finds the run finished; another model is refused before it begins.
     assert "finished" in call_train(capsys, arm, tmp_path).stdout
     other = call_train(capsys, replace(arm, run="other", model=replace(model, norm_eps=1e-5)), tmp_path)

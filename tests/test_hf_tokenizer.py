@@ -79,6 +79,8 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
                         "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}})
     for text in HOSTILE:
         assert np.array_equal(load_tokenizer(str(other)).encode(text), load_tokenizer(str(folder)).encode(text))
+    assert load_tokenizer(str(other)).adds_start, "it is noted, though: a model's input begins so"
+    assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
 
 
 @pytest.mark.parametrize("roles, prefix", [

@@ -189,25 +189,27 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
 def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     run = runs / "bf16"
     before = read_json(run / "summary.json")
-    for arguments in ([], ["fp8=rowwise"], ["fp8=tensorwise"]):
-        assert harness.main([str(run), "tasks=val_ppl", "limit=3", *arguments]) == 0
+    for arguments in ([], ["fp8=rowwise"], ["fp8=tensorwise"], ["fp8=rowwise", "limit=3"]):
+        assert harness.main([str(run), "tasks=val_ppl", *arguments]) == 0
     out = capsys.readouterr().out
-    assert out.count("8 of 9 Linears") == 2 and "layers.*.mlp.down" in out and "-> rowwise" in out
-    plain, rowwise = (read_json(run / "eval" / f"val_ppl{end}_limit3.json") for end in ("", "_fp8_rowwise"))
+    assert out.count("8 of 9 Linears") == 3 and "layers.*.mlp.down" in out and "-> rowwise" in out
+    plain, rowwise = (read_json(run / "eval" / f"val_ppl{end}.json") for end in ("", "_fp8_rowwise"))
     assert (plain["fp8"], rowwise["fp8"]) == ("off", "rowwise") and plain["layers_fp8"] == [] and len(rowwise["layers_fp8"]) == 8
     a, b = plain["tasks"]["val_ppl"]["bits_per_byte"], rowwise["tasks"]["val_ppl"]["bits_per_byte"]
     assert a != b == pytest.approx(a, rel=0.02)
     after = read_json(run / "summary.json")
     assert {key: after[key] for key in before} == before and set(after) - set(before) == {"eval", "eval_fp8"}
-    assert after["eval"] == {"val_ppl": plain["tasks"]["val_ppl"] | {"limit": 3}}
+    assert after["eval"] == {"val_ppl": plain["tasks"]["val_ppl"]}
     assert set(after["eval_fp8"]) == {"rowwise", "tensorwise"}
-    assert after["eval_fp8"]["rowwise"] == {"val_ppl": rowwise["tasks"]["val_ppl"] | {"limit": 3}}
+    assert after["eval_fp8"]["rowwise"] == {"val_ppl": rowwise["tasks"]["val_ppl"]}
+    assert plain["step"] == 8
 
-    assert precision.main([str(run), "recipes=rowwise", "tasks=val_ppl", "limit=3", "micro_batch=16"]) == 0
+    assert precision.main([str(run), "recipes=rowwise", "tasks=val_ppl", "micro_batch=16"]) == 0
     record = read_json(run / "eval" / "precision.json")
     assert record["bf16"]["tasks"] == plain["tasks"] and record["fp8"]["rowwise"]["tasks"] == rowwise["tasks"]
     out = capsys.readouterr().out
-    assert f"| val_ppl bits_per_byte | 3 | {a:.4f} ± " in out and f" | {b:.4f} ± " in out and "limit=3" in out
+    n = plain["tasks"]["val_ppl"]["n"]
+    assert f"| val_ppl bits_per_byte | {n} | {a:.4f} ± " in out and f" | {b:.4f} ± " in out
     assert read_json(run / "summary.json") == after
 
 

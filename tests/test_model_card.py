@@ -7,6 +7,7 @@ import pytest
 from export_runs import write_run
 from huggingface_hub import ModelCard
 from matplotlib.image import imread
+from tiny_llama import write_tokenizer
 
 from eval import export
 from eval.from_hf import import_checkpoint
@@ -60,7 +61,9 @@ def test_the_card_of_a_finished_run(tmp_path):
     assert head.datasets == ["HuggingFaceFW/fineweb-edu"] and head.tags == ["nanofp8", "fp8"]
     assert rows(text, "web") == [["web", "75.0%", "HuggingFaceFW/fineweb-edu", COMMIT, "ODC-By 1.0"], ["web", "3.1000", "1.2345"]]
     assert rows(text, "code")[0][:3] == ["code", "25.0%", "local: a/b.jsonl; column text"]
-    assert "(6 steps of 384)" in text and "4 x NVIDIA H100 in 2.00 hours at 12,346 tokens/s" in text and "abc123" in text
+    assert "trained from scratch on 2.3k tokens (6 steps of 384) with nanoFP8. It is a base model" in text
+    assert "each document began after &lt;\\|endoftext\\|> (`eos`); the tokenizer adds none of them by itself." in text
+    assert "4 x NVIDIA H100 in 2.00 hours at 12,346 tokens/s" in text and "abc123" in text
     assert "recipe `tensorwise`" in text and "- FP8: `layers.*.mlp.down` (12)" in text
     assert "- BF16, fp8.skip=layers.0.\\*: `layers.*.attn.qkv` (1)" in text
     assert "through the FP8 matmuls 3.2104, through BF16 ones from the same weights 3.2011" in text
@@ -101,6 +104,58 @@ def test_the_card_of_an_imported_model(tmp_path):
     assert len(rows(text, "model.safetensors")[0][1]) == 64 and ModelCard(text).data.license == "mit"
 
 
+ORIGIN = {"model": "some-org/Base-1B", "folder": "0a1b2c", "architecture": "LlamaForCausalLM", "tokenizer_sha256": None,
+          "license": "llama3.1", "files": {"model.safetensors": "ab" * 32}}
+
+
+def test_the_card_of_an_imported_model_that_was_trained_on(tmp_path):
+    """It is the base model's child: name, licence, files, and what of all that was its own training."""
+    (tmp_path / "tokenizer").mkdir()
+    write_tokenizer(tmp_path / "tokenizer")
+    run = write_all(tmp_path, tokenizer=str(tmp_path / "tokenizer"), vocab_size=420, state={"origin": ORIGIN},
+                    start_from="out/base/checkpoints/step_00000000")
+    (tmp_path / "data" / "web" / "index.json").write_text(json.dumps(INDEX["web"] | {"is_masked": True}))
+    (run / "summary.json").write_text(json.dumps(SUMMARY | {"wall_s": 150}))
+    text = card_of(run, tmp_path / "hf")
+    head = ModelCard(text).data
+    assert head.license == "llama3.1" and head.base_model == "some-org/Base-1B" and "not-chosen" not in text
+    assert "trained on from the weights of some-org/Base-1B, an imported model, on 2.3k tokens (6 steps of 384)" in text
+    assert "It was tuned on prompts and responses." in text and "in 2.5 minutes at" in text
+    assert "## Where it comes from" in text and rows(text, "model.safetensors") == [["model.safetensors", "ab" * 32]]
+    assert "These came after what some-org/Base-1B was trained on before it was imported" in text and "## Training" in text
+    assert "after &lt;\\|end\\_of\\_text\\|> (`eos`) then &lt;\\|begin\\_of\\_text\\|> (`bos`); the tokenizer adds the" in text
+    assert "Of web the losses, in training and here, count the responses alone." in text
+    assert ModelCard(card_of(run, tmp_path / "mine", "license=mit")).data.license == "mit"
+
+
+def test_a_licence_that_is_not_known_is_not_made_up(tmp_path):
+    write_run(tmp_path / "run", state={"origin": {"folder": "base", "license": None}}, start_from="o/a/checkpoints/step_00000000")
+    text = card_of(tmp_path / "run", tmp_path / "hf")
+    assert ModelCard(text).data.license == "other" and ModelCard(text).data.base_model is None
+    assert "That of the weights that it went on from (base) holds for these too; it is not known here." in text
+    assert "It was trained on plain text after base." in text
+
+
+def test_the_card_of_a_branch_tells_its_own_steps(tmp_path):
+    write_run(tmp_path / "run", start_from="out/trunk/checkpoints/step_00000004")
+    assert ("trained from the weights of trunk at step 4 to step 6, 2 steps of 384 tokens with nanoFP8. It is a base model"
+            in card_of(tmp_path / "run", tmp_path / "hf"))
+
+
+def test_scores_of_other_weights_are_left_out_the_newest_of_these_counts(tmp_path):
+    run = write_all(tmp_path)
+    (run / "summary.json").write_text(json.dumps(SUMMARY | {"eval": {"copa": {"acc": 0.9, "acc_se": 0.1, "step": 3}}}))
+    for name, more in (("core", {"step": 3}), ("a", {"step": 6, "time": "2026-02-02T00:00:00Z", "acc": 0.6}),
+                       ("b", {"step": 6, "time": "2026-01-01T00:00:00Z", "acc": 0.5}), ("old", {"acc": 0.4}),
+                       ("a_float32", {"step": 6, "dtype": "float32", "acc": 0.7}), ("c", {"step": 6, "time": 5, "acc": "x"})):
+        tasks = {"boolq": {"acc": more.pop("acc", 0.1), "acc_se": 0.01, "n": 9}}
+        (run / "eval" / f"{name}.json").write_text(json.dumps({"tasks": tasks, "limit": None, "fp8": "off", **more}))
+    text = card_of(run, tmp_path / "hf")
+    assert [row[:3] for row in rows(text, "boolq")] == [["boolq", "acc", "0.6000"], ["boolq (float32)", "acc", "0.7000"]]
+    assert "eval/core.json is of step 3, the weights are of step 6: its scores are missing here" in text
+    assert not rows(text, "copa")
+
+
 def test_a_summary_of_other_weights_is_not_told_of_these(tmp_path):
     run = write_all(tmp_path)
     (run / "summary.json").write_text(json.dumps(SUMMARY | {"steps": 12}))
@@ -112,6 +167,7 @@ def test_a_summary_of_other_weights_is_not_told_of_these(tmp_path):
     b"", b"[]", b"\xff\xfe", b"{", b"[" * 100_000,
     b'{"sources": [1], "precision": 3, "eval": {"a": [], "b": {"acc": "x"}}, "steps": 6}',
     b'{"steps": 6, "wall_s": NaN, "tok_per_s_median": "<b>", "sources": {"web": null, "code": {"loss_bf16": true}}}',
+    b'{"tasks": {"x": {"acc": 1, "acc_se": 0}}, "dtype": "<b>", "time": {}, "step": [], "is_masked": true}',
     b'{"tasks": {"x": {"acc": 1e999, "acc_se": 0}, "<script>|\\n": {"acc": 1, "acc_se": {}, "n": "|"}}, "steps": 6, "fp8": []}'])
 def test_hostile_files_do_no_harm(tmp_path, content):
     run = write_all(tmp_path)

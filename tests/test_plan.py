@@ -45,6 +45,7 @@ def test_training_llama_on_is_planned_before_anything_is_there():
     assert size["weights"] == pytest.approx(weights / 4, abs=0.01) and size["optimizer"] == pytest.approx(weights / 2, abs=0.01)
     assert size["gradients"] == pytest.approx(weights, abs=0.01)        # they accumulate unsharded
     assert size["sum"] < 72
+    assert "6 kept = 538.5 GiB" in text, "the last five and the best"
     assert size["training tokens"] == pytest.approx(4 * 131.072e6 / 2**30, abs=0.01)       # ids beyond 16 bits
     kept = load_config(ROOT / "configs/continue_llama.py", ["parallel.recompute=false"])
     hours = [float(re.search(r"BF16 +([\d.]+) h", "\n".join(train_plan(c, "h100", torch.bfloat16)))[1]) for c in (config, kept)]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from eval import harness
+from eval import harness, task_list
 from eval.public import public_dir, public_lm
 from runtime.config import ConfigError
 
@@ -31,21 +31,22 @@ def model_dir(tmp_path_factory):
     return folder
 
 
-def directly(folder, context, continuation):
+def directly(folder, context, continuation, dtype=torch.float32):
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
-    logp = model(torch.tensor([ids])).logits.log_softmax(-1)[0]
+    logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
     return sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids)))
 
 
-def test_log_likelihoods_are_the_models_own(model_dir):
+@pytest.mark.parametrize("dtype, micro_batch", [("float32", 4), ("bfloat16", 1)])
+def test_log_likelihoods_are_the_models_own(model_dir, dtype, micro_batch):
     from types import SimpleNamespace
-    lm = public_lm(str(model_dir), CPU, "float32", 4)
+    lm = public_lm(str(model_dir), CPU, dtype, micro_batch)     # of BF16 logits the softmax is taken in fp32, as of ours
     pairs = [("the cat", " sat on the mat"), ("a", " dog"), ("what is it", " that the cat saw")]
     got = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
     for (total, _), pair in zip(got, pairs, strict=True):
-        assert total == pytest.approx(directly(model_dir, *pair), abs=1e-4)
+        assert total == pytest.approx(directly(model_dir, *pair, getattr(torch, dtype)), abs=1e-4)
     assert lm.version and lm.n_truncated is None
 
 
@@ -128,3 +129,20 @@ def test_without_network_a_sentence_says_so(monkeypatch):
     monkeypatch.setattr(theirs, "HFLM", fail)
     with pytest.raises(ConfigError, match=r"hf:gpt2 could not be loaded \(OSError: We couldn't.*\): check the name, .*Hub"):
         public_lm("gpt2", CPU, "float32", 1)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")       # what offline= does
+    with pytest.raises(ConfigError, match=r"hf:gpt2 could not be loaded without network .*: it must lie in the Hub's cache"):
+        public_lm("gpt2", CPU, "float32", 1)
+
+
+def test_local_tasks_do_not_cut_a_public_model_off_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+
+    def quiet(offline):
+        asked.append(offline)
+        raise ConfigError("enough")
+    monkeypatch.setattr(task_list, "quiet", quiet)
+    monkeypatch.setattr(task_list, "is_local", lambda names, include: True)
+    for extra in ([], ["offline=saved"]):
+        assert harness.main(["hf:gpt2", "tasks=cats", *extra]) == 2
+    assert asked == [False, True]

@@ -48,8 +48,10 @@ def ordinary(recipe, n=40, gpu=True):
 
 def write_arm(folder, recipe="bf16", rows=None, settings=None, **changes):
     gap = GAPS.get(recipe, 0.0)
-    changes = {"recipe": recipe, "loss": 2.6, "gap": gap, "data_sha256": "d" * 64, "steps": 40, "wall_s": 60.0,
-               "mem_peak_gib": 55.5, "torch": "2.13.0", "tok_per_s_median": SPEED.get(recipe, 1000.0), **H100, **changes}
+    precision = {"recipe": recipe, "compile": True, "layers_converted": [], "layers_skipped": {}}
+    changes = {"recipe": recipe, "precision": precision, "loss": 2.6, "gap": gap, "data_sha256": "d" * 64, "steps": 40,
+               "wall_s": 60.0, "mem_peak_gib": 55.5, "torch": "2.13.0",
+               "tok_per_s_median": SPEED.get(recipe, 1000.0), **H100, **changes}
     write_run(folder, curve=False, **changes)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or ordinary(recipe)))
     config = {"run": folder.name, "seed": 1337, "optim": {"lr": 1e-3}, "eval": {"every": 10}, "parallel": {"compile": True},
@@ -173,6 +175,41 @@ def test_times_have_a_unit_that_reads_easily(tmp_path, capsys, seconds, unit, sh
         shown, shown, "0.00", shown]
 
 
+def test_an_eager_runs_first_step_is_called_no_compilation(tmp_path, capsys):
+    runs = [write_arm(tmp_path / recipe, recipe, precision={"recipe": recipe, "compile": recipe == "rowwise"}) for recipe in GAPS]
+    out, _ = call(capsys, *runs[:2], f"out={tmp_path / 'law'}")
+    row = tables_of(out)["Time, memory, speed"]["bf16"]
+    assert row["the first step's extra [s]"] == "8.00" and "ompilation" not in out
+    figure = draw_time(arms_of(runs[:2]))
+    assert [panel.get_title(loc="left") for panel in figure.axes] == ["with the first step's extra",
+                                                                      "without the first step's extra"]
+    out, _ = call(capsys, *runs, f"out={tmp_path / 'law'}")       # one of three compiled
+    assert "compilation [s]" in tables_of(out)["Time, memory, speed"]["bf16"] and "of an eager run too." in out
+
+
+def test_steps_without_targets_have_no_loss(tmp_path, capsys):
+    rows = ordinary("bf16")
+    rows[4]["loss"] = rows[-2]["loss"] = 0.0        # the fifth step and the last but its validation
+    rows[7]["loss"] = None
+    assert rows[-2]["kind"] == "train"
+    out, result = call(capsys, write_arm(tmp_path / "run", rows=rows), f"out={tmp_path / 'law'}")
+    losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
+    found = result["runs"][0]["train_loss"]
+    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
+    assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
+    assert result["notes"] == ["bf16: 2 steps had a training loss of exactly 0, so no target: left out of the statistics",
+                               "bf16: 1 training losses are not finite: left out of the statistics"]
+    assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)      # they took their time
+    train = line(draw_losses(arms_of([tmp_path / "run"])).axes[0], BF16)[0]
+    assert len(train.get_xdata()) == 37 and min(train.get_ydata()) > 2
+
+
+@pytest.mark.parametrize("steps, words", [(40, "Training: each step, "), (400, "Training: mean over 10 steps, ")])
+def test_the_figures_caption_says_over_how_many_steps_it_means(tmp_path, steps, words):
+    figure = draw_losses(arms_of([write_arm(tmp_path / "run", rows=ordinary("bf16", steps), steps=steps)]))
+    assert words in " ".join(" ".join(text.get_text() for text in figure.texts).split())
+
+
 @pytest.mark.parametrize("starts, bare", [((1, 2), [1.0, 2.0]), ((1, 1), [3.5, 4.5]), ((None, None), [6.0, 7.0])])
 def test_two_steps_tell_what_compiled(tmp_path, starts, bare):
     """6 s and 1 s: the second is what a step takes, unless both are the first after a start, or nobody says."""
@@ -195,6 +232,7 @@ def test_without_gpu_rows_words_stand_for_numbers_and_for_a_figure(tmp_path, cap
     out, result = call(capsys, *bare)
     row = tables_of(out)["Time, memory, speed"]["tensorwise"]
     assert list(row.values())[-3:] == ["not told"] * 3
+    assert "compilation [s]" in row and "of an eager run too" not in out
     assert row["speed against BF16"] == "1.300 (CPU)" and "A CPU has no FP8 units" in out
     assert all(one["memory_percent"] is None and one["utilisation_percent"] is None for one in result["runs"])
     assert "report_gpu" not in out and "it takes a GPU, its driver" in out

@@ -10,7 +10,7 @@ import tokenizers
 import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, request
 
-from eval import sample
+from eval import run_tokenizer, sample
 from eval.options import read_options
 from eval.streaming import Growing, Piece, pieces
 from runtime.checkpoint import DamagedError
@@ -202,6 +202,8 @@ def test_rows_end_with_their_document_or_at_a_limit():
 def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
     with_bos = replace(BYTES, prefix=(256, 3))
     assert [sample.prompt_ids(BYTES, prompt) for prompt in ("ab", "")] == [[97, 98], [256]]
+    assert [sample.prompt_ids(with_bos, prompt) for prompt in ("ab", "")] == [[97, 98], [3]]      # its own rules add none
+    with_bos = replace(with_bos, adds_start=True)
     assert [sample.prompt_ids(with_bos, prompt) for prompt in ("ab", "")] == [[3, 97, 98], [3]]
 
 
@@ -212,7 +214,7 @@ def test_no_id_comes_out_that_the_tokenizer_does_not_have():
     assert sample.generate(model, ids, 1, n_ids=200).item() == 199
     assert sample.generate(model, ids, 1, n_ids=9999).item() == 256
     ready = sample.Inference(model, replace(BYTES, vocab_size=100, prefix=(7,)), torch.device("cpu"), [])
-    steps = list(sample.continuations(ready, sample.Request(prompt="p", temperature=0.0, tokens=2)))
+    steps = list(sample.continuations(ready, sample.Request(prompt="P", temperature=0.0, tokens=2)))
     assert [piece.text for step in steps for piece in step] == ["c", "c", ""]
 
 
@@ -226,9 +228,18 @@ def test_a_model_that_has_diverged_gets_a_sentence(run, capsys, monkeypatch, tem
 
 
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(run, capsys, monkeypatch):
-    monkeypatch.setattr(sample, "load_tokenizer", lambda name: replace(BYTES, vocab_size=300))
+    monkeypatch.setattr(run_tokenizer, "load_tokenizer", lambda name: replace(BYTES, vocab_size=300))
     assert sample.main([str(run), "hi"]) == 2
     assert f"the tokenizer of {run} has 300 ids, its model 257: they are no pair" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device, told", [
+    ("cud", "there is no device='cud': give auto, cpu or cuda"), ("cuda:x", "there is no device='cuda:x': give"),
+    ("mps", "device='mps' is not usable here ("), ("hpu", "device='hpu' is not usable here (")])
+def test_a_device_that_is_not_there_gets_a_short_sentence(run, capsys, device, told):
+    assert sample.main([str(run), "hi", f"device={device}"]) == 2
+    said = capsys.readouterr().err
+    assert told in said and len(said) < 200 and said.count("\n") == 1
 
 
 def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):

@@ -12,13 +12,16 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
+import torch
 from eval_runs import build_run
 from serve_runs import Speller, serving
 
 from eval import curve, sample, serve, server
-from eval.streaming import Piece
+from eval.streaming import Piece, pieces
 from tests.conftest import ROOT, call_train
 
 
@@ -210,6 +213,48 @@ def test_who_does_not_read_or_does_not_ask_holds_nobody_up(run, monkeypatch, cap
     assert capsys.readouterr().err == ""        # it is no error of the server's
 
 
+def test_connections_are_counted_and_given_back(run, monkeypatch):
+    """Threads are memory: a client that opens connections and asks nothing gets so many and no more."""
+    assert server.Server.request_queue_size >= 2 * server.WAITING
+    monkeypatch.setattr(server, "CONNECTIONS", 3)
+    with serving(run) as held:
+        idle = [socket.create_connection(held.server_address[:2]) for _ in range(3)]
+        until(lambda: held._free._value == 0)
+        with socket.create_connection(held.server_address[:2]) as more:
+            assert more.recv(1) == b""
+        for client in idle:
+            client.close()
+        until(lambda: held._free._value == 3)
+        assert ask(held, method="GET", path="/").status == 200
+
+        def fail(thread):
+            raise RuntimeError("can't start new thread")
+        until(lambda: held._free._value == 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(server.threading.Thread, "start", fail)
+            patch.setattr(held, "handle_error", lambda *args: None)
+            with socket.create_connection(held.server_address[:2]) as more:
+                assert more.recv(1) == b""
+        until(lambda: held._free._value == 3)
+        assert texts(events(ask(held, {"tokens": 2})))
+
+
+def test_a_continuation_keeps_the_blank_that_its_first_token_begins_with(run):
+    """SentencePiece's decoder, Llama 2's, eats the blank before the very first token: that of the prompt, not the next one."""
+    words = ["▁the", "▁a", "▁b", *(f"<0x{b:02X}>" for b in "é日".encode())]
+    raw = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
+    raw.decoder = tokenizers.decoders.Sequence([
+        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0)])
+    llama = SimpleNamespace(decode=lambda ids: raw.decode(ids, skip_special_tokens=False), eot=9)
+    for prompt, ids, said in [([0, 1], [2, 0], " b the"), ([], [2, 0], "b the"), ([0, 3, 4], [5, 6, 7, 1], "日 a"),
+                              ([5, 6, 7], [3, 4, 2], "é b"), ([0], [3], "\ufffd")]:
+        steps = pieces(iter(torch.tensor(ids)[:, None].expand(-1, 2)), llama, 2, prompt)
+        told = [piece for step in steps for piece in step]
+        assert ["".join(piece.text for piece in told if piece.row == row) for row in (0, 1)] == [said] * 2
+        assert llama.decode(prompt + ids) == llama.decode(prompt) + said
+
+
 def test_a_model_that_fails_gets_a_sentence_and_the_server_goes_on(run, capsys):
     speller = Speller("abc")
     with serving(run, speller.model) as held:
@@ -273,7 +318,7 @@ def test_a_name_that_is_not_ours_is_refused(held, host, status):
 
 @pytest.mark.parametrize("origin, status", [
     (None, 200), ("http://localhost:8000", 200), ("https://localhost:8000", 200), ("http://localhost:9000", 403),
-    ("http://evil.example", 403), ("null", 403),
+    ("http://evil.example", 403), ("null", 403), ("http://[", 403), ("http://[::1", 403), ("localhost:8000", 403),
 ])
 def test_another_sites_page_may_not_ask(held, origin, status):
     answer = ask(held, {"tokens": 1}, Host="localhost:8000", **({"Origin": origin} if origin else {}))
@@ -282,7 +327,7 @@ def test_another_sites_page_may_not_ask(held, origin, status):
 
 
 def test_there_is_nothing_else(held):
-    for path in ("/config.json", "/../config.json", "//evil.example/"):
+    for path in ("/config.json", "/../config.json", "//evil.example/", "//[", "*"):
         assert ask(held, method="GET", path=path).status == 404
     assert ask(held, {}, path="/other").status == 404
     assert ask(held, {}, method="PUT").status == 501
@@ -391,7 +436,8 @@ def test_any_losses_can_be_drawn(train, val):
 def test_what_counts_as_a_loss(tmp_path):
     rows = [{"kind": kind, "step": step, "loss": loss} for kind, step, loss in (
         ("train", 2, 3.0), ("train", 1, 4.0), ("val", 2, 3.5), ("undone", 3, 9.0), ("undone_val", 3, 9.0), ("train", 4, None),
-        ("train", 5, "2"), ("train", -1, 1.0), ("train", 10**400, 1.0), ("train", 6, 1e300), ("train", 2, 2.5))]
+        ("train", 8, 0.0), ("train", 5, "2"), ("train", -1, 1.0), ("train", 10**400, 1.0), ("train", 6, 1e300),
+        ("train", 2, 2.5))]
     rows += [[1], "x", {"kind": "event", "event": "resume", "step": 2}, {"kind": "train", "step": 3}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) +
                                             '{"kind": "train", "step": 7, "loss": NaN}\n{"kind": "tr')

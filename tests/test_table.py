@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -221,6 +222,59 @@ def test_of_two_scorings_the_newest_counts(tmp_path):
     assert cells(page(tmp_path), "run")[-1].startswith(f"{100 * mean_row(new)['acc']:.1f} ±")
 
 
+@pytest.mark.parametrize("times", [("2026-11-22T01:00:00+00:00", "2026-11-22T03:00:01+02:00"),
+                                   ("2026-11-22T01:00:00.5Z", "2026-11-22T01:00:01"), ("1970-01-01T00:25:00Z", None),
+                                   ("1970-01-01T00:25:00Z", "today"), ("1970-01-01T00:25:00Z", 7)])
+def test_the_time_in_a_record_counts_before_its_files(tmp_path, times):
+    """A copy, or a checkout, gives files other times. What tells none counts by its file's: the second's is 1,600 s."""
+    old, new = answers("piqa", 1), answers("piqa", 2)
+    for name, rows, time, at in (("b_old", old, times[0], 1_700), ("a_new", new, times[1], 1_600)):
+        write(tmp_path / "out" / "run", {"piqa": mean_row(rows)}, name=name, time=time)
+        os.utime(tmp_path / "out" / "run" / "eval" / f"{name}.json", (at, at))
+    assert cells(page(tmp_path), "run")[-1].startswith(f"{100 * mean_row(new)['acc']:.1f} ±")
+
+
+def test_scores_of_a_step_before_the_end_are_not_the_runs(tmp_path):
+    """Scored at step 500 of 1,000, later once more; the partner at 1,000 only. Steps are compared with the same step's."""
+    rows = {(recipe, step): answers("arc_easy", f"{recipe}{step}") for recipe in ("bf16", "tensorwise") for step in (500, 1000)}
+    for (recipe, step), found in rows.items():
+        write(tmp_path / "out" / recipe, {"arc_easy": mean_row(found, samples=f"{step}.gz")}, {f"{step}.gz": found},
+              name=f"core{step}", step=step, summary=summary(recipe) | {"steps": 1000})
+    text = page(tmp_path)
+    means = {key: np.array([row["acc"] for row in found]) for key, found in rows.items()}
+    for name, key, tokens in (("bf16", ("bf16", 1000), "2B"), ("bf16, step 500", ("bf16", 500), "1B")):
+        shown = cells(text, name)
+        assert shown[2] == tokens and shown[-1].startswith(f"{100 * means[key].mean():.1f} ±")
+        difference = cells(text, f"*minus {name}*")[-1].replace("−", "-")
+        assert difference.startswith(f"{100 * (means['tensorwise', key[1]] - means[key]).mean():+.1f} ± ")
+    assert "Step: the weights of that step, not those at the end" in text
+    (tmp_path / "out" / "tensorwise" / "eval" / "core1000.json").unlink()
+    text = page(tmp_path)
+    assert "| tensorwise |" not in text and "| *minus bf16* " not in text and "| *minus bf16, step 500* " in text
+
+
+@pytest.mark.parametrize("step, last, name", [(7, None, "run, step 7"), (9, 7, "run, step 9"), (7, 7, "run"), (None, 7, "run"),
+                                              (0, None, "run"), ("7", 9, "run"), (True, 9, "run"), (-3, [9], "run, step -3")])
+def test_which_step_is_the_runs_end(tmp_path, step, last, name):
+    """Not told: of an old record. 0: weights that were imported. Without a summary no step is the end."""
+    write(tmp_path / "out" / "run", {"piqa": mean_row(answers("piqa", 1))}, step=step,
+          summary=None if last is None else summary("bf16") | {"steps": last})
+    text = page(tmp_path)
+    assert cells(text, name)[-1] and ("Step: " in text) == (name != "run")
+
+
+def test_what_other_commands_leave_among_the_records_is_none(tmp_path, pair):
+    """The sequence that ended in a refusal: eval.precision, then the table."""
+    for folder in ("run_bf16", "probed_only"):
+        path = tmp_path / "out" / folder / "eval" / "precision.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"run": f"out/{folder}", "step": 5, "fp8": {"tensorwise": {}}, "bf16": {}}))
+    text = page(tmp_path)
+    assert cells(text, "run_bf16")[-1] and "probed_only" not in text
+    (tmp_path / "out" / "probed_only" / "config.json").write_text("{}")
+    assert f"tasks=core: {tmp_path / 'out' / 'probed_only'}" in page(tmp_path)
+
+
 def test_a_pair_is_one_dtype_and_one_pair_id(tmp_path, pair):
     rows = answers("arc_easy", 3)
     write(tmp_path / "out" / "stranger", {"arc_easy": mean_row(rows)}, summary=summary("rowwise", pair="another"))
@@ -243,7 +297,7 @@ def test_folders_of_runs_public_models_and_what_is_not_scored(tmp_path, pair):
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     assert next(i for i, line in enumerate(lines) if line.startswith("| gpt2 ")) > next(
         i for i, line in enumerate(lines) if line.startswith("| run_tensorwise "))
-    assert "| deep " in text and f"{tmp_path / 'out' / 'begun'} is not scored yet: python -m eval.harness" in text
+    assert "| deep " in text and f"not scored yet, by python -m eval.harness RUN tasks=core: {tmp_path / 'out' / 'begun'}" in text
     ours, theirs = text.split("## Published by others")
     assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs
 
@@ -341,6 +395,16 @@ def test_a_folder_that_cannot_be_written_is_the_machines_fault(tmp_path, pair, c
     (tmp_path / "file").write_text("")
     assert table.main([str(tmp_path / "out")], str(tmp_path / "file" / "table")) == 1
     assert "the table could not be written" in capsys.readouterr().err
+
+
+def test_a_reader_who_has_read_enough_is_no_fault(tmp_path, pair, monkeypatch, capsys):
+    """--table | head -1: the files are written, and nothing is said of them."""
+    read, written = os.pipe()
+    os.close(read)
+    with open(written, "w") as out, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", out)
+        assert table.main([str(tmp_path / "out")], str(tmp_path / "table")) == 1
+    assert capsys.readouterr().err == "" and (tmp_path / "table" / "scores.svg").is_file()
 
 
 def test_published_numbers_name_source_harness_and_shots():

@@ -10,6 +10,8 @@ from eval_runs import build, build_lm, protect_environment, words
 
 from eval import harness, results, task_data, task_list
 from runtime.annotations import ConfigError
+from tests.hub_layout import write_repository
+from tests.hub_server import HubServer, commit
 
 PIQA = {"validation": [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]}
 SUBJECT = {split: [{"question": f"{split} {i}?", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": i % 4}
@@ -46,20 +48,45 @@ def test_examples_are_saved_with_the_questions_and_mmlu_shows_five(tmp_path, mon
     def load_dataset(path=None, name=None, **settings):
         asked.append((path, name))
         rows = {split: datasets.Dataset.from_list(rows) for split, rows in SUBJECT.items()}
-        address = f"hf://datasets/cais/mmlu@{'c' * 40}/anatomy/test.parquet"
-        rows["test"].info.download_checksums = {address: {}}
         return rows | {"auxiliary_train": "never read"}
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setitem(task_list.FOLDERS, "mmlu_anatomy", "mmlu/default")
     assert harness.main(["--fetch", str(tmp_path / "all"), "tasks=mmlu_anatomy"]) == 0
     assert asked == [("cais/mmlu", "anatomy")]
     entry = task_data.read_manifest(tmp_path / "all")["cais--mmlu/anatomy"]
-    assert (entry["revision"], entry["tasks"]) == ("c" * 40, ["mmlu_anatomy"])
+    assert (entry["revision"], entry["tasks"]) == (None, ["mmlu_anatomy"])
     assert {split: saved["rows"] for split, saved in entry["splits"].items()} == {"test": 9, "dev": 5}
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: pytest.fail("network"))
     task = load(["mmlu_anatomy"], tmp_path / "all")["mmlu_anatomy"]
     task.build_all_requests(limit=1)
     assert task.instances[0].args[0].count("Answer:") == 6 and "dev 4?" in task.instances[0].args[0]
+
+
+def test_what_the_hub_had_is_saved_with_its_revision(tmp_path, monkeypatch, capsys):
+    from test_hub import point_at
+    protect_environment(monkeypatch)
+    hub, saved = tmp_path / "hub", tmp_path / "saved"
+    write_repository(hub, "baber/piqa", {f"data/{split}-00000-of-00001.parquet": PIQA["validation"] for split in
+                                         ("train", "validation")})
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    with HubServer(hub) as server:
+        point_at(server.url, monkeypatch)
+        assert harness.main(["--fetch", str(saved), "tasks=piqa,demo"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        *(f"{name}: nothing to save, it is made from a run's own validation shards" for name in task_list.DEMO),
+        "piqa: 7 rows of validation"]
+    entry = task_data.read_manifest(saved)["baber--piqa/default"]
+    assert entry["revision"] == commit(hub, "baber/piqa") and set(entry["splits"]) == {"validation"}
+    task_data.write_task_data(saved, "baber/piqa", None, {"train": PIQA["validation"]})     # of a revision that is not known
+    assert set(task_data.read_manifest(saved)["baber--piqa/default"]["splits"]) == {"train"}
+
+
+def test_fetching_what_needs_no_network_says_so(tmp_path, monkeypatch, capsys):
+    protect_environment(monkeypatch)
+    assert harness.main(["--fetch", str(tmp_path / "saved"), "tasks=demo"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and said[-1] == f"{tmp_path / 'saved'} was not made: score these tasks without offline="
+    assert not (tmp_path / "saved").exists()
 
 
 def test_scores_from_saved_data_are_those_of_the_data_itself(folder, tmp_path):
@@ -106,7 +133,7 @@ def test_a_write_that_fails_leaves_what_was_there(folder, monkeypatch):
         part.write_bytes(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr("pyarrow.parquet.write_table", full)
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="validation.parquet"):
         task_data.write_task_data(folder, "baber/piqa", None, {"validation": [{"goal": "other"}]})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
@@ -122,6 +149,9 @@ def test_files_of_the_users_own_lie_beside_their_yaml(folder, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     for offline in (None, str(folder)):
         assert len(task_list.load(["mine"], str(mine), offline=offline)["tasks"]["mine"].eval_docs) == 3
+    (mine / "rows.jsonl").rename(tmp_path / "rows.jsonl")
+    with pytest.raises(ConfigError, match=f"FileNotFoundError: .*{mine}/rows.jsonl.*: its data lie in files that its YAML names"):
+        task_list.load(["mine"], str(mine))     # not the file of that name where the command happens to run
 
 
 def test_the_groups_are_lm_evals_own_tasks():
