@@ -16,7 +16,7 @@
     include       folder with task YAMLs of your own; their data_files are looked up beside them
     limit         documents per task at most; none = all. For trying things out: such scores are marked
     micro_batch   sequences of a full context per forward pass; of shorter ones as many as have no more tokens. A context
-                  beyond 2,048 tokens counts as 2,048; longer sequences go one at a time
+                  beyond 2,048 tokens counts as 2,048; longer sequences go one at a time. On a CPU no pass has more than 4,096
     device        auto (a GPU where there is one), cpu, cuda
     dtype         bfloat16 (as trained; an FP8 run is scored with plain BF16 matmuls) or float32
     fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,

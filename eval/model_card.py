@@ -213,7 +213,7 @@ def _limits(config: Config, origin: dict, license: str) -> str:
     return f"""## Limits
 
 - It may write what is false, offensive or private: nothing was done to prevent it, and bias was not measured.
-- It saw at most {config.model.n_ctx:,} tokens at a time; longer inputs were never tried.
+- Its context is {config.model.n_ctx:,} tokens; longer inputs were never tried.
 - What it was not trained on, other languages above all, it does badly.
 - {own}"""
 

@@ -90,9 +90,9 @@ def _hash(hashes) -> str:
 def write(run_dir: Path, tasks: str, record: dict, samples: dict[str, list[dict]], has_summary: bool) -> None:
     """Put record and logs into run_dir/eval/ and, where the run `has_summary`, its scores into summary.json.
 
-    The summary takes whole tasks in bfloat16 alone: a trial must not stand where a score stood. The file names tell what may
-    not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises ConfigError where
-    summary.json is damaged; it stays as it is. Raises OSError, with the file's name.
+    The summary takes whole tasks in bfloat16 of its own step alone: no trial may stand where a score stood. The file names
+    tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises
+    ConfigError where summary.json is damaged; it stays as it is. Raises OSError, with the file's name.
     """
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
@@ -118,6 +118,10 @@ def _summarise(path: Path, beside: Path, record: dict) -> None:
     new = record["tasks"]
     try:
         summary = json.loads(path.read_text())
+        if (last := summary.get("steps")) != record["step"]:
+            print(f"{path} is of step {last}, the checkpoint that was scored of step {record['step']}: the scores are in "
+                  f"{beside} only", file=sys.stderr)
+            return
         if record["fp8"] == "off":
             changed = {"eval": dict(summary.get("eval") or {}) | new}
         else:

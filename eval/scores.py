@@ -8,7 +8,7 @@ import gzip
 import json
 import math
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -137,8 +137,7 @@ def _read_run(folder: Path) -> list[Row]:
 def _when(path: Path, record: dict) -> tuple[float, str]:
     """When a record was written, as it says itself; else as the file system says, which a copy changes."""
     try:
-        time = datetime.fromisoformat(record["time"])
-        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp(), path.name
+        return datetime.fromisoformat(record["time"]).timestamp(), path.name
     except (KeyError, TypeError, ValueError, OverflowError):
         return path.stat().st_mtime, path.name
 

@@ -58,7 +58,7 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
         *_hours(config, counts, layers, gpus, gpu, peak), "",
         "disk",
         _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {kept} kept = "
-             f"{12 * c['params_total'] * kept / GIB:.1f} GiB, one more while saving; as much host memory over all ranks, or twice"),
+             f"{12 * c['params_total'] * kept / GIB:.1f} GiB, one more while saving; host memory for one or two"),
         _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
 

@@ -58,7 +58,8 @@ ALLOWED = {
 }
 TOP = {"train", "prepare_data", *(f"eval.{room}" for room in (
     "options", "lm", "held_out", "harness", "task_list", "task_data", "ranks", "results", "public", "table", "scores",
-    "table_figure", "published", "sample", "streaming", "serve", "server", "precision", "weights", "export", "model_card",
+    "table_figure", "published", "sample", "run_tokenizer",
+    "streaming", "serve", "server", "precision", "weights", "export", "model_card",
     "hf_tokenizer", "float8", "from_hf"))}
 LONGEST = {"train.py": 400, "model.py": 350}
 

@@ -15,7 +15,6 @@ import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, directly, expected_pair, request, rolled, words
 
 from eval import harness, held_out, results, sample, task_list
-from runtime.checkpoint import latest, step_of
 from runtime.config import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +23,7 @@ LOAD_MODEL = sample.load_model
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path(run_dir) / "checkpoints" / "step_00000001")
     return build_run(tmp_path, monkeypatch)
 
 
@@ -101,8 +101,8 @@ def test_a_long_context_does_not_make_a_forward_pass_long(monkeypatch):
     model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
     monkeypatch.setattr("eval.lm.LONG_ROW", 8)
     requests = [request(f"{i} and so on", " with it") for i in range(9)]
-    got = build_lm(model, 4).loglikelihood(requests)
-    assert max(seen) <= 4 * 8 and got == pytest.approx(build_lm(build(), 99).loglikelihood(requests), rel=1e-5)
+    got, whole = build_lm(model, 4).loglikelihood(requests), build_lm(build(), 99).loglikelihood(requests)
+    assert max(seen) <= 4 * 8 and [total for total, _ in got] == pytest.approx([total for total, _ in whole], rel=1e-5)
     seen.clear()
     build_lm(model, 4).generate_until([request("ab" * 5, {"until": [], "max_gen_toks": 1})] * 9)
     assert max(seen) == 3 * 10
@@ -189,16 +189,12 @@ def test_an_unfinished_run_keeps_its_scores_beside(run, capsys):
 
 
 def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
-    checkpoints, loaded = run / "checkpoints", []
-    for step in (250, 500):
-        (checkpoints / f"step_{step:08d}").mkdir(parents=True)
-        (checkpoints / f"step_{step:08d}" / "manifest.json").write_text("{}")
-    real = sample.load_model
+    newest, loaded, real = [500], [], sample.load_model
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path(run_dir) / "checkpoints" / f"step_{newest[-1]:08d}")
 
     def load_while_it_trains(run_dir, **settings):
-        loaded.append(step_of(latest(run)))
-        (checkpoints / "step_00000750").mkdir(exist_ok=True)
-        (checkpoints / "step_00000750" / "manifest.json").write_text("{}")
+        loaded.append(newest[-1])
+        newest.append(750)
         return real(run_dir, **settings)
     monkeypatch.setattr(sample, "load_model", load_while_it_trains)
     before = datetime.now(UTC).replace(microsecond=0)
@@ -207,13 +203,17 @@ def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
     assert (record["step"], loaded) == (750, [500, 750]) and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
 
 
-def test_only_whole_tasks_in_bf16_enter_the_summary_and_stay(run):
+def test_only_whole_tasks_in_bf16_enter_the_summary_and_stay(run, monkeypatch, capsys):
     assert harness.main([str(run), "tasks=val_cloze"]) == 0
     summary = json.loads((run / "summary.json").read_text())
     assert summary["eval"]["val_cloze"] == json.loads((run / "eval" / "val_cloze.json").read_text())["tasks"]["val_cloze"]
     for trial in (["limit=4"], ["dtype=float32"]):
         assert harness.main([str(run), "tasks=val_cloze", *trial]) == 0
         assert json.loads((run / "summary.json").read_text()) == summary
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path("step_00000007"))       # beside a summary of step 1
+    assert harness.main([str(run), "tasks=val_ppl"]) == 0
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert "is of step 1, the checkpoint that was scored of step 7: the scores are in " in capsys.readouterr().err
 
 
 def test_lists_of_tasks_that_begin_alike_have_files_of_their_own(tmp_path):
@@ -238,6 +238,16 @@ def test_a_scoring_that_cannot_go_on_ends_with_a_sentence(run, monkeypatch, caps
     assert harness.main([str(run), "tasks=demo"]) == code
     said = capsys.readouterr().err
     assert sentence in said and len(said.splitlines()) == 1 and not (run / "eval").exists()
+
+
+@pytest.mark.parametrize("raised, code, said", [
+    (KeyboardInterrupt(), 130, "\n"), (OSError(28, "No space left on device", "x.json"), 1, "x.json: No space left on device\n")])
+def test_the_bench_too_ends_without_a_traceback(monkeypatch, capsys, raised, code, said):
+    def fail(*_):
+        raise raised
+    monkeypatch.setattr("bench.harness.bench", fail)
+    from bench import harness as bench
+    assert bench.main(["tasks=piqa", "offline=saved"]) == code and capsys.readouterr().err == said
 
 
 def test_a_full_disk_is_told_with_the_files_name(run, monkeypatch, capsys):

@@ -191,7 +191,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
     shutil.rmtree("out/arm_off/tokenizer")
     assert run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
     write_tokenizer(tmp_path / "out/llama/tokenizer", bos=None)
-    with pytest.raises(ConfigError, match="is not the one that the model of out/arm_off was trained with .*: put that one back as "):
+    with pytest.raises(ConfigError, match="is not the one that the model of out/arm_off was trained with .*: put that one back"):
         run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off")
     shutil.rmtree("out/llama/tokenizer")
     shutil.copytree("out/arm_tensorwise/tokenizer", "out/llama/tokenizer")

@@ -69,6 +69,7 @@ def test_what_the_hub_had_is_saved_with_its_revision(tmp_path, monkeypatch, caps
     write_repository(hub, "baber/piqa", {f"data/{split}-00000-of-00001.parquet": PIQA["validation"] for split in
                                          ("train", "validation")})
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with HubServer(hub) as server:
         point_at(server.url, monkeypatch)
         assert harness.main(["--fetch", str(saved), "tasks=piqa,demo"]) == 0
@@ -78,7 +79,8 @@ def test_what_the_hub_had_is_saved_with_its_revision(tmp_path, monkeypatch, caps
     entry = task_data.read_manifest(saved)["baber--piqa/default"]
     assert entry["revision"] == commit(hub, "baber/piqa") and set(entry["splits"]) == {"validation"}
     task_data.write_task_data(saved, "baber/piqa", None, {"train": PIQA["validation"]})     # of a revision that is not known
-    assert set(task_data.read_manifest(saved)["baber--piqa/default"]["splits"]) == {"train"}
+    task_data.write_task_data(saved, "baber/piqa", None, {"test": PIQA["validation"]})      # nor is this known to be the same
+    assert set(task_data.read_manifest(saved)["baber--piqa/default"]["splits"]) == {"test"}
 
 
 def test_fetching_what_needs_no_network_says_so(tmp_path, monkeypatch, capsys):
