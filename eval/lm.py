@@ -16,9 +16,10 @@ from model import GPT, KVCache
 from runtime.annotations import ConfigError
 from runtime.tokenizer import Tokenizer
 
-# Logits kept at a time, in tokens. A CPU's cache wants few, its second core many: of 128, 512 and more rows of 50304 logits
-# 512 were quickest on two cores, 201 us a row against 310 of 128. A GPU wants large matmuls; 2,048 are 0.4 GB.
+# Logits kept at a time, in tokens. A matmul of 128 rows by 50304 hardly uses a CPU's second core (310 us a row), one of 512
+# does (201), whose logits lie beyond its cache: softmax goes over a few rows at a time. A GPU wants all large; 2,048 are 0.4 GB.
 HEAD_ROWS = {"cpu": 512, "gpu": 2048}
+SOFTMAX_ROWS = {"cpu": 64, "gpu": 2048}
 # A context beyond this counts as this long in a forward pass's budget: 16 x 131,072 tokens would fit into no memory.
 LONG_ROW = 2048
 CPU_TOKENS = 4096       # the budget's limit on a CPU, which larger batches make slower
@@ -168,10 +169,13 @@ class CheckpointLM(TemplateLM):
         """h (n, C); for the pairs of places in h and targets, (m,) each on the CPU: cross-entropy (m,) fp64 in nats, and whether
         the target is the likeliest token."""
         losses, same = torch.empty(len(places), dtype=torch.float64), torch.zeros(len(places), dtype=torch.bool)
-        n_rows = HEAD_ROWS["cpu" if self._device.type == "cpu" else "gpu"]
-        for start in range(0, len(h), n_rows):
-            logits = self.model.head(h[start:start + n_rows]).float()       # (rows, V)
-            asked = ((places >= start) & (places < start + n_rows)).nonzero()[:, 0]
+        kind = "cpu" if self._device.type == "cpu" else "gpu"
+        blocks = (part for rows in h.split(HEAD_ROWS[kind])
+                  for part in self.model.head(rows).float().split(SOFTMAX_ROWS[kind]))
+        start, end = 0, 0
+        for logits in blocks:       # (rows, V)
+            start, end = end, end + len(logits)
+            asked = ((places >= start) & (places < end)).nonzero()[:, 0]
             at, target = (places[asked] - start).to(self._device), targets[asked].to(self._device)
             losses[asked] = -logits.log_softmax(dim=-1)[at, target].double().cpu()
             real = logits[:, :self.tokenizer_ours.vocab_size]

@@ -6,13 +6,13 @@ import gzip
 import io
 import json
 import math
-import os
 import sys
 from hashlib import sha256
 from pathlib import Path
 
 from tqdm import tqdm
 
+from eval.task_data import replacing
 from runtime.annotations import ConfigError
 
 
@@ -102,7 +102,7 @@ def write(run_dir: Path, tasks: str, record: dict, samples: dict[str, list[dict]
     for task, rows in samples.items():
         name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
-        _replace(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
+        replace_file(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
     if len(tasks) > 100:        # file names end at 255 bytes
         tasks = f"{tasks[:90]}_{sha256(tasks.encode()).hexdigest()[:9]}"
     path = folder / f"{tasks}{kind}.json"
@@ -137,24 +137,10 @@ def as_json(content: dict) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write by a temporary name, so that a reader never meets half a file."""
-    _replace(path, text.encode())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        error.filename = error.filename or str(path)        # a write knows of a full disk, not of the file's name
-        raise
-    finally:
-        part.unlink(missing_ok=True)
+def replace_file(path: Path, content: str | bytes) -> None:
+    """All of `content` at `path` or what was there before: a reader never meets half a file."""
+    with replacing(path) as part:
+        part.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 # -------------------------------------------------------------------------------------------------------------- console

@@ -69,12 +69,12 @@ def write_task_data(folder: Path, dataset_path: str, dataset_name: str | None, s
         path = folder / key / f"{split}.parquet"
         path.parent.mkdir(parents=True, exist_ok=True)
         table = rows.with_format("arrow")[:]        # without what a filter left out; with the columns' types as metadata
-        with _replacing(path) as part:
+        with replacing(path) as part:
             pyarrow.parquet.write_table(table.replace_schema_metadata(rows.features.arrow_schema.metadata), part)
         listed[split] = {"rows": len(rows), "sha256": _sha256(path)}
     manifest[key] = {"dataset_path": dataset_path, "dataset_name": dataset_name, "revision": revision,
                      "tasks": sorted({*known.get("tasks", []), *tasks}), "splits": kept | listed}
-    with _replacing(folder / "manifest.json") as part:      # last: what it names is whole
+    with replacing(folder / "manifest.json") as part:      # last: what it names is whole
         part.write_text(json.dumps({"format_version": FORMAT_VERSION, "datasets": manifest}, indent=1) + "\n")
 
 
@@ -89,7 +89,7 @@ def _revision(rows) -> str | None:
 
 
 @contextlib.contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """A temporary name that takes the place of `path` when all is written and on the disk."""
     part = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:

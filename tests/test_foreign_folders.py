@@ -65,7 +65,7 @@ def no_weights(source):
 def pickled(name):
     def harm(source):
         no_weights(source)
-        (source / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+        (source / name).write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
     return harm
 
 
