@@ -30,7 +30,7 @@ from eval.model_card import write_model_card
 from eval.options import read_options
 from eval.run_tokenizer import read_tokenizer
 from eval.sample import Recipe
-from eval.weights import DTYPES, newest_weights, write_safetensors
+from eval.weights import DTYPES, newest_weights, write_safetensors, written
 from runtime.checkpoint import sync_folder
 from runtime.config import ConfigError, config_from_dict, read_config
 
@@ -67,26 +67,14 @@ def main(argv: list[str]) -> int:
     if not argv or {"-h", "--help"} & set(argv):
         print(__doc__)
         return 0 if argv else 2
-    try:
-        options = read_options(Options, argv)
-        if options.from_hf is not None:
-            from eval.from_hf import import_checkpoint
-            print(f"{options.from_hf} -> {import_checkpoint(options.from_hf, options.run)}")
-        else:
-            print(export(options))
-        return 0
-    except ConfigError as error:
-        print(f"eval.export: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
-        print(f"eval.export: {told}; nothing was written", file=sys.stderr)
-        return 1
-    except MemoryError as error:
-        print(f"eval.export: out of memory ({error}); nothing was written", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return written("eval.export", lambda: _export_or_import(read_options(Options, argv)))
+
+
+def _export_or_import(options: Options) -> str:
+    if options.from_hf is None:
+        return export(options)
+    from eval.from_hf import import_checkpoint
+    return f"{options.from_hf} -> {import_checkpoint(options.from_hf, options.run)}"
 
 
 def export(options: Options) -> str:

@@ -12,6 +12,7 @@ run's name, the step and config.json's content. It is written beside its place, 
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -45,25 +46,30 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if argv else 2
+    return written("eval.weights", lambda: "step {1}: {2:.1f} MiB -> {0}".format(*export(read_options(Options, argv))))
+
+
+def written(command: str, work: Callable[[], str]) -> int:
+    """Prints what `work` returns; the exit code: 0, or 1 or 2 with a sentence of `command`'s, or 130 after Ctrl-C."""
     try:
-        path, step, size = export(read_options(Options, argv))
+        print(work())
+        return 0
     except ConfigError as error:
-        print(f"eval.weights: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"eval.weights: {error.filename or 'the file'}: {error.strerror}; nothing was written", file=sys.stderr)
+        told = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or error
+        print(f"{command}: {told}; nothing was written", file=sys.stderr)
         return 1
     except MemoryError as error:
-        print(f"eval.weights: out of memory ({error}); nothing was written", file=sys.stderr)
+        print(f"{command}: out of memory ({error}); nothing was written", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
-    print(f"step {step}: {size / 2**20:.1f} MiB -> {path}")
-    return 0
 
 
-def export(options: Options) -> tuple[Path, int, int]:
-    """Writes the file; returns its path, the step of the weights, its bytes. Raises ConfigError or OSError."""
+def export(options: Options) -> tuple[Path, int, float]:
+    """Writes the file; returns its path, the step of the weights, its size in MiB. Raises ConfigError or OSError."""
     run_dir = Path(options.run)
     if options.file is not None and (not Path(options.file).parent.is_dir() or Path(options.file).is_dir()):
         raise ConfigError(f"file={options.file} cannot be written: give a file's name in a folder that exists")
@@ -75,7 +81,7 @@ def export(options: Options) -> tuple[Path, int, int]:
     for name in weights:        # one after the other: what is cast is freed
         weights[name] = weights[name].to(DTYPES[options.dtype])
     write_safetensors(path, weights, metadata)
-    return path, step, path.stat().st_size
+    return path, step, path.stat().st_size / 2**20
 
 
 def newest_weights(run_dir: Path, command: str) -> tuple[dict, dict[str, torch.Tensor]]:
