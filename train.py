@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 
 from eval.loss import ValLoss, evaluate
-from model import GPT
 from runtime import fp8, gather, metrics, optim, parallel
 from runtime.begin import branch, is_weights_only, origin_of
+from runtime.build import COMPUTE_DTYPE, build
 from runtime.checkpoint import CheckpointError, checkpoints, on_main, restore, step_of
 from runtime.config import Config, ConfigError, help_text, load_config
 from runtime.data import open_data
@@ -42,7 +42,6 @@ from runtime.summary import write_summary
 from runtime.tokenizer import load_tokenizer
 from runtime.watchdog import Watchdog
 
-COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
 ROOT = Path(__file__).resolve().parent
 
 
@@ -130,22 +129,9 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     data.verify(world.local_rank, world.local_size)     # each machine may have a copy of its own
     val_sets = {source: data.val(source) for source in data.sources}
 
-    # Build: on the meta device first, so that no rank ever holds the whole model unsharded.
-    with torch.device("meta"):
-        model = GPT(config.model, COMPUTE_DTYPE)
-    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
-    layers = fp8.convert(model, config.fp8, loss_scale)
+    built = build(config, world)
+    model, optimizer, layers, counts, loss_scale = built.model, built.optimizer, built.layers, built.counts, built.loss_scale
     identity = {"train": data.train_sha256, "val": data.val_sha256, "fp8": metrics.digest(fp8.by_layer(layers))}
-    counts = model.counts()
-    flag_lines = parallel.set_torch_flags(config, world, fp8.by_layer(layers).values())
-    if config.parallel.recompute:
-        parallel.recompute(model)
-    parallel.shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
-    if config.parallel.compile:
-        parallel.compile_model(model, world)
-    assign = parallel.materialise(model, world)
-    optimizer = optim.build_optimizer(model, config.optim)
-    optim.fill_state(optimizer)
     tensors = {f"model.{name}": gather.plain(p.detach()) for name, p in model.named_parameters()}
     tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(optimizer, model).items()}
 
@@ -180,8 +166,8 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             train_s, probe_s = state["train_s"], state["probe_s"]
     elif not restored:
         on_main(world, lambda: refuse_to_start_over(config))
-        model.init_weights(config.seed, assign)
-    gather.precompute_scales(model)
+        model.init_weights(config.seed, built.assign)
+    fp8.weights_changed(model)
     parallel.meet(world)    # all ranks have read the folder before one writes to it
     if world.is_main:       # config.json first: a folder without one is not ours to touch
         metrics.write_json(config.run_dir / "config.json", config.to_dict())
@@ -204,7 +190,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             f"({config.total_tokens / counts['params_total']:.1f} per parameter)",
             f"device: {world.size} x {metrics.device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
             f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
-            *flag_lines, *data.describe(), *fp8.table(layers, config.fp8.recipe, world.device.type),
+            *built.flags, *data.describe(), *fp8.table(layers, config.fp8.recipe, world.device.type),
             f"{'resuming' if not is_branching else 'branching off' if step else 'on from'} {restored[0]}" if restored else
             "starting at step 0",
         ]))
@@ -282,7 +268,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
         saver.roll_back(to)
         gather.reshard(model)
         optim.set_updates(optimizer, state["updates"])
-        gather.precompute_scales(model)
+        fp8.weights_changed(model)
         guard.rolled_back(state["guard"])
         updates, moved_on = state["updates"], moved_on + bad - to
         batches.close()
@@ -343,7 +329,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             saver.staged()      # the save under way has its copy of the weights
             optimizer.step()
             updates += 1
-            gather.precompute_scales(model)
+            fp8.weights_changed(model)
             guard.prepare()     # what the next step is measured by, while the GPU is busy with this one
         if verdict is not Verdict.STOP:
             optimizer.zero_grad()

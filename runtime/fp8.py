@@ -201,6 +201,11 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     return lines
 
 
+def weights_changed(model: nn.Module) -> None:
+    """What is derived from the weights between two steps, made anew; due whenever the weights have changed."""
+    gather.precompute_scales(model)
+
+
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
     """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled.

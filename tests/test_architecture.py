@@ -49,6 +49,7 @@ ALLOWED = {
     "runtime.data": LEVEL_0 | {"runtime.config", "runtime.windows"},
     "runtime.begin": LEVEL_0 | {"runtime.config", "runtime.checkpoint", "runtime.optim"},
     "runtime.gather": {"model"},
+    "runtime.build": {"model", "runtime.config", "runtime.fp8", "runtime.optim", "runtime.parallel"},
     "runtime.plan": {"model", "runtime.config", "runtime.fp8", "runtime.metrics"},
     "runtime.summary": {"runtime.tokenizer", "runtime.config", "runtime.metrics", "runtime.optim", "eval.loss"},
     "runtime.saver": LEVEL_0 | {"runtime.config", "runtime.checkpoint"},

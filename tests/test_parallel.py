@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 from model import GPT, GPTConfig, KVCache
 from runtime import fp8, gather, parallel
+from runtime.build import COMPUTE_DTYPE
 from runtime.config import Config, ConfigError, DataConfig, FP8Config, OptimConfig, ParallelConfig, config_from_dict, load_config
 from runtime.probe import Probe
 from runtime.quantize import RECIPES
 from tests.conftest import ROOT, call_train, with_recipe
-from train import COMPUTE_DTYPE, main
+from train import main
 
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
