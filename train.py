@@ -12,6 +12,7 @@ A run lives in out/<run>/. The same command again resumes it from its newest sou
 Ctrl-C, SIGTERM or SIGUSR1 finishes the step, saves and leaves; a second one of its kind leaves at once.
 """
 
+import gc
 import math
 import sys
 import time
@@ -21,7 +22,7 @@ from pathlib import Path
 import torch
 
 from eval.loss import ValLoss, evaluate
-from runtime import fp8, gather, metrics, optim, parallel
+from runtime import fp8, gather, metrics, micro_batch, optim, parallel
 from runtime.begin import branch, is_weights_only, origin_of
 from runtime.build import COMPUTE_DTYPE, build
 from runtime.checkpoint import CheckpointError, checkpoints, on_main, restore, step_of
@@ -59,6 +60,7 @@ def main(argv: list[str]) -> int:
         metrics.check_mirrors(config)
         check_device()
         world = parallel.start(config)
+        config = micro_batch.resolve(config, world)
         train(config, world)
         code = 0
     except ConfigError as error:
@@ -282,7 +284,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     stop = StopRequest()
     accumulation = config.accumulation(world.size)
     batches = stream(step)
-    is_save_due = False
+    is_save_due = is_frozen = False
     # A kill may have come between a save and its validation: it is made up for.
     is_to_validate = restored is not None and not is_branching and (
         step == config.total_steps or is_due(config.eval.every, step) and on_main(world, lambda: not log.has_validation(step)))
@@ -313,7 +315,7 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
             watch.at("reading a micro-batch", step + 1)
             x, y = next(batches)
             watch.at("forward and backward", step + 1)
-            parallel.sync_gradients(model, now=micro == accumulation - 1)
+            parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
             micro_loss = model(x, y).sum()
             (micro_loss * step_scale).backward()
             loss_sum += micro_loss.detach()
@@ -344,6 +346,10 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
                       "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                       "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": guard.reason}), **meter.read()})
         watch.first_step_done()
+        if not is_frozen:       # compiled now: the collector need not look through what stays, in some step half a second long
+            gc.collect()
+            gc.freeze()
+            is_frozen = True
         if verdict is Verdict.STOP:
             give_up(step)
         if verdict is Verdict.ROLLBACK:

@@ -2,13 +2,14 @@
 
     python bench/linears.py                                     every Linear shape of configs/gpt*_bf16.py, auto's recipes
     python bench/linears.py budget=540 out=out/speed.json       as many as fit; the same command again goes on
-    python bench/linears.py shapes=2048x11264 recipes=tensorwise
+    python bench/linears.py shapes=2048x11264 recipes=tensorwise,tensorwise+kernels
     python bench/linears.py out=out/cpu.json shapes=64x64 tokens=64 compile=false       a rehearsal without a GPU
 
 What is timed: RMSNorm -> Linear -> sigmoid on `tokens` rows of random BF16, forward and backward (gradients of the input,
 the weight and the norm's weight), compiled in one graph. The norm before and the pointwise function after stand for
 the model's own, so that the casts to FP8 can fuse with them as they do in training; being in both arms, they pull the
-ratio towards 1, as in training. Not timed: gradient accumulation, optimizer, attention.
+ratio towards 1, as in training. Not timed: gradient accumulation, optimizer, attention; of recipes with +kernels
+(fp8.kernels=true) neither what they do once an optimizer step, quantising the weight.
 
 Each recipe runs in turns with BF16 (A/B/A/B/../A), and each repeat compares FP8 with the mean of the BF16 turns before and
 after it: clocks and temperature drift, a ratio of neighbours does not.
@@ -66,8 +67,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One row to be."""
+class Cell:     # one row to be
     recipe: str
     K: int
     N: int
@@ -123,7 +123,8 @@ def bench(options: Options, command: str) -> int:
     journal = out.with_suffix(".jsonl")
     origin = {"gpu": gpu, **setup}
     resumed = _resume(journal, origin)
-    rows = {_cell(row): row for row in [*(old["rows"] if old else []), *(line["row"] for line in resumed)]}
+    there = [*(old["rows"] if old else []), *(line["row"] for line in resumed)]
+    rows = {Cell(*(row[key] for key in ("recipe", "K", "N", "M"))): row for row in there}
     todo = [cell for cell in cells if cell not in rows]
     print(f"{gpu}: {len(todo)} of {len(cells)} rows to time, {len(cells) - len(todo)} are there", flush=True)
     failed, left = _time_all(todo, options, device, journal, {"setup": origin, "commit": env["git_commit"]}, rows)
@@ -194,7 +195,8 @@ def _step(cell: Cell, recipe: str, options: Options, x: torch.Tensor, g: torch.T
     nn.init.ones_(piece.norm.weight)
     nn.init.normal_(piece.linear[0].weight, std=cell.K ** -0.5)
     if recipe != "off":
-        fp8.convert(piece.linear, FP8Config(recipe=recipe))
+        fp8.convert(piece.linear, fp8.by_name(recipe))
+        fp8.weights_changed(piece)      # once, as in a step of many micro-batches
     if options.compile:
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
@@ -226,12 +228,13 @@ def _shapes(options: Options) -> list[tuple[int, int]]:
 def _recipes(options: Options, device: torch.device) -> list[str]:
     """The recipes asked for. One that this GPU lacks is a mistake where it was named, else a line."""
     known = [name for name in get_args(get_type_hints(FP8Config)["recipe"]) if name not in ("off", "auto")]
+    known += [f"{name}{fp8.WITH_KERNELS}" for name in fp8.FP8_KERNELS]
     recipes = []
-    for recipe in dict.fromkeys(options.recipes or fp8.CANDIDATES):
+    for recipe in dict.fromkeys(options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES):
         if recipe not in known:
             raise ConfigError(f"recipes={recipe!r} is no FP8 recipe{nearest(recipe, known)}")
         try:
-            fp8.check_hardware(FP8Config(recipe=recipe), device)
+            fp8.check_hardware(fp8.by_name(recipe), device)
             recipes.append(recipe)
         except ConfigError as error:
             if options.recipes:
@@ -271,10 +274,6 @@ def _resume(journal: Path, setup: dict) -> list[dict]:
     if journal.exists():
         write_atomically(journal, "".join(json.dumps(line) + "\n" for line in ours))
     return ours
-
-
-def _cell(row: dict) -> Cell:
-    return Cell(row["recipe"], row["K"], row["N"], row["M"])
 
 
 def _timer(options: Options, device: torch.device) -> str:

@@ -24,7 +24,9 @@ def parse(key: str, text: str, hint):
     options = [t for t in (get_args(hint) if _is_union(hint) else (hint,)) if t is not type(None)]
     if _is_union(hint) and text.lower() == "none":
         return None
-    hint = options[0]
+    if any(text in get_args(option) for option in options if get_origin(option) is Literal):     # a word beside a number
+        return text
+    wanted, hint = " or ".join(map(type_name, options)), options[0]
     try:
         if hint is bool:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -46,7 +48,7 @@ def parse(key: str, text: str, hint):
     except (ValueError, KeyError, OverflowError):
         pass
     form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
-    raise ValueError(f"{key}={text!r} is not {type_name(hint)}{form}")
+    raise ValueError(f"{key}={text!r} is not {wanted}{form}")
 
 
 def _number(text: str) -> float:
@@ -108,7 +110,7 @@ def type_problems(prefix: str, value) -> list[str]:
         choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
         wrong = next((v for v in got if v not in choices), "") if isinstance(got, tuple) else got
         key = f"{prefix}.{f.name}" if prefix else f.name
-        out.append(f"{key}={show(got)} is not {type_name(hint)}" + (nearest(str(wrong), choices) if choices else ""))
+        out.append(f"{key}={show(got)} is not {type_name(hint)}" + (nearest(str(wrong), choices) if len(choices) > 1 else ""))
     return out
 
 
@@ -132,7 +134,7 @@ def type_name(hint) -> str:
         return " or ".join("none" if t is type(None) else type_name(t) for t in get_args(hint))
     origin = get_origin(hint)
     if origin is Literal:
-        return "one of " + ", ".join(get_args(hint))
+        return "one of " * (len(get_args(hint)) > 1) + ", ".join(get_args(hint))
     if origin is tuple:
         inner = get_args(hint)[0]
         return f"a list of {type_name(inner).removeprefix('a ')}{'' if get_origin(inner) is Literal else 's'}"

@@ -88,7 +88,13 @@ class Config:
             out.append(f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15")
         elif not out and self.profile and self.profile_steps[0] > self.total_steps:
             out.append(f"profile={self.profile} begins after the last step of this run, {self.total_steps}")
-        if d.tokens_per_step % (m.n_ctx * d.micro_batch):
+        if d.micro_batch == "auto":
+            if d.tokens_per_step % m.n_ctx:
+                out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of sequences of {m.n_ctx} tokens "
+                           f"(model.n_ctx)")
+            if self.deterministic:
+                out.append("data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number")
+        elif d.tokens_per_step % (m.n_ctx * d.micro_batch):
             out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
                        f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
         if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
@@ -105,7 +111,7 @@ class Config:
                 if value % multiple:
                     out.append(f"model.{name}={value} {needs}: take {value // multiple * multiple or multiple} or "
                                f"{-(-value // multiple) * multiple}, or fp8.recipe=off")
-            if d.micro_batch * m.n_ctx % multiple:
+            if d.micro_batch != "auto" and d.micro_batch * m.n_ctx % multiple:
                 out.append(f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens {needs} for the weight gradient: "
                            f"change either, or fp8.recipe=off")
         return out
@@ -142,11 +148,13 @@ class Config:
         return (int(match[1]), int(match[2])) if match else None
 
     def accumulation(self, world_size: int) -> int:
-        """Micro-batches per rank and step. Raises ConfigError where the ranks do not divide a step evenly."""
-        per_micro = self.data.micro_batch * self.model.n_ctx * world_size
+        """Micro-batches per rank and step, of one sequence each while they are auto. Raises ConfigError where the ranks do not
+        divide a step evenly."""
+        micro_batch = 1 if self.data.micro_batch == "auto" else self.data.micro_batch
+        per_micro = micro_batch * self.model.n_ctx * world_size
         if self.data.tokens_per_step % per_micro:
             raise ConfigError(f"data.tokens_per_step={self.data.tokens_per_step} cannot be shared by {world_size} ranks in "
-                              f"micro-batches of {self.data.micro_batch} x {self.model.n_ctx} tokens: it must be a multiple "
+                              f"micro-batches of {micro_batch} x {self.model.n_ctx} tokens: it must be a multiple "
                               f"of {per_micro}; change data.micro_batch or the number of ranks")
         return self.data.tokens_per_step // per_micro
 
@@ -155,8 +163,8 @@ class Config:
 
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights depend on."""
-        # A resume may need less memory, or find one process, where nothing can be gathered.
-        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather"}
+        # A resume may need less memory, find one process, where nothing can be gathered, or do without our kernels.
+        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
         return {k: v for k, v in keys.items() if k not in free} | {

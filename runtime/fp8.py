@@ -16,7 +16,8 @@ weight and hence every checkpoint stay as they are. The recipes, as data, are in
 All but cscale follow each operand's current largest magnitude (dynamic scaling). torchao computes the first five;
 amax, cscale: Training and inference of large language models using 8-bit floating point (2309.17224). mxfp8 runs on
 Blackwell through torchao; elsewhere its numerics are emulated in BF16. On a CPU the others run through torch's own
-float8 matmul: the numerics are real, the speed is not.
+float8 matmul: the numerics are real, the speed is not. fp8.kernels=true computes tensorwise, tensorwise_gw_hp and amax by
+runtime/fp8_linear.py instead: the same roundings, fewer passes over memory.
 """
 
 import contextlib
@@ -29,9 +30,11 @@ import torch
 import torch.nn as nn
 
 from model import Linear
-from runtime import gather
+from runtime import fp8_linear, gather
 from runtime.config import ConfigError, FP8Config
+from runtime.fp8_linear import KernelLinear
 from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
+from runtime.sections import FP8_KERNELS
 from runtime.speed import SpeedError, choose, load_table
 
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
@@ -40,6 +43,13 @@ CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), 
 MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
 # What `auto` may choose, if the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
+WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it, in tables of timings
+KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
+
+
+def by_name(recipe: str) -> FP8Config:
+    """The settings that a table of timings names by a recipe, with WITH_KERNELS behind it or without."""
+    return FP8Config(recipe=recipe.removesuffix(WITH_KERNELS), kernels=recipe.endswith(WITH_KERNELS))
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Layer:
     reason: str | None          # of staying in BF16; None where converted
     recipe: str | None          # None where left in BF16
     why: str = ""               # what made `auto` choose the recipe
+    kernels: bool = False       # converted to run on our kernels, not torchao's
 
 
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
@@ -58,8 +69,11 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
 
     Raises ConfigError where a pattern matches nothing (a typo there once quantised a head for months: torchtitan#4008),
     where a chosen Linear's dimensions are no multiples of 16 (torch's CUDA float8 matmul needs them, its CPU one does not
-    complain; mxfp8: of 32), or where nothing is left to convert. Only `auto` may convert nothing: it says so.
+    complain; mxfp8: of 32), where nothing is left to convert (only `auto` may convert nothing: it says so), or where config
+    contradicts itself.
     """
+    for problem in config.problems():
+        raise ConfigError(problem)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for field in ("include", "skip"):
         for pattern in getattr(config, field):
@@ -71,7 +85,7 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
     for name, module in linears.items():
         shape = (module.in_features, module.out_features)
         recipe, why = (None if config.recipe == "off" else config.recipe), ""
-        reason = None
+        kernels, reason = config.kernels, None
         if config.recipe == "off":
             reason = "fp8.recipe=off"
         elif name == "head" and not config.head:
@@ -86,12 +100,14 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if any(n % 16 for n in shape):
                 recipe, reason = None, "not a multiple of 16"
             else:
-                recipe, why = choose(timings, gpu, *shape, CANDIDATES)
+                recipe, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if config.kernels else ()))
                 reason = None if recipe else why
+                recipe, kernels = recipe and recipe.removesuffix(WITH_KERNELS), recipe in KERNEL_CANDIDATES
         elif any(n % RECIPES[recipe].multiple for n in shape):
             raise ConfigError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                               f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
-        layers.append(Layer(name, shape, module.weight.numel(), reason, recipe if reason is None else None, why))
+        layers.append(Layer(name, shape, module.weight.numel(), reason, recipe if reason is None else None, why,
+                            kernels and reason is None))
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise ConfigError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
                           f"and fp8.last_bf16 together keep every Linear in BF16; keep fewer or set fp8.recipe=off")
@@ -120,8 +136,12 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0) -> lis
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     layers = select(model, config, gpu)
     before = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
-    for name in dict.fromkeys(layer.recipe for layer in layers if layer.recipe):
-        chosen = {layer.name for layer in layers if layer.recipe == name}
+    for layer in layers:
+        if layer.kernels:
+            fp8_linear.swap(model, layer.name, RECIPES[layer.recipe])
+    theirs = [layer for layer in layers if layer.recipe and not layer.kernels]
+    for name in dict.fromkeys(layer.recipe for layer in theirs):
+        chosen = {layer.name for layer in theirs if layer.recipe == name}
         if name in ("cscale", "mxfp8"):
             for layer in chosen:
                 module = model.get_submodule(layer)
@@ -184,10 +204,12 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as lines for people: one per group of like-named Linears, then the sum, then what to know of it."""
     groups: dict[tuple, list[Layer]] = {}
     for layer in layers:
-        groups.setdefault((_pattern(layer.name), layer.shape, layer.reason, layer.recipe, layer.why), []).append(layer)
+        key = (_pattern(layer.name), layer.shape, layer.reason, layer.recipe, layer.why, layer.kernels)
+        groups.setdefault(key, []).append(layer)
     lines = []
-    for (pattern, (k, n), reason, chosen, why), members in groups.items():
-        verdict = f"kept BF16: {reason}" if reason else f"-> {chosen}" + (f" ({why})" if why else "")
+    for (pattern, (k, n), reason, chosen, why, kernels), members in groups.items():
+        notes = ["kernels"] * kernels + [why] * bool(why)
+        verdict = f"kept BF16: {reason}" if reason else f"-> {chosen}" + (f" ({', '.join(notes)})" if notes else "")
         lines.append(f"fp8: {pattern:20} {k:6d} x {n:<6d} x{len(members):<3d} {verdict}")
     converted = [layer for layer in layers if layer.recipe]
     share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
@@ -204,6 +226,7 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
 def weights_changed(model: nn.Module) -> None:
     """What is derived from the weights between two steps, made anew; due whenever the weights have changed."""
     gather.precompute_scales(model)
+    fp8_linear.refresh(model)
 
 
 @contextlib.contextmanager
@@ -242,7 +265,7 @@ def _patterns(names) -> list[str]:
 
 def _is_converted(module: nn.Module) -> bool:
     # By name first: a BF16 run must not import torchao to find out that it has none of its Linears.
-    return isinstance(module, QuantisedLinear) or (
+    return isinstance(module, QuantisedLinear | KernelLinear) or (
         type(module).__name__ == "Float8Linear" and isinstance(module, _float8().float8_linear.Float8Linear))
 
 

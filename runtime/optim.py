@@ -15,9 +15,13 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Fused AdamW (1711.05101) with weight decay on matrices only; a norm's weights have no reason to shrink."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    # The fused update does not count as a change of its parameters (Tensor._version), by which FP8 copies are known to be stale.
+    optimizer.register_step_post_hook(lambda optimizer, *_: torch.autograd.graph.increment_version(
+        [p for group in optimizer.param_groups for p in group["params"]]))
+    return optimizer
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

@@ -221,6 +221,10 @@ def compile_model(model: nn.Module, world: World) -> None:
 
     There the head and the cross-entropy are one more piece: eager, they would hold three copies of the logits.
     """
+    import torch._functorch.config as functorch
+    if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
+        # Or cscale's and our kernels' are traced anew at each start; a changed backward() changes the cache's key.
+        functorch.autograd_cache_allow_custom_autograd_functions = True
     for module in [model] if world.size == 1 else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
     if world.size > 1:
@@ -240,10 +244,14 @@ def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch
     return assign
 
 
-def sync_gradients(model: nn.Module, now: bool) -> None:
-    """Reduce gradients in the next backward pass or only add them up: all but the last micro-batch of a step skip it."""
+def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
+    """Reduce gradients in the next backward pass or only add them up: all but the last micro-batch of a step skip it.
+
+    With `reshard` as shard() got it, False: these keep their gathered weights, too, until the last has been."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
+        if not reshard:
+            model.set_reshard_after_backward(now)
 
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:

@@ -1,35 +1,45 @@
 """Say what a run would cost before it is run: parameters, tokens, FLOPs, memory, hours, disk.
 
 Counts are exact, from the modules. Memory of weights, gradients and optimizer follows from them; activations and
-hours are estimates and are printed as such.
+hours are estimates and are printed as such. Hours follow from bench/throughput.py's measurements where it has timed this
+model and precision on such a GPU (bench/results/*.jsonl), else from an assumed MFU.
 """
+
+from pathlib import Path
 
 import torch
 
 from model import GPT
 from runtime import fp8, metrics
 from runtime.config import Config, ConfigError
+from runtime.measured import RESULTS, Speed, labels, measured
 
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
-# (0.41 to 0.51 below 2B parameters), not measured by this project: bench/ replaces it once it is.
+# (0.41 to 0.51 below 2B parameters), for whatever bench/throughput.py has not measured.
 ASSUMED_MFU = 0.45
 GIB = 2**30
 
 
-def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
-    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises ConfigError for an unknown GPU."""
+def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = RESULTS) -> list[str]:
+    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises ConfigError for an unknown GPU.
+
+    results: the folder of bench/throughput.py's rows."""
     with torch.device("meta"):
         model = GPT(config.model, compute_dtype)
     layers = fp8.select(model, config.fp8, gpu.upper() if gpu else None)
     peak = metrics.peak_flops(gpu) if gpu else None
     if gpu and peak is None:
         raise ConfigError(f"--plan {gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
-    return plan_lines(config, model.counts(), layers, fp8.table(layers, config.fp8.recipe, "cuda"), gpu, peak)
+    counts, speeds = model.counts(), {}
+    if gpu:
+        speeds = {label: measured(config, counts, label, gpu, results) for label in labels(config) if label}
+    return plan_lines(config, counts, layers, fp8.table(layers, config.fp8.recipe, "cuda"), gpu, peak, speeds)
 
 
 def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: list[str], gpu: str,
-               peak: tuple[float, float | None] | None) -> list[str]:
-    """The plan as lines for people. `layers` as fp8.select() gives them, `peak` (BF16, FP8) FLOP/s of one `gpu`."""
+               peak: tuple[float, float | None] | None, speeds: dict[str, Speed | None]) -> list[str]:
+    """The plan as lines for people. `layers` as fp8.select() gives them, `peak` (BF16, FP8) FLOP/s of one `gpu`, `speeds`
+    of labels() on it."""
     c, tokens = counts, config.total_tokens
     token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
@@ -55,7 +65,7 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
             ("+ causal attention", "flops_per_token_causal"))), "",
         *_memory(config, counts, gpus), "",
         *fp8_table, "",
-        *_hours(config, counts, layers, gpus, gpu, peak), "",
+        *_hours(config, counts, layers, gpus, gpu, peak, speeds), "",
         "disk",
         _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {kept} kept = "
              f"{12 * c['params_total'] * kept / GIB:.1f} GiB, one more while saving; host memory for one or two"),
@@ -67,7 +77,8 @@ def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
     """Per GPU. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
     m, d = config.model, config.data
     n, shard = counts["params_total"], config.parallel.shard or 1
-    tokens = d.micro_batch * m.n_ctx
+    micro_batch, remark = (1, " (auto: the start tries larger ones)") if d.micro_batch == "auto" else (d.micro_batch, "")
+    tokens = micro_batch * m.n_ctx
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     gradients = 4 * n * (1 if accumulating else 1 / shard)
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
@@ -82,7 +93,7 @@ def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
     whole = "two blocks" if config.parallel.reshard else "all blocks (parallel.reshard=false)"
     total = 4 * n / shard + gathered + gradients + 8 * n / shard + activations + logits
     return [
-        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {d.micro_batch}",
+        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
         _gib("weights", 4 * n / shard, "fp32"),
         *([_gib("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32")] if shard > 1 else []),
         _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
@@ -95,19 +106,28 @@ def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
 
 
 def _hours(config: Config, counts: dict[str, int], layers: list, gpus: int, gpu: str,
-           peak: tuple[float, float | None] | None) -> list[str]:
+           peak: tuple[float, float | None] | None, speeds: dict[str, Speed | None]) -> list[str]:
     if peak is None:
         return ["hours: name a GPU, as in --plan h100"]
     bf16_peak, fp8_peak = peak
+    bf16, quantised = map(speeds.get, labels(config))
     recompute = config.parallel.recompute       # then the forward pass, a third of the FLOPs, runs twice
-    flops = counts["flops_per_token"] * config.total_tokens * (4 / 3 if recompute else 1)
+    passes = 4 / 3 if recompute else 1
+    flops = counts["flops_per_token"] * config.total_tokens * passes
     hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
-    lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
-             f"  {'BF16':22} {hours:10.1f} h" + ("   the recomputed forward pass included" if recompute else "")]
+    source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
+    if bf16:
+        hours, source = config.total_tokens * passes / bf16.tok_per_s / gpus / 3600, "from the measured speed of one GPU"
+    lines = [f"hours on {gpus} x {gpu}: {source}" + (", what GPUs send each other not counted" if bf16 and gpus > 1 else ""),
+             f"  {'BF16':22} {hours:10.1f} h" + ("   the recomputed forward pass included" if recompute else "")
+             + (f"   {bf16.remark}" if bf16 else "")]
     if config.fp8.recipe == "off":
         return lines
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
+    if quantised:
+        fp8_hours = config.total_tokens * passes / quantised.tok_per_s / gpus / 3600
+        return [*lines, f"  {'FP8':22} {fp8_hours:10.1f} h   {quantised.remark}"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
     share = (4 if config.fp8.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if recompute else 0)
     fp8_flops = share * sum(layer.params for layer in layers if layer.reason is None) * config.total_tokens

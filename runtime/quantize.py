@@ -98,7 +98,8 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
         # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
         exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
         return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
-    amax = magnitude.max() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
+    # In two stages, whose first Inductor computes along with x itself where each of its rows is one (a norm's output).
+    amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
     scale = (largest / amax.double().clamp(min=EPS)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
 

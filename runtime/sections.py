@@ -12,6 +12,8 @@ from typing import Literal
 
 # Recipes whose weights torchao can gather as float8 with one scale per tensor.
 FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
+# Recipes that runtime/fp8_linear.py computes too: one scale per tensor, from its largest magnitude.
+FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
 
@@ -20,7 +22,7 @@ class DataConfig:
     dir: str                                # folder that holds one sub-folder of token shards per source
     mixture: dict[str, float]               # source -> its share of the training tokens; any positive scale
     tokens_per_step: int                    # training tokens per optimizer step, over all ranks
-    micro_batch: int                        # sequences per forward pass and rank
+    micro_batch: int | Literal["auto"]      # sequences per forward pass and rank; auto = the fastest that fits, by trial
     tokenizer: str = "gpt2"                 # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
 
@@ -32,7 +34,7 @@ class DataConfig:
                 yield f"data.mixture gives {source!r} the weight {weight}: leave a source out or give it a positive weight"
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source):
                 yield f"data.mixture names {source!r}: a source is one folder name, of letters, digits, '_', '-' and '.'"
-        yield from positive(self, "data", "tokens_per_step", "micro_batch", "max_epochs")
+        yield from positive(self, "data", "tokens_per_step", "max_epochs", *["micro_batch"] * (self.micro_batch != "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +78,11 @@ class FP8Config:
     first_bf16: int = 0                     # blocks at the input that stay in BF16
     last_bf16: int = 0                      # blocks at the output that stay in BF16
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
+    kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
 
     def problems(self):
-        named = [name for name in ("include", "skip", "head", "first_bf16", "last_bf16", "all_gather") if getattr(self, name)]
+        named = [name for name in ("include", "skip", "head", "first_bf16", "last_bf16", "all_gather", "kernels")
+                 if getattr(self, name)]
         if self.recipe == "off" and named:
             yield (f"fp8.recipe=off converts nothing, yet {', '.join(f'fp8.{name}' for name in named)} is set: "
                    f"name a recipe or drop it")
@@ -88,6 +92,12 @@ class FP8Config:
         if self.all_gather and self.recipe not in ("off", *FP8_GATHERED):
             yield (f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}, whose weights have no single scale that torchao "
                    f"gathers: use one of {', '.join(FP8_GATHERED)}, or fp8.all_gather=false")
+        if self.kernels and self.recipe not in ("off", "auto", *FP8_KERNELS):
+            yield (f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use one of {', '.join(FP8_KERNELS)}, auto, or "
+                   f"fp8.kernels=false")
+        if self.kernels and self.all_gather:
+            yield ("fp8.kernels=true casts whole weights, yet fp8.all_gather=true gathers them as float8 already: set one of the "
+                   "two to false")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,6 +128,9 @@ def expand(study: Study) -> list[Row]:
         base = load_config(ROOT / size.config)
         if base.fp8 != FP8Config():
             raise ConfigError(f"{size.config} has fp8.recipe={base.fp8.recipe}: give its BF16 config; recipes= adds the others")
+        if base.data.micro_batch == "auto":
+            raise ConfigError(f"{size.config} has data.micro_batch=auto: give a number, for runs are compared and branch "
+                              f"off from one another at the same one")
         for seed in size.seeds:
             for recipe in study.recipes:
                 rows += _family(study, size, base, seed, recipe)

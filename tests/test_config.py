@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -60,6 +61,7 @@ def test_sizes_are_the_documented_ones(size, layers, width, ffn, heads, millions
     ("model.tied=false", "model.tied", False), ("model.n_kv_head=none", "model.n_kv_head", None),
     ("fp8.skip=head,layers.0.*", "fp8.skip", ("head", "layers.0.*")), ("fp8.recipe=rowwise", "fp8.recipe", "rowwise"),
     ("data.mixture=web:0.5,code:2", "data.mixture", {"web": 0.5, "code": 2.0}), ("run=other", "run", "other"),
+    ("data.micro_batch=auto", "data.micro_batch", "auto"), ("data.micro_batch=8", "data.micro_batch", 8),
     ("checkpoint.at=2,4", "checkpoint.at", (2, 4)), ("start_from=o/r/checkpoints/step_00000002", "start_from",
                                                    "o/r/checkpoints/step_00000002"),
 ])
@@ -104,6 +106,9 @@ def test_a_budget_on_the_command_line_replaces_the_files(tiny):
                                "model.vocab_size=257"),
     ("data.micro_batch=5", "data.tokens_per_step=512 is not a whole number of micro-batches of 5 x 32 = 160 tokens "
                            "(data.micro_batch x model.n_ctx)"),
+    ("data.micro_batch=Auto", "data.micro_batch='Auto' is not a whole number or auto"),
+    ("data.micro_batch=none", "data.micro_batch=none is not a whole number or auto"),
+    ("data.micro_batch=0", "data.micro_batch=0 must be a positive, finite number"),
     ("parallel.timeout=0", "parallel.timeout=0.0 must be at least 1 second and at most parallel.start_timeout=1800.0"),
     ("parallel.timeout=3600", "parallel.timeout=3600.0 must be at least 1 second and at most parallel.start_timeout=1800.0"),
     ("checkpoint.forever=7", "checkpoint.forever=7 must be a multiple of checkpoint.every=3: what is not saved cannot be kept"),
@@ -132,6 +137,25 @@ def test_fp8_needs_multiples_of_16(tiny):
         "model.n_ffn=72 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 64 or 80, or fp8.recipe=off",
         "model.n_kv_head x head size=40 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 32 or 48, "
         "or fp8.recipe=off"]
+
+
+@pytest.mark.parametrize("override, sentence", [
+    ("data.tokens_per_step=100", "data.tokens_per_step=100 is not a whole number of sequences of 32 tokens (model.n_ctx)"),
+    ("deterministic=true", "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number")])
+def test_what_cannot_be_with_a_micro_batch_that_is_to_be_found(tiny, override, sentence):
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(tiny, ["data.micro_batch=auto", override])
+    assert str(error.value) == sentence
+
+
+def test_a_micro_batch_that_is_to_be_found_counts_as_one_sequence_and_is_of_a_known_kind(tiny):
+    config = apply_overrides(tiny, ["data.micro_batch=auto", "fp8.recipe=tensorwise", "model.n_ctx=8"])     # 8 tokens: no tile
+    assert config.accumulation(4) == 512 // 8 // 4 and config.identity().keys() == tiny.identity().keys()
+    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    for value in ("automatic", 2.5, None, True):
+        with pytest.raises(ConfigError, match=rf"^data.micro_batch={'none' if value is None else repr(value)} is not a whole "
+                                              r"number or auto$"):
+            dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, micro_batch=value))
 
 
 def test_all_problems_of_a_stage_are_told_together(tiny):

@@ -290,6 +290,35 @@ def test_auto_converts_layers_by_different_recipes_and_trains(monkeypatch):
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
+def test_auto_with_kernels_chooses_between_both_ways_per_layer(monkeypatch):
+    timed(monkeypatch, [("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("tensorwise", 96, 64, 1.2),
+                        ("tensorwise+kernels", 96, 64, 1.1), ("tensorwise_gw_hp+kernels", 64, 64, 0.9),
+                        ("amax+kernels", 64, 64, 2.0)])
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SIZE))
+    for kernels, want in ((True, {"attn.qkv": ("tensorwise", True), "mlp.gate_up": ("tensorwise", True)}), (False, {})):
+        layers = fp8.select(model, FP8Config(recipe="auto", kernels=kernels), "H100 of the test")
+        assert {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers} == {
+            "attn.qkv": ("tensorwise", False), "attn.out": (None, False), "mlp.gate_up": ("tensorwise", False),
+            "mlp.down": ("tensorwise", False), "head": (None, False), **want}
+        if kernels:
+            first, = (line for line in fp8.table(layers, "auto", "cuda") if "attn.qkv" in line)
+            assert first.endswith("-> tensorwise (kernels, measured 1.30x at 64 x 192)")
+            converted = fp8.by_layer(layers)
+            assert set(converted.values()) == {"tensorwise"}    # a name that other rooms look up
+
+
+def test_kernels_convert_what_the_recipe_converts_and_say_so():
+    with torch.device("meta"):
+        model = GPT(GPTConfig(**SIZE))
+    layers = fp8.convert(model, FP8Config(recipe="amax", kernels=True, skip=("attn.out",)))
+    assert {type(model.get_submodule(layer.name)).__name__ for layer in layers if layer.recipe} == {"KernelLinear"}
+    assert [layer.kernels for layer in layers] == [layer.recipe is not None for layer in layers]
+    assert fp8.table(layers, "amax", "cuda")[0] == "fp8: layers.*.attn.qkv        64 x 192    x2   -> amax (kernels)"
+    assert fp8.by_name("tensorwise+kernels") == FP8Config(recipe="tensorwise", kernels=True)
+    assert fp8.by_name("rowwise") == FP8Config(recipe="rowwise")
+
+
 @pytest.mark.parametrize("gpu", [None, "NVIDIA A100-SXM4-80GB"])
 def test_auto_without_timings_is_bf16_and_says_so(gpu):
     layers = verdicts(FP8Config(recipe="auto"))
@@ -318,6 +347,12 @@ def test_a_converted_tied_head_stays_tied():
     (FP8Config(recipe="tensorwise", skip=("layers.*",)), {},
      "fp8.recipe=tensorwise is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 and fp8.last_bf16 together "
      "keep every Linear in BF16; keep fewer or set fp8.recipe=off"),
+    (FP8Config(recipe="rowwise", kernels=True), {},
+     "fp8.kernels=true has no kernels for fp8.recipe=rowwise: use one of tensorwise, tensorwise_gw_hp, amax, auto, or "
+     "fp8.kernels=false"),
+    (FP8Config(recipe="tensorwise", kernels=True, all_gather=True), {},
+     "fp8.kernels=true casts whole weights, yet fp8.all_gather=true gathers them as float8 already: set one of the two to false"),
+    (FP8Config(kernels=True), {}, "fp8.recipe=off converts nothing, yet fp8.kernels is set: name a recipe or drop it"),
     (FP8Config(recipe="amax", include=("up",)), {},
      "fp8.include='up' matches no Linear; there are: layers.*.attn.qkv, layers.*.attn.out, layers.*.mlp.gate_up, "
      "layers.*.mlp.down, head"),

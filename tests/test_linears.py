@@ -99,6 +99,25 @@ def test_the_piece_is_differentiated_by_input_and_weights_and_fp8_differs_from_b
         assert 0 < error < 0.2, error
 
 
+def test_rows_of_kernels_are_timed_with_the_weight_quantised_beforehand(capsys, tmp_path, monkeypatch):
+    built, convert = [], linears.fp8.convert
+    monkeypatch.setattr(linears.fp8, "convert", lambda module, config: built.append(module) or convert(module, config))
+    out = tmp_path / "cpu.json"
+    code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise+kernels")
+    assert code == 0, said
+    (timings,) = speed.load_table(out).measured.values()
+    assert [row.recipe for row in timings.rows] == ["tensorwise+kernels"]
+    (holder,) = built
+    assert type(holder[0]).__name__ == "KernelLinear" and holder[0].q is not None
+    code, _, said = call(capsys, f"out={tmp_path / 'b.json'}", *TOY, "recipes=rowwise+kernels")
+    assert code == 2 and "rowwise+kernels" in said
+
+
+def test_by_default_autos_candidates_are_timed(monkeypatch):
+    assert linears._recipes(linears.Options(), torch.device("cpu")) == [
+        "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "tensorwise+kernels", "tensorwise_gw_hp+kernels"]
+
+
 def test_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
     forward = linears.Piece.forward
     monkeypatch.setattr(linears.Piece, "forward", lambda self, x: forward(self, x) * float("nan"))

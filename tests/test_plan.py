@@ -21,21 +21,21 @@ from tests.plan_cases import BUDGET, correlated, write_law
 from tests.scaling_runs import write_run
 
 
-def test_the_bound_on_the_speedup_is_train_pys(capsys):
+def test_the_bound_on_the_speedup_is_train_pys(tmp_path):
     sizes, notes = plan.read_sizes(plan._parse(BUDGET))
     assert any("upper bound" in note for note in notes)
     for size in sizes:
-        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16))
+        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16, tmp_path))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens
         assert steps / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
 
 
-def test_training_llama_on_is_planned_before_anything_is_there():
+def test_training_llama_on_is_planned_before_anything_is_there(tmp_path):
     config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
     assert config.accumulation(4) == 4 and config.optim.warmup_steps(config.total_steps) == 100
-    lines = train_plan(config, "h100", torch.bfloat16)
+    lines = train_plan(config, "h100", torch.bfloat16, tmp_path)
     text = "\n".join(lines)
     assert f"{8_030_261_248:,}" in text and "of 131,072 tokens, context 4096" in text      # the published count
     assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in text
@@ -48,7 +48,8 @@ def test_training_llama_on_is_planned_before_anything_is_there():
     assert "6 kept = 538.5 GiB" in text, "the last five and the best"
     assert size["training tokens"] == pytest.approx(4 * 131.072e6 / 2**30, abs=0.01)       # ids beyond 16 bits
     kept = load_config(ROOT / "configs/continue_llama.py", ["parallel.recompute=false"])
-    hours = [float(re.search(r"BF16 +([\d.]+) h", "\n".join(train_plan(c, "h100", torch.bfloat16)))[1]) for c in (config, kept)]
+    hours = [float(re.search(r"BF16 +([\d.]+) h", "\n".join(train_plan(c, "h100", torch.bfloat16, tmp_path)))[1])
+             for c in (config, kept)]
     assert hours[0] / hours[1] == pytest.approx(4 / 3, abs=0.1)         # the forward pass is a third of the FLOPs
 
 

@@ -1,0 +1,300 @@
+"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step, and the bytes of each.
+
+    python bench/inductor.py                                        configs/gpt1p5b_bf16.py, 16 x 1024 tokens
+    python bench/inductor.py config=configs/gpt125m_fp8.py micro_batch=64 kernels=true out=out/plan.json
+    python bench/inductor.py recipe=tensorwise layers=1 show=true   every kernel in its order
+
+Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
+Linears and compiler. Attention is a box whose bytes count and whose work does not; the embedding is left out. Bytes are
+what a kernel's arguments hold: what a cache saves, or a second pass over them costs, is not in it. Nothing is timed or run.
+
+The compiler asks torch.cuda for the GPU's properties and Triton for its target; both are answered here with an H100's.
+That reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
+"""
+
+import sys
+from collections import defaultdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eval.options import read_options
+from model import GPT
+from runtime import fp8
+from runtime.annotations import field_lines
+from runtime.build import COMPUTE_DTYPE
+from runtime.config import ConfigError, apply_overrides, load_config
+from runtime.rows import write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132,
+        "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
+        "warp_size": 32, "L2_cache_size": 50 * 2**20, "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448,
+        "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    config: str = "configs/gpt1p5b_bf16.py"     # the run whose step is read
+    recipe: str | None = None       # another fp8.recipe than the config's
+    kernels: bool | None = None     # another fp8.kernels
+    head: bool | None = None        # another fp8.head
+    micro_batch: int = 16           # sequences
+    context: int = 1024             # tokens of each
+    layers: int | None = None       # that many blocks as they are; none = all, from the difference of two and one
+    show: bool = False              # every kernel on a line of its own, not only the sums
+    out: str | None = None          # a JSON file that receives every kernel
+
+    POSITIONAL: ClassVar = ()
+
+    def __post_init__(self):
+        for name in ("micro_batch", "context", "layers"):
+            if (value := getattr(self, name)) is not None and not 1 <= value <= 2**20:
+                raise ConfigError(f"{name}={value} must be between 1 and {2**20}")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: a kernel that Inductor writes, or a library's or our own that it calls."""
+    direction: str              # forward, backward
+    kind: str                   # written (by Inductor), matmul, attention, called
+    name: str                   # the fused operations, or what is called
+    bytes: int                  # read and written, each argument once
+    flops: int                  # of a matmul
+    is_fp8: bool                # of a matmul: its operands
+    outputs: tuple[str, ...]    # "float8_e4m3fn 16384 x 2048"
+
+
+class _Enough(Exception):
+    """Raised where the compiler would go on to build and load the kernels."""
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 done, 2 the user's mistake."""
+    if {"-h", "--help"} & set(arguments):
+        print("\n".join([__doc__, *field_lines("", Options)]))
+        return 0
+    try:
+        options = read_options(Options, arguments)
+        config = load_config(ROOT / options.config, [f"model.n_ctx={options.context}"])
+        named = {"recipe": options.recipe, "kernels": options.kernels, "head": options.head}
+        config = apply_overrides(config, [f"fp8.{key}={value}" for key, value in named.items() if value is not None])
+        pretend_h100()
+        depth = options.layers or config.model.n_layer
+        plans = {n: read_step(config, n, options.micro_batch) for n in ({depth} if options.layers else {1, 2})}
+    except ConfigError as error:
+        print(f"bench/inductor.py: {error}", file=sys.stderr)
+        return 2
+    tokens = options.micro_batch * options.context
+    for kernels, _ in plans.values():
+        if options.show:
+            print("\n".join(f"{k.direction:8} {k.kind:9} {k.bytes / 1e6:9.1f} MB  {k.name[:80]:80} -> {', '.join(k.outputs)}"
+                            for k in kernels))
+    print("\n".join(summary(config, plans, depth, tokens)))
+    if options.out:
+        write_json(ROOT / options.out, {"config": config.to_dict(), "tokens": tokens, "torch": torch.__version__, "plans": {
+            str(n): {"saved_bytes": saved, "kernels": [asdict(k) for k in kernels]} for n, (kernels, saved) in plans.items()}})
+    return 0
+
+
+def summary(config, plans: dict[int, tuple[list[Kernel], int]], depth: int, tokens: int) -> list[str]:
+    """Bytes by kind and direction, for the whole depth, as lines."""
+    kept = "kept for the backward pass"
+    sums = whole_depth({n: totals(kernels) | {kept: saved} for n, (kernels, saved) in plans.items()}, depth)
+    flops = whole_depth({n: {"flops": sum(k.flops for k in kernels)} for n, (kernels, _) in plans.items()}, depth)["flops"]
+    return [f"{config.run}, fp8.recipe={config.fp8.recipe}{', kernels' if config.fp8.kernels else ''}: {depth} blocks, "
+            f"{tokens:,} tokens, {flops / tokens:,.0f} matmul FLOPs per token, torch {torch.__version__}, read for an H100",
+            *(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token" for key, value in sums.items())]
+
+
+def whole_depth(sums: dict[int, dict[str, int]], depth: int) -> dict[str, int]:
+    """Sums by number of blocks -> those of `depth` blocks; from one and two blocks, since each further one adds the same."""
+    if depth in sums:
+        return sums[depth]
+    one, two = sums[1], sums[2]
+    return {key: one.get(key, 0) + (depth - 1) * (two[key] - one.get(key, 0)) for key in two}
+
+
+def totals(kernels: list[Kernel]) -> dict[str, int]:
+    """Bytes by direction and kind; matmuls by precision."""
+    sums = defaultdict(int)
+    for k in kernels:
+        sums[f"{k.direction}, {k.kind}{(' FP8' if k.is_fp8 else ' BF16') if k.kind == 'matmul' else ''}"] += k.bytes
+    return dict(sorted(sums.items()))
+
+
+# ---------------------------------------------------------------------------------------------------- reading one step
+
+def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int]:
+    """The kernels of one micro-batch through `n_layer` blocks, head and loss; the bytes kept between the two passes.
+
+    pretend_h100() must have been called. Raises ConfigError where fp8 cannot be had."""
+    import torch._inductor.config as inductor
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
+    model, passes = _model(config, n_layer), []
+    weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
+    buffers = dict(model.named_buffers())
+
+    def step(h, y, *tensors):
+        return torch.func.functional_call(model, dict(zip([*weights, *buffers], tensors, strict=True)), (h, y)).sum()
+
+    def partition(graph, inputs, **options):
+        joint_graph.joint_graph_passes(graph)
+        return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **options)
+
+    def keep(graph, _):
+        passes.append(graph)
+        return make_boxed_func(graph)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+        shape = (micro_batch, config.model.n_ctx)
+        tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
+        h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
+        aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
+            h, torch.zeros(shape, dtype=torch.long), *tensors).backward()
+    forward, backward = passes
+    kernels = _lower(forward, "forward") + _lower(backward, "backward")
+    inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
+    kept = [node for node in next(n for n in forward.graph.nodes if n.op == "output").args[0][1:]
+            if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
+    return kernels, sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
+
+
+def _model(config, n_layer: int) -> GPT:
+    with torch.device("meta"):
+        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
+    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step)
+    fp8.weights_changed(model)              # FP8 copies that last are made between the steps, not in them
+    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
+    return model
+
+
+def _lower(graph, direction: str) -> list[Kernel]:
+    """What Inductor makes of a traced pass, on CUDA tensors that have no memory."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+    kernels: list[Kernel] = []
+
+    def stop(lowering):
+        lowering.codegen()
+        kernels.extend(_kernel(node, direction) for node in lowering.scheduler.nodes if not _is_free(node))
+        raise _Enough
+
+    gpu = torch.device("cuda", 0)
+    for node in graph.graph.nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": gpu}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+        values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=gpu) if isinstance(v, torch.Tensor) else v
+                  for v in values]
+        FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+        graph.recompile()
+        original, GraphLowering._compile_to_module = GraphLowering._compile_to_module, stop
+        try:
+            compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
+        except Exception:
+            if not kernels:
+                raise
+        finally:
+            GraphLowering._compile_to_module = original
+    return kernels
+
+
+def _is_free(node) -> bool:
+    """A name for one of another kernel's several results."""
+    return node.is_extern() and type(node.node).__name__ == "MultiOutput"
+
+
+def _kernel(node, direction: str) -> Kernel:
+    size = node.get_read_write_buffers_sizes()
+    if not node.is_extern():
+        ops = {str(origin.target).removeprefix("aten.").removeprefix("prims.").split(".")[0]
+               for part in node.get_nodes() if part.node for origin in part.node.get_origins()}
+        outputs = [out.node for out in node.get_outputs() if out.node is not None]
+        return Kernel(direction, "written", ",".join(sorted(ops)), size, 0, False, tuple(map(_words, outputs)))
+    called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
+    if not called.rpartition(".")[2].endswith("mm"):
+        return Kernel(direction, "attention" if "nanofp8.attention" in called else "called",
+                      called.removeprefix("torch.ops.").removesuffix(".default"), size, 0, False, ())
+    a, b = node.node.inputs[:2]
+    (m, k), n = map(int, a.get_size()), int(b.get_size()[1])
+    return Kernel(direction, "matmul", f"{called.rpartition('.')[2]} {m} x {k} x {n}", size, 2 * m * k * n,
+                  a.get_dtype().itemsize == 1, (_words(node.node),))
+
+
+def _words(buffer) -> str:
+    return f"{str(buffer.get_dtype()).removeprefix('torch.')} {' x '.join(str(n) for n in buffer.get_size())}"
+
+
+# ------------------------------------------------------------------------------------------------- an H100 that is not there
+
+def pretend_h100() -> None:
+    """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest of this process."""
+    import torch._inductor.config as inductor
+    import torch._inductor.fx_passes.joint_graph as joint_graph
+    import torch._subclasses.fake_tensor as fake_tensor
+    try:
+        import triton
+        from triton.backends.compiler import GPUTarget
+    except ImportError as error:
+        raise ConfigError("reading the compiler's kernels needs Triton: pip install triton") from error
+
+    inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
+    joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers
+    properties, none = SimpleNamespace(**H100), lambda *_, **__: None
+    for name, answer in {"is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
+                         "get_device_properties": lambda *_: properties, "get_device_capability": lambda *_: (9, 0),
+                         "get_device_name": lambda *_: H100["name"], "set_device": none, "synchronize": none,
+                         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": none,
+                         "_lazy_init": none, "_get_device_properties": lambda *_: properties,
+                         "_exchange_device": lambda *_: 0, "_maybe_exchange_device": lambda *_: 0}.items():
+        setattr(torch.cuda, name, answer)
+    fake_tensor.init_gpu_context = none
+    torch.compiler.is_compiling = lambda: True      # checks that only an eager step can make are left out
+    for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "_cuda_getCurrentRawStream"):
+        setattr(torch._C, name, lambda *_: 0)
+    triton.runtime.driver.set_active(SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0, is_active=lambda: True,
+        get_current_stream=lambda *_: 0, get_active_torch_device=lambda: torch.device("cuda", 0)))
+    _box_attention()
+
+
+def _box_attention() -> None:
+    """Put an operation that the compiler cannot see into in the place of attention, as cuDNN's kernel is on a GPU."""
+    @torch.library.custom_op("nanofp8::attention", mutates_args=())
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    @torch.library.custom_op("nanofp8::attention_backward", mutates_args=())
+    def backward(g: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor,
+                 lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def like(t):        # cuDNN writes (B, H, T, D) as a view of (B, T, H, D), so that joining the heads is no copy
+        return t.transpose(1, 2).new_empty(t.transpose(1, 2).shape).transpose(1, 2)
+
+    attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
+    backward.register_fake(lambda g, q, k, v, out, lse: (like(q), like(k), like(v)))
+    attention.register_autograd(lambda ctx, g, _: backward(g, *ctx.saved_tensors),
+                                setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, *output))
+    F.scaled_dot_product_attention = lambda q, k, v, **_: attention(q, k, v)[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""Print what a training step should take by a model of its bytes and FLOPs, beside what was measured.
+
+    python bench/roofline.py                            the four sizes on an H100, the levers, 8 to 512 GPUs
+    python bench/roofline.py --gpu h200 sizes=1p5b
+    python bench/roofline.py --results bench/results/h100.jsonl         measured ceilings, predicted against measured
+
+All numbers are modelled: sums of FLOPs and bytes over ceilings (bench/step_model.py, bench/fleet_model.py), which are
+published figures and assumptions until --results replaces them. The FP8:BF16 ratio was fitted to nanochat's d26 by one
+constant; the other anchors of tests/test_roofline.py come out within the errors that are printed.
+"""
+
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+if __name__ == "__main__":      # `python bench/roofline.py` puts bench/ on sys.path, our modules lie beside it
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench import fleet_model, step_model
+from bench.step_model import BUCKETS, CASTS, Casts, Ceilings, Moved, Shape, Step, shape_of, step
+from bench.suites import MICRO_BATCH, TOKENS_PER_STEP
+from eval.options import read_options
+from model import GPTConfig
+from runtime.annotations import field_lines, nearest
+from runtime.config import ConfigError, load_config
+from runtime.metrics import peak_flops, read_rows
+
+ROOT = Path(__file__).resolve().parents[1]
+LABELS = ("bf16", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "auto", "tensorwise+kernels",
+          "tensorwise_gw_hp+kernels", "auto+kernels", "tensorwise+head", "tensorwise+kernels+head")
+FLEETS = (8, 64, 512)
+FLEET_TOKENS = 1_048_576        # per step: configs/gpt1p5b_bf16.py
+WEAK_TOKENS = 65_536            # per GPU and step, however many GPUs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    gpu: str = "h100"               # h100 or h200
+    sizes: tuple[str, ...] = tuple(MICRO_BATCH)     # of configs/gpt<size>_bf16.py
+    context: int = 1024             # T, tokens
+    results: str | None = None      # a file of bench/throughput.py: its ceilings, its cells
+
+    POSITIONAL: ClassVar = ()
+
+    def __post_init__(self):
+        if self.gpu not in step_model.GPUS:
+            raise ConfigError(f"gpu={self.gpu!r} has no ceilings here{nearest(self.gpu, step_model.GPUS)}")
+        for size in self.sizes:
+            if size not in MICRO_BATCH:
+                raise ConfigError(f"sizes={size!r} is none of {', '.join(MICRO_BATCH)}")
+        if not 16 <= self.context <= 65_536 or self.context & (self.context - 1):
+            raise ConfigError(f"context={self.context} must be a power of two from 16 to 65536")
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 printed, 1 a file that cannot be read, 2 the user's mistake."""
+    if {"-h", "--help"} & set(arguments):
+        print("\n".join([__doc__, *field_lines("", Options)]))
+        return 0
+    try:
+        print("\n".join(report(read_options(Options, arguments))))
+        return 0
+    except ConfigError as error:
+        print(f"bench/roofline.py: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"bench/roofline.py: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def report(options: Options) -> list[str]:
+    """All that the command prints, as lines. Raises ConfigError, OSError."""
+    c, rows = step_model.GPUS[options.gpu], []
+    if options.results:
+        rows = results(options.results, options.gpu)
+        c = step_model.with_measured(c, rows)
+    lines = assumptions(c, bool(rows))
+    for size in options.sizes:
+        lines += ["", *size_lines(c, size, options.context)]
+    lines += ["", *lever_lines(c, options.sizes, options.context), "", *doubt_lines(c, options.sizes[-1], options.context), "",
+              *cast_lines(), "", *fleet_lines(c, options.context)]
+    return lines + (["", *against_measured(c, rows)] if rows else [])
+
+
+def results(path: str, gpu: str) -> list[dict]:
+    """The rows of a results file of this GPU. Raises ConfigError where it holds none."""
+    file = ROOT / path
+    if not file.is_file():
+        raise ConfigError(f"results={path} is not there: give a file that bench/throughput.py has written")
+    rows = [row for row in read_rows(file) if isinstance(row, dict)]
+    if not any(row.get("kind") in ("copy", "matmul", "attention", "cell") for row in rows):
+        raise ConfigError(f"results={path} holds neither ceilings nor cells: give a file that bench/throughput.py has written")
+    names = {row.get("gpu") for row in rows if row.get("kind") == "run"}
+    if any(gpu not in (name or "").lower() for name in names):
+        raise ConfigError(f"results={path} was measured on {', '.join(sorted(str(n or 'a CPU') for n in names))}, not gpu={gpu}: "
+                          f"give a file of that GPU, or its name")
+    return rows
+
+
+def assumptions(c: Ceilings, is_measured: bool) -> list[str]:
+    """What the model rests on."""
+    rates = ", ".join(f"{name} {rate / 1e12:,.0f}" for name, rate in c.flops.items())
+    said = (f"{len(c.measured)} matmuls timed; others by the model times the median of measured / modelled: "
+            + (", ".join(f"{name} {value:.2f}" for name, value in sorted(c.corrected.items())) or "none")) if is_measured else \
+        "nothing here is measured: published figures and assumptions"
+    return [
+        f"MODELLED step times on {c.name}: {said}",
+        f"  matmul [TFLOP/s]   {rates}, times K / (K + {step_model.HALF_K['bf16']}) in BF16, K / (K + "
+        f"{step_model.HALF_K['fp8']}) in FP8, whole waves of tiles on {c.sms} SMs",
+        f"  memory             {c.bandwidth / 1e12:.2f} TB/s; {c.transposed:.2f} of it where Inductor transposes FP8, "
+        f"{c.ours:.2f} in our kernel",
+        f"  attention          {c.attention / 1e12:,.0f} TFLOP/s of the causal half, times T / (T + {step_model.HALF_T}); x "
+        f"{step_model.NARROW_HEAD} for heads below 128",
+        f"  idle               {step_model.IDLE:.0%} of everything else",
+        f"  stated error       {step_model.ABSOLUTE_ERROR:.0%} of tokens/s, {step_model.RATIO_ERROR:.2f} of a ratio",
+    ]
+
+
+def model_of(size: str, context: int) -> GPTConfig:
+    return replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, n_ctx=context)
+
+
+def case(size: str, context: int) -> tuple[Shape, int]:
+    """A size's shape and micro-batch at this context: as many tokens as in the suite."""
+    return shape_of(model_of(size, context)), max(1, MICRO_BATCH[size] * 1024 // context)
+
+
+def size_lines(c: Ceilings, size: str, context: int) -> list[str]:
+    """One size under every label: tokens/s, ratio, shares of the step."""
+    shape, micro_batch = case(size, context)
+    peaks = peak_flops(c.name)
+    base = step(c, shape, "bf16", micro_batch, TOKENS_PER_STEP)
+    lines = [f"{size}, T={context}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step, "
+             f"{shape.flops_per_token / 1e9:.3f} GFLOP a token",
+             f"  {'label':26} {'tok/s':>8} {'ratio':>6} {'TFLOP/s':>8} {'mfu_bf16':>9}   " + "".join(f"{b:>10}" for b in BUCKETS)]
+    for label in LABELS:
+        s = step(c, shape, label, micro_batch, TOKENS_PER_STEP)
+        lines.append(_row(label, s, base, shape, peaks))
+        if label.startswith("auto"):
+            chosen = ", ".join(f"{name} {recipe}" for name, recipe in s.recipes.items())
+            lines.append(f"  {'':26} ({chosen})")
+    for label, head in (("zero casts", ""), ("zero casts, head too", "+head")):
+        s = step(c, shape, "tensorwise" + head, micro_batch, TOKENS_PER_STEP, casts=step_model.FREE)
+        lines.append(_row(label, s, base, shape, peaks))
+    return lines
+
+
+def _row(label: str, s: Step, base: Step, shape: Shape, peaks) -> str:
+    flops = s.tok_per_s * shape.flops_per_token
+    mfu = f"{flops / peaks[0]:9.1%}" if peaks else f"{'':9}"
+    shares = "".join(f"{s.buckets[b] / s.seconds:10.1%}" for b in BUCKETS)
+    return f"  {label:26} {s.tok_per_s:8,.0f} {base.seconds / s.seconds:6.3f} {flops / 1e12:8.0f} {mfu}   {shares}"
+
+
+def levers() -> list[tuple[str, str, Casts | None]]:
+    """(what is added, label of the head's treatment, casts): each on top of those before it."""
+    stock, ours = CASTS["tensorwise"], CASTS["tensorwise+kernels"]
+    fused = replace(stock, x={n: m._replace(amax=2.0 if n == "out" else 0.0) for n, m in stock.x.items()},
+                    g={n: m._replace(amax=0.0) for n, m in stock.g.items()})
+    both = replace(stock, x=ours.x, g=ours.g)
+    plain_head = replace(ours, g={**ours.g, "head": Moved(amax=2, ours=4)})     # dlogits written in BF16, then read twice
+    return [("torchao's tensorwise", "tensorwise", stock),
+            ("amax in the producer (not behind attention)", "tensorwise", fused),
+            ("one kernel writes both layouts", "tensorwise", both),
+            ("weights quantised once a step", "tensorwise", ours),
+            ("head in FP8", "tensorwise+head", plain_head),
+            ("loss's gradient emitted in FP8", "tensorwise+head", ours),
+            ("all casts free", "tensorwise+head", step_model.FREE)]
+
+
+def lever_lines(c: Ceilings, sizes: tuple[str, ...], context: int) -> list[str]:
+    """What each lever gains, FP8's one after the other; then what would be lost without those of BF16."""
+    lines = ["levers, each on top of those above: ratio to BF16 (gain in tokens/s)",
+             f"  {'':46}" + "".join(f"{size:>18}" for size in sizes)]
+    cases = {size: case(size, context) for size in sizes}
+    base = {size: step(c, shape, "bf16", n, TOKENS_PER_STEP) for size, (shape, n) in cases.items()}
+    before = {size: base[size].seconds for size in sizes}
+    for name, label, casts in levers():
+        cells = []
+        for size, (shape, n) in cases.items():
+            seconds = step(c, shape, label, n, TOKENS_PER_STEP, casts=casts).seconds
+            cells.append(f"{base[size].seconds / seconds:9.3f} ({before[size] / seconds - 1:+6.1%})")
+            before[size] = seconds
+        lines.append(f"  {name:46}" + "".join(cells))
+    lines.append("  BF16's own: tokens/s against the baseline")
+    slow = replace(c, attention=330e12 * (1 + step_model.HALF_T / 2048))     # 330 TFLOP/s at T=2048
+    for name, change in (("FlashAttention 2 instead of cuDNN", lambda shape, n: step(slow, shape, "bf16", n, TOKENS_PER_STEP)),
+                         ("half the micro-batch", lambda shape, n: step(c, shape, "bf16", max(1, n // 2), TOKENS_PER_STEP)),
+                         ("twice the micro-batch", lambda shape, n: step(c, shape, "bf16", n * 2, TOKENS_PER_STEP)),
+                         ("logits kept in fp32", lambda shape, n: _with_fp32_logits(c, shape, n))):
+        gains = [change(*cases[size]).tok_per_s / base[size].tok_per_s - 1 for size in sizes]
+        lines.append(f"  {name:46}" + "".join(f"{'':9} ({gain:+6.1%})" for gain in gains))
+    return lines
+
+
+def doubt_lines(c: Ceilings, size: str, context: int) -> list[str]:
+    """How the ratios of one size move with what is assumed."""
+    shape, micro_batch = case(size, context)
+    labels = ("tensorwise", "tensorwise+kernels", "tensorwise+kernels+head")
+    lines = [f"what the ratios of {size} hang on", f"  {'':46}" + "".join(f"{label:>26}" for label in labels)]
+    faster = {name: rate * (1 if name == "bf16" else 1.1) for name, rate in c.flops.items()}
+    slower = {name: rate * (1 if name == "bf16" else 0.9) for name, rate in c.flops.items()}
+    for name, other in (("as assumed", c), ("FP8 matmuls 10 % faster", replace(c, flops=faster, measured={})),
+                        ("FP8 matmuls 10 % slower", replace(c, flops=slower, measured={})),
+                        ("memory 10 % slower", replace(c, bandwidth=0.9 * c.bandwidth)),
+                        ("Inductor transposes at 0.4 of the bandwidth", replace(c, transposed=0.4)),
+                        ("our kernel at 0.7 of it", replace(c, ours=0.7)), ("our kernel at all of it", replace(c, ours=1.0))):
+        base = step(other, shape, "bf16", micro_batch, TOKENS_PER_STEP).seconds
+        ratios = (base / step(other, shape, label, micro_batch, TOKENS_PER_STEP).seconds for label in labels)
+        lines.append(f"  {name:46}" + "".join(f"{ratio:26.3f}" for ratio in ratios))
+    return lines
+
+
+def _with_fp32_logits(c: Ceilings, shape: Shape, micro_batch: int) -> Step:
+    """A copy written (2 read, 4 written) and read by the loss instead, forward and backward: 6 + 2 + 2 bytes more."""
+    s = step(c, shape, "bf16", micro_batch, TOKENS_PER_STEP)
+    return replace(s, buckets={**s.buckets, "loss": s.buckets["loss"] + 10 * s.tokens * shape.vocab / c.bandwidth})
+
+
+def cast_lines() -> list[str]:
+    """Bytes that casts move per element of each tensor, over BF16's: counted from Inductor's plan for an H100."""
+    names = ("qkv", "out", "gate_up", "down", "head")
+    lines = ["bytes of the casts over BF16, per element of x (input), g (gradient of the output), w (weight) of each Linear",
+             f"  {'':26}" + "".join(f"{'x ' + n:>10}" for n in names) + "".join(f"{'g ' + n:>10}" for n in names)
+             + f"{'w / micro':>12}{'w / step':>10}"]
+    for recipe in (n for n in CASTS if n != "bf16" and not n.startswith("amax")):
+        k = CASTS[recipe]
+        lines.append(f"  {recipe:26}" + "".join(f"{moved[n].total:10g}" for moved in (k.x, k.g) for n in names)
+                     + f"{k.w.total:12g}{k.w_step.total:10g}")
+    return lines
+
+
+def fleet_lines(c: Ceilings, context: int) -> list[str]:
+    """1.5B on many GPUs: strong scaling (tokens per step fixed), weak scaling (tokens per GPU fixed)."""
+    shape, micro_batch = case("1p5b", context)
+    network = fleet_model.Network()
+    lines = [f"1p5b on many GPUs, MODELLED: NVLink {network.nvlink / 1e9:.0f} GB/s, {network.adapter / 1e9:.0f} GB/s per "
+             f"adapter, {network.machine} of each a machine; hops {network.hop_s * 1e6:.0f} and {network.far_hop_s * 1e6:.0f} us",
+             f"  {'':10} {'GPUs':>5} {'shard':>6} {'label':28} {'micro x n':>10} {'GB sent':>8} {'compute ms':>11} "
+             f"{'sending ms':>11} {'exposed':>8} {'tok/s GPU':>10} {'efficiency':>11} {'no overlap':>11}"]
+    for regime, tokens in (("strong", lambda n: FLEET_TOKENS), ("weak", lambda n: WEAK_TOKENS * n)):
+        for label, is_fp8, reshard in (("bf16", False, True), ("bf16", False, False), ("tensorwise", False, True),
+                                       ("tensorwise", True, True), ("tensorwise+kernels", False, False)):
+            alone = step(c, shape, label, micro_batch, FLEET_TOKENS).tok_per_s
+            for gpus in FLEETS:
+                for shard in sorted({8, gpus}):
+                    s = fleet_model.fleet_step(c, network, shape, label, gpus, shard, micro_batch, tokens(gpus), is_fp8, reshard)
+                    name = label + (", float8 gathered" if is_fp8 else "") + ("" if reshard else ", kept")
+                    lines.append(f"  {regime:10} {gpus:5d} {shard:6d} {name:28} {s.micro_batch:6d} x {s.accumulation:<2d}"
+                                 f"{s.sent_bytes / 1e9:9.1f} {s.compute_s * 1e3:11.1f} {s.sending_s * 1e3:11.1f} "
+                                 f"{s.exposed_s / (s.compute_s + s.exposed_s):8.1%} {s.tok_per_s_gpu:10,.0f} "
+                                 f"{s.tok_per_s_gpu / alone:11.1%} {s.without_overlap / alone:11.1%}")
+    return [*lines, "  efficiency: tokens/s of a GPU over one GPU alone with the same label; shard < GPUs is HSDP; kept is",
+            "  parallel.reshard=false, which gathers once a step; all by rings: NCCL's trees are quicker in small pieces"]
+
+
+def against_measured(c: Ceilings, rows: list[dict]) -> list[str]:
+    """Every valid cell of ours beside its prediction: tokens/s, ratio, milliseconds per bucket and micro-step."""
+    lines = ["predicted / measured (1.00 is right)",
+             f"  {'size':8} {'label':26} {'T':>5} {'micro':>6} {'tok/s':>16} {'':>6} {'ratio':>13}   "
+             + "".join(f"{b:>16}" for b in BUCKETS)]
+    newest = {(r.get("size"), r.get("label"), r.get("T"), r.get("micro_batch")): r for r in rows
+              if r.get("kind") == "cell" and r.get("valid")}
+    for (size, label, T, micro_batch), row in newest.items():
+        try:
+            shape = shape_of(model_of(size, T))
+            s = step(c, shape, label, micro_batch, row["tokens_per_step"])
+        except (ConfigError, KeyError, TypeError):      # peers and sizes that no config describes
+            lines.append(f"  {size!s:8} {label!s:26} {'not modelled'}")
+            continue
+        base = step(c, shape, "bf16", micro_batch, row["tokens_per_step"])
+        ratio = (row.get("ratio") or {}).get("median")
+        said = f"{base.seconds / s.seconds:.3f} / {ratio:.3f}" if ratio else ""
+        parts = [_part(s, bucket, row) for bucket in BUCKETS]
+        lines.append(f"  {size:8} {label:26} {T:5d} {micro_batch:6d} {s.tok_per_s / 1e3:7.1f}k /{row['tok_per_s'] / 1e3:6.1f}k "
+                     f"{s.tok_per_s / row['tok_per_s']:6.2f} {said:>13}   " + "".join(f"{part:>16}" for part in parts))
+    return lines if newest else [*lines, "  no valid cell in this file"]
+
+
+def _part(s: Step, bucket: str, row: dict) -> str:
+    """Milliseconds of a bucket per micro-step, predicted / measured; the measured "other" holds what was idle."""
+    if not row.get("buckets") or not row.get("step_s"):
+        return ""
+    # The profile is of a whole step: shares of it, times the cell's own time per token.
+    measured = dict(row["buckets"])
+    whole = row.get("profiled_step_s") or max(row["step_s"], sum(measured.values()))
+    measured["other"] = measured.get("other", 0.0) + max(0.0, whole - sum(measured.values()))
+    seconds = measured.get(bucket, 0.0) / whole * s.tokens / row["tok_per_s"]
+    return f"{s.buckets[bucket] * 1e3:.1f} / {seconds * 1e3:.1f}" if math.isfinite(seconds) else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

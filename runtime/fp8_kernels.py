@@ -1,0 +1,163 @@
+"""Triton kernels that cast to FP8 in both layouts from one read of their input.
+
+An FP8 matmul on Hopper wants both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
+sum over different dimensions of the same tensors, so each tensor is needed row by row and transposed. A program takes one
+tile: reads it once, scales, saturates, rounds to nearest even, writes it both ways.
+
+Least bytes moved per value: cast_both 2 + 1 + 1 for BF16 (2 + 1 without rows), 4 + 1 + 1 for fp32; cross_entropy_grad
+2 + 1 + 1. In the time that 4 bytes take at 3 TB/s, an H100 SXM (132 x 4 x 32 lanes at 1.7 GHz) can issue 38 instructions;
+the code compiled for it needs 9 a value (cast_both) and 16 (cross_entropy_grad), with 16-byte accesses and no spills: the
+memory's pace is the limit. Modelled, from the compiled code (tests/test_fp8_kernels.py); bench/kernels.py measures it.
+
+This room needs triton; its caller imports it when the first tensor lies on a GPU. TRITON_INTERPRET=1, set before the
+import, runs the kernels on CPU tensors, but Triton's interpreter rounds FP8 wrongly (the tests repair it).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+IGNORED = tl.constexpr(-100)        # a target that counts for nothing: torch's ignore_index
+LOG2_E = tl.constexpr(1.4426950408889634)
+FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+MOST_PROGRAMS = 65_535              # along a grid's second or third axis (CUDA)
+
+
+class Tile(NamedTuple):
+    """What one program casts."""
+    rows: int           # 128 are one line of the cache in the transposed copy
+    columns: int
+    warps: int
+    group: int = 8      # programs in a row that write neighbouring lines of the transposed copy: DRAM wants long runs both ways
+
+
+# Chosen by the registers and instructions of what is compiled for sm_90; bench/kernels.py times them among others.
+CAST_TILE = Tile(128, 128, 8)
+GRAD_TILE = Tile(128, 64, 8)
+
+
+def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype, q: torch.Tensor | None, qt: torch.Tensor,
+              tile: Tile = CAST_TILE) -> None:
+    """Write x * scale, saturated and rounded to `format`, to q (M, K) and transposed to qt (K, M); q None: to qt alone.
+
+    x (M, K) BF16 or fp32, scale () fp32, q and qt of `format`, all contiguous; M and K multiples of 16. The values are those
+    of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's largest value.
+    """
+    M, K = _check(x, scale, format, q, qt, tile)
+    _cast_both[_grid(M, K, tile)](x, scale, *_as_integers(q, qt), M, K, **_constants(format, tile), num_warps=tile.warps)
+
+
+def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
+                       q: torch.Tensor | None, qt: torch.Tensor, tile: Tile = GRAD_TILE) -> None:
+    """Write the scaled gradient of the cross-entropy with respect to its logits to q (M, V) and transposed to qt (V, M).
+
+    At (m, v): (exp(logits[m, v] - lse[m]) - [v == targets[m]]) * (grad[m] * scale), saturated and rounded to the format of qt;
+    zero in rows whose target is -100. logits (M, V) BF16 or fp32, lse (M,) fp32 their log-sum-exp, targets (M,) int64, grad
+    (M,) fp32 the gradient of each row's loss, scale () fp32; all contiguous, M and V multiples of 16.
+    """
+    M, V = _check(logits, scale, qt.dtype, q, qt, tile)
+    assert lse.shape == targets.shape == grad.shape == (M,), (lse.shape, targets.shape, grad.shape)
+    assert (lse.dtype, targets.dtype, grad.dtype) == (torch.float32, torch.int64, torch.float32)
+    assert lse.is_contiguous() and targets.is_contiguous() and grad.is_contiguous()
+    _cross_entropy_grad[_grid(M, V, tile)](logits, lse, targets, grad, scale, *_as_integers(q, qt), M, V,
+                                           **_constants(qt.dtype, tile), num_warps=tile.warps)
+
+
+def _check(x, scale, format, q, qt, tile) -> tuple[int, int]:
+    """The shape of x. A kernel writes wherever it is told to: what does not fit must not get that far."""
+    M, K = x.shape
+    assert x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous() and M % 16 == K % 16 == 0, (x.dtype, x.shape)
+    assert scale.dtype == torch.float32 and scale.numel() == 1, (scale.dtype, scale.shape)
+    assert q is None or (q.shape == (M, K) and q.dtype == format and q.is_contiguous())
+    assert qt.shape == (K, M) and qt.dtype == format and qt.is_contiguous(), (qt.shape, qt.dtype)
+    assert tile.rows * K < 2**31 and tile.columns * M < 2**31, "offsets in a tile are int32"
+    return M, K
+
+
+def _grid(M: int, K: int, tile: Tile) -> tuple[int, int, int]:
+    """Programs start in the order of the first index, then the second: a group of rows at a time, column by column."""
+    tiles = -(-M // tile.rows)
+    group = min(tile.group, tiles)
+    grid = group, -(-K // tile.columns), -(-tiles // group)
+    assert max(grid) <= MOST_PROGRAMS, grid
+    return grid
+
+
+def _as_integers(q: torch.Tensor | None, qt: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    return None if q is None else q.view(torch.uint8), qt.view(torch.int16)     # (M, K), (K, M / 2)
+
+
+def _constants(format: torch.dtype, tile: Tile) -> dict:
+    return {"FORMAT": FORMATS[format], "LARGEST": torch.finfo(format).max, "ROWS": tile.rows, "COLUMNS": tile.columns}
+
+
+# -------------------------------------------------------------------------------------------------------- on the device
+#
+# Even and odd rows of a tile are two tensors, so that a thread holds two values which are neighbours in the transposed
+# copy. Transposed as pairs of 16 bits they pass shared memory by ldmatrix; single bytes do not, and the compiler would
+# rather compute every value twice (counted in the code for sm_90: 35 instructions a value of the cross-entropy, not 16).
+
+@triton.jit
+def _cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    s = tl.load(scale)      # first: its latency then hides behind the tile's
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    k0 = tl.program_id(1) * COLUMNS
+    m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
+    inside = (m < M - m0) & (k < K - k0)    # M is even: an even row has its odd one
+    x += m0.to(tl.int64) * K + k0           # M * K passes 2^31 where 65,536 tokens have logits
+    even = tl.load(x + (m * K + k), mask=inside).to(tl.float32) * s
+    odd = tl.load(x + (m * K + K + k), mask=inside).to(tl.float32) * s
+    _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def _cross_entropy_grad(logits, lse, targets, grad, scale, q, qt, M, V, FORMAT: tl.constexpr, LARGEST: tl.constexpr,
+                        ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    s = tl.load(scale)
+    m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
+    v0 = tl.program_id(1) * COLUMNS
+    m = m0 + 2 * tl.arange(0, ROWS // 2)
+    logits += m0.to(tl.int64) * V + v0
+    even = _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS)
+    odd = _grad_of_rows(logits, lse, targets, grad, s, m + 1, m0, v0, M, V, COLUMNS)
+    _store_both(even, odd, q, qt, m0, v0, M, V, FORMAT, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS: tl.constexpr):
+    """The gradient in rows m and COLUMNS columns from v0; logits points to (m0, v0)."""
+    target = tl.load(targets + m, mask=m < M, other=IGNORED)
+    total = tl.load(lse + m, mask=m < M, other=0.0) * LOG2_E
+    factor = tl.load(grad + m, mask=m < M, other=0.0) * s
+    v = tl.arange(0, COLUMNS)[None, :]
+    logit = tl.load(logits + ((m - m0)[:, None] * V + v), mask=(m[:, None] < M) & (v < V - v0), other=0.0)
+    p = tl.exp2(logit.to(tl.float32) * LOG2_E - total[:, None])
+    hot = (target.to(tl.int32) - v0)[:, None] == v
+    value = tl.where(hot, p - 1, p) * factor[:, None]
+    return tl.where(target[:, None] == IGNORED, 0.0, value)     # not by a factor: 0 * NaN is NaN
+
+
+@triton.jit
+def _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr):
+    """Round the fp32 rows m0, m0 + 2 .. (even) and m0 + 1, m0 + 3 .. (odd), then store them to q, if given, as to qt."""
+    even, odd = _rounded(even, FORMAT, LARGEST), _rounded(odd, FORMAT, LARGEST)
+    if q is not None:
+        m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
+        inside = (m < M - m0) & (k < K - k0)
+        q += m0.to(tl.int64) * K + k0
+        tl.store(q + (m * K + k), even, mask=inside)
+        tl.store(q + (m * K + K + k), odd, mask=inside)
+    pairs = tl.trans(even.to(tl.int16) | (odd.to(tl.int16) << 8))     # little-endian: the even row comes first
+    half = M // 2
+    m, k = tl.arange(0, ROWS // 2)[None, :], tl.arange(0, COLUMNS)[:, None]
+    qt += k0.to(tl.int64) * half + m0 // 2
+    tl.store(qt + (k * half + m), pairs, mask=(m < half - m0 // 2) & (k < K - k0))
+
+
+@triton.jit
+def _rounded(value, FORMAT: tl.constexpr, LARGEST: tl.constexpr):
+    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return value.to(FORMAT).to(tl.uint8, bitcast=True)

@@ -1,0 +1,235 @@
+"""Linears whose FP8 copies are made by our own kernels, each tensor read once:
+
+torchao's recipes tensorwise, tensorwise_gw_hp and amax by another way (fp8.kernels=true). Every value is rounded as torchao
+rounds it, bit for bit: the same scale (largest magnitude of the tensor, fp64 division), the same formats, forward with
+fast accumulation, backward without. What differs is how often memory is read and written:
+
+    largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with what produces x
+    FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
+    kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
+    weights                 quantised by refresh() when they have changed, not in every micro-batch. A sharded weight is whole
+                            for a moment only, so under FSDP2 it is quantised whenever it is gathered
+    weight gradients        leave the matmul as fp32, not rounded to BF16 in between, as sharded weights' are
+    the head                the loss's gradient leaves one kernel as FP8 in both layouts (cross_entropy_grad); its scale is known
+                            beforehand: |softmax - one-hot| is at most 1, so no value exceeds the largest token's factor
+
+tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: its casts are Inductor's, its weights'
+copies are kept all the same. On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py.
+"""
+
+import types
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+
+from model import GPT
+from runtime.quantize import E4M3, E5M2, Operand, Recipe, scale_of
+
+FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
+NAMES = {format: name for name, format in FORMATS.items()}
+NO_TARGET = -100        # a target that counts nothing, as in F.cross_entropy
+
+
+# ---------------------------------------------------------------------------------------------------------- the operators
+
+def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
+    return (x.float() * scale).clamp(-largest, largest).to(format)
+
+
+@torch.library.custom_op("nanofp8::cast_both", mutates_args=(), device_types="cpu")
+def cast_both(x: torch.Tensor, scale: torch.Tensor, format: str, want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K), row-major, times scale (), rounded to "e4m3" or "e5m2", saturating: (q (M, K), its transpose (K, M)).
+
+    Both are row-major in memory; without want_rows q is empty, (0,)."""
+    q = _cast(x, scale, FORMATS[format])
+    return q if want_rows else q.new_empty(0), q.t().contiguous()
+
+
+@cast_both.register_kernel("cuda")
+def _(x, scale, format, want_rows=True):
+    from runtime import fp8_kernels
+    q, qt = _empty(x, format, want_rows)
+    fp8_kernels.cast_both(x, scale, FORMATS[format], q if want_rows else None, qt)
+    return q, qt
+
+
+@cast_both.register_fake
+def _(x, scale, format, want_rows=True):
+    return _empty(x, format, want_rows)
+
+
+def _empty(x, format, want_rows=True):
+    M, K = x.shape
+    return (x.new_empty((M, K) if want_rows else (0,), dtype=FORMATS[format]), x.new_empty((K, M), dtype=FORMATS[format]))
+
+
+@torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=(), device_types="cpu")
+def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
+                       scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zeros where no target is.
+
+    logits (M, V) bf16; lse (M,) log of the summed exponentials, targets (M,) int64, grad (M,) fp32 factor of each token."""
+    p = torch.exp(logits.float() - lse[:, None])
+    p -= F.one_hot(targets.clamp(min=0), logits.size(1))
+    q = _cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
+    return q, q.t().contiguous()
+
+
+@cross_entropy_grad.register_kernel("cuda")
+def _(logits, lse, targets, grad, scale):
+    from runtime import fp8_kernels
+    q, qt = _empty(logits, "e5m2")
+    fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
+    return q, qt
+
+
+@cross_entropy_grad.register_fake
+def _(logits, lse, targets, grad, scale):
+    return _empty(logits, "e5m2")
+
+
+# ---------------------------------------------------------------------------------------------------------- the matmuls
+
+def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
+    """x (M, K) -> its FP8 copy, that transposed, what the matmul multiplies by to undo the scale ()."""
+    scale = scale_of(x, operand)
+    return *cast_both(x, scale, NAMES[operand.format], want_rows), scale.reciprocal()
+
+
+def _rows(x: torch.Tensor, operand: Operand):
+    """x (M, K) -> its FP8 copy, what undoes the scale (); for where nothing needs the transpose."""
+    scale = scale_of(x, operand)
+    return _cast(x, scale, operand.format), scale.reciprocal()
+
+
+def _multiply(a, a_inverse, bt, b_inverse, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """a (m, k), bt (n, k), both row-major -> a bt' (m, n); float8 matmuls want their second operand column-major."""
+    return torch._scaled_mm(a, bt.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _weight_rows(w, copies, recipe: Recipe):
+    return (copies[0], copies[2]) if copies[0] is not None else _rows(w, recipe.weight)
+
+
+def _weight_columns(w, copies, recipe: Recipe):
+    # Without lasting copies w itself was kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
+    return (copies[1], copies[2]) if copies[1] is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
+
+
+class KernelMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N). q (N, K), qt (K, N), inverse (): the copies of w that KernelLinear holds, or None."""
+
+    @staticmethod
+    def forward(ctx, x, w, q, qt, inverse, recipe):
+        x = x.contiguous()
+        if recipe.input_for_weight_grad.format is None:
+            (xq, x_inverse), kept = _rows(x, recipe.input), x
+        else:
+            xq, kept, x_inverse = _both(x, recipe.input)
+        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, inverse)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        return _multiply(xq, x_inverse, *_weight_rows(w, (q, qt, inverse), recipe), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        kept, x_inverse, w, qt, inverse = ctx.saved_tensors
+        recipe, g = ctx.recipe, g.contiguous()
+        columns = _weight_columns(w, (None, qt, inverse), recipe)
+        if recipe.grad_for_weight_grad.format is None:
+            grad_x = _multiply(*_rows(g, recipe.grad), *columns, ctx.dtype)
+            return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
+        gq, gt, g_inverse = _both(g, recipe.grad)
+        grad_x = _multiply(gq, g_inverse, *columns, ctx.dtype)
+        return grad_x, _multiply(gt, g_inverse, kept, x_inverse, ctx.w_dtype), None, None, None, None
+
+
+class HeadLoss(torch.autograd.Function):
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; copies as for KernelMatmul."""
+
+    @staticmethod
+    def forward(ctx, h, w, targets, q, qt, inverse, recipe):
+        hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
+        logits = _multiply(hq, h_inverse, *_weight_rows(w, (q, qt, inverse), recipe), h.dtype, fast=True)
+        l32 = logits.float()
+        largest = l32.amax(-1, keepdim=True)
+        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, inverse)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
+        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ht, h_inverse, logits, lse, targets, w, qt, inverse = ctx.saved_tensors
+        grad = grad.contiguous()
+        scale = scale_of(grad, ctx.recipe.grad)     # (M,) read instead of (M, V): no value exceeds the largest factor
+        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
+        g_inverse = scale.reciprocal()
+        grad_h = _multiply(gq, g_inverse, *_weight_columns(w, (None, qt, inverse), ctx.recipe), ctx.dtype)
+        return grad_h, _multiply(gt, g_inverse, ht, h_inverse, ctx.w_dtype), None, None, None, None, None
+
+
+# ---------------------------------------------------------------------------------------------------------- the modules
+
+class KernelLinear(nn.Linear):
+    """A Linear without bias that multiplies in FP8 by `recipe`; made by swap(). Its weight stays what it was."""
+    recipe: Recipe
+    version: int | None     # of the weight when its FP8 copies were made
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])       # (M, K)
+        copies = self.copies()
+        if torch.is_grad_enabled():
+            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe)
+        else:                                   # nothing will need a transpose
+            y = _multiply(*_rows(rows, self.recipe.input), *_weight_rows(self.weight, copies, self.recipe), x.dtype, fast=True)
+        return y.view(*x.shape[:-1], -1)
+
+    def copies(self) -> tuple[torch.Tensor | None, ...]:
+        """The weight's FP8 copies (N, K), (K, N), what undoes their scale (); Nones where the weight is quantised at each use."""
+        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot ask; eager ones are tested
+            assert self.weight._version == self.version, "fp8.weights_changed(model) is due: the weights have changed"
+        return self.q, self.qt, self.inverse
+
+
+def swap(model: nn.Module, name: str, recipe: Recipe) -> None:
+    """Make a KernelLinear of the Linear `name`, in place; of a GPT's head with FP8 weight gradients, the way to the loss too.
+
+    The FP8 copies are buffers that no checkpoint holds, filled by refresh(); until then weights are quantised at each use."""
+    module = model.get_submodule(name)
+    module.__class__ = KernelLinear
+    module.recipe, module.version = recipe, None
+    for buffer in ("q", "qt", "inverse"):
+        module.register_buffer(buffer, None, persistent=False)
+    if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
+        model.token_losses = types.MethodType(token_losses, model)
+
+
+def token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """GPT.token_losses, through HeadLoss where it trains the head in FP8; a BF16 head, by in_bf16, goes the plain way.
+
+    So does a head that somebody watches: the hooks of a probe or a diagnosis hear of a call of the module alone."""
+    head = model.head
+    is_watched = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
+    if type(head) is not KernelLinear or is_watched or not torch.is_grad_enabled():
+        return GPT.token_losses(model, h, targets)
+    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe)
+
+
+@torch.no_grad()
+def refresh(model: nn.Module) -> None:
+    """Quantise the weights of all KernelLinears anew, into the same memory; due whenever weights have changed."""
+    if isinstance(model, FSDPModule):
+        return
+    for module in model.modules():
+        if isinstance(module, KernelLinear):
+            q, qt, inverse = _both(module.weight, module.recipe.weight)
+            if module.q is None:
+                module.q, module.qt, module.inverse = q, qt, inverse
+            else:
+                for old, new in ((module.q, q), (module.qt, qt), (module.inverse, inverse)):
+                    old.copy_(new)
+            module.version = module.weight._version
