@@ -69,6 +69,8 @@ ALLOWED = {
     "bench.throughput": {f"bench.{room}" for room in (
         "ceilings", "loop", "suites", "bookkeeping", "children", "clocks", "group", "journal", "peers", "speed_table",
         "speed_figure")} | {"eval.options", "runtime.annotations", "runtime.config", "runtime.rows"},
+    "bench.start_up": {"bench.children", "bench.suites", "eval.options"} | {
+        f"runtime.{room}" for room in ("annotations", "config", "metrics", "rows")},
     "bench.subject": {f"runtime.{room}" for room in ("build", "config", "fp8", "optim", "parallel")},
     "bench.peers": {"bench.subject", "runtime.annotations", "runtime.config"},
     "bench.orders": {"bench.buckets", "bench.compiled", "bench.subject", "bench.peers", "runtime.fp8", "runtime.config"},
