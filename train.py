@@ -156,8 +156,8 @@ def _train(config: Config, world: World, watch: Watchdog, ending: ExitStack) -> 
     if restored and not is_weights_only(manifest):
         step, state = manifest["step"], manifest["state"]
         if (changed := [key for key in identity if state["data"].get(key) != identity[key]]) == ["fp8"]:
-            raise ConfigError("fp8.recipe=auto chose other layers than this run was begun with: name the recipe and "
-                              "fp8.include/skip explicitly, or resume on the GPU it was begun on")
+            raise ConfigError("fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings "
+                              "or another fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
         if changed:
             raise ConfigError(f"{config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the "
                               f"shards, or choose another run=")

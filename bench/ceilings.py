@@ -8,7 +8,9 @@ per row on stdout, for bench/throughput.py.
 
 copy        2 GiB read and 2 GiB written count
 matmul      of the first shape's Linears, each pass: M x K @ K x N, operands stored as in training. fp8: one scale a tensor, the
-            gradient in E5M2, fast accumulation forward only. fp8_rowwise: one scale a row, E4M3, fast accumulation.
+            gradient in E5M2, fast accumulation forward only. fp8_fp32: the same weight gradients written in fp32, as our own
+            kernels' path leaves them. fp8_rowwise: one scale a row, E4M3, fast accumulation; forward alone, for torchao's
+            backward passes take no such matmul: theirs has one scale, a multiplication by rows follows.
 attention   through scaled_dot_product_attention as the model calls it; FLOPs of the causal half: 2 B H T T D forward, 3.5 times
             that with the backward pass, which computes the scores again
 """
@@ -32,10 +34,11 @@ from runtime.rows import to_line
 STRETCHES, STRETCH_S = 10, {"cuda": 0.02, "cpu": 0.001}      # of calls one behind the other
 COPY_BYTES = {"cuda": 2**31, "cpu": 2**22}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-DTYPES = ("bf16", "fp8", "fp8_rowwise")
+DTYPES = ("bf16", "fp8", "fp8_fp32", "fp8_rowwise")
 LINEARS = ("qkv", "out", "gate_up", "down", "head")
-PASSES = ("forward", "input_grad", "weight_grad")
-BACKENDS = (("cudnn", "cudnn"), ("flash", "flash"), ("efficient", "fmha"))      # SDPA's, by a part of their kernels' names
+PASSES = {"forward": ("bf16", "fp8", "fp8_rowwise"), "input_grad": ("bf16", "fp8"), "weight_grad": ("bf16", "fp8", "fp8_fp32")}
+# SDPA's, by what is in a kernel's name; FlashAttention 3's are Hopper's.
+BACKENDS = (("cudnn", ("cudnn",)), ("flash3", ("flash", "sm90")), ("flash2", ("flash",)), ("efficient", ("fmha",)))
 
 
 def main(arguments: list[str]) -> int:
@@ -66,7 +69,8 @@ def key_of(row: dict) -> list | None:
 def missing(spec: dict) -> list[list]:
     """Keys of the rows that spec["have"] lacks."""
     size = spec["shapes"][0]["size"]
-    wanted = [["copy"], *(["matmul", dtype, size, linear, which] for linear in LINEARS for which in PASSES for dtype in DTYPES),
+    wanted = [["copy"], *(["matmul", dtype, size, linear, which] for linear in LINEARS for which in PASSES
+                          for dtype in PASSES[which]),
               *(["attention", shape["size"]] for shape in spec["shapes"])]
     return [key for key in wanted if key not in spec["have"]]
 
@@ -85,7 +89,7 @@ def rows(spec: dict) -> Iterator[dict]:
                        **_matmul(first, *key[1:2], *key[3:], device)}
             else:
                 yield _attention(next(shape for shape in spec["shapes"] if shape["size"] == key[1]), device)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:     # TORCH_CHECK knows both
             yield {"kind": "failed", "size": first["size"], "label": " ".join(key), "ceiling": key, "oom": False,
                    "error": (str(error).strip().splitlines() or ["no reason given"])[0][:300]}
         if device.type == "cuda":
@@ -115,11 +119,12 @@ def _matmul(shape: dict, dtype: str, linear: str, which: str, device: torch.devi
         seconds = _time(lambda: torch.mm(a, b), device)
     else:                   # cuBLAS multiplies FP8 from row-major by column-major alone: training makes copies of that layout
         is_rowwise, is_forward = dtype == "fp8_rowwise", which == "forward"
-        a = random(M, K, E4M3 if is_forward or is_rowwise else E5M2)
+        out = torch.float32 if dtype == "fp8_fp32" else torch.bfloat16
+        a = random(M, K, E4M3 if is_forward else E5M2)
         b = random(N, K, E4M3).t()
         one = [torch.ones(size, device=device) for size in (((M, 1), (1, N)) if is_rowwise else ((), ()))]
-        seconds = _time(lambda: torch._scaled_mm(a, b, scale_a=one[0], scale_b=one[1], out_dtype=torch.bfloat16,
-                                                 use_fast_accum=is_forward or is_rowwise), device)
+        seconds = _time(lambda: torch._scaled_mm(a, b, scale_a=one[0], scale_b=one[1], out_dtype=out,
+                                                 use_fast_accum=is_forward), device)
     return {"M": M, "K": K, "N": N, "ms": seconds * 1e3, "tflops": 2 * M * K * N / seconds / 1e12}
 
 
@@ -159,8 +164,13 @@ def _kernels(step: Callable, device: torch.device) -> tuple[list[str] | None, st
         return None, None
     if not names:
         return None, None
-    text = " ".join(names).lower()
-    return [name[:200] for name in names], next((backend for backend, part in BACKENDS if part in text), "math")
+    return [name[:200] for name in names], backend_of(names)
+
+
+def backend_of(kernels: list[str]) -> str:
+    """Which of BACKENDS these kernels are; "math" for none."""
+    return next((backend for backend, parts in BACKENDS
+                 if any(all(part in name.lower() for part in parts) for name in kernels)), "math")
 
 
 def _time(step: Callable, device: torch.device) -> float:

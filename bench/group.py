@@ -156,12 +156,13 @@ class Timer:
         return batch
 
     def _needs_s(self, cells: list[Cell]) -> float:
-        """Seconds to start these cells at once, then time one after the other: as the slowest of their size took, else a guess,
-        stretched where the guesses for other sizes were too short."""
+        """Seconds to start these cells at once, then time one after the other: as the slowest of their size took, else a guess
+        and what guesses for other sizes were too short by: as many seconds, for a smaller size its share of them."""
         def seconds(cell: Cell, what: str) -> float:
-            guess = suites.GUESSES[what]
-            too_short = [took / guess[size] for (size, of), took in self.slowest.items() if of == what and size in guess]
-            return self.slowest.get((cell.size, what), guess[cell.like or cell.size] * max([1.0, *too_short]))
+            own = (guess := suites.GUESSES[what])[cell.like or cell.size]
+            more = [(took - guess[size]) * min(1.0, own / guess[size]) for (size, of), took in self.slowest.items()
+                    if of == what and size in guess]
+            return self.slowest.get((cell.size, what), own + max([0.0, *more]))
 
         return SLACK * (max(seconds(cell, "start_s") for cell in cells) + sum(seconds(cell, "time_s") for cell in cells))
 

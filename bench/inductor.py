@@ -191,7 +191,7 @@ def _lower(graph, direction: str) -> list[Kernel]:
     kernels: list[Kernel] = []
 
     def stop(lowering):
-        lowering.codegen()
+        lowering.init_wrapper_code(), lowering._update_scheduler()      # codegen() without writing kernels out
         kernels.extend(_kernel(node, direction) for node in lowering.scheduler.nodes if not _is_free(node))
         raise _Enough
 

@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -133,10 +133,11 @@ def bench(options: Options, kernels, device: torch.device) -> int:
             print(f"out of budget: {len(cases) - i} of {len(cases)} cases are left")
             break
         try:
-            rows += run_case(case, options, kernels, device)
-        except (RuntimeError, ValueError) as error:     # one case's fault must not cost the others
+            for row in run_case(case, options, kernels, device):
+                rows.append(row)        # at once: what fails later in this case takes nothing back
+        except Exception as error:      # one case's fault must not cost the others; triton's errors are no RuntimeErrors
             failed += 1
-            print(f"{case.what}: FAILED: {(str(error).strip() or type(error).__name__).splitlines()[0]}", flush=True)
+            print(f"{case.what}: FAILED: {_line(error)}", flush=True)
         if options.out is not None:
             write_atomically(ROOT / options.out, json.dumps({**head, "rows": rows}, indent=1) + "\n")
         if device.type == "cuda":
@@ -148,12 +149,13 @@ def bench(options: Options, kernels, device: torch.device) -> int:
     return 1 if failed else 0
 
 
-def run_case(case: Case, options: Options, kernels, device: torch.device) -> list[dict]:
-    """The rows of one case, each printed as it comes. Raises RuntimeError where values are wrong, whatever the tile."""
+def run_case(case: Case, options: Options, kernels, device: torch.device) -> Iterator[dict]:
+    """The rows of one case, each printed as it comes; in the end RuntimeError where a tile failed, which then has no row."""
     default = kernels.CAST_TILE if case.kernel == "cast_both" else kernels.GRAD_TILE
     inputs = _inputs(case, device)
     tiles = [default, *(kernels.Tile(*tile) for tile in TILES[case.kernel])]
     calls: dict[str, Callable] = {}
+    failed = 0
     print(f"{case.what}: {case.M} x {case.K}, {case.floor / 1e6:,.0f} MB", flush=True)
     q = torch.empty((case.M, case.K), dtype=case.format, device=device) if case.rows else None
     qt = torch.empty((case.K, case.M), dtype=case.format, device=device)
@@ -161,16 +163,25 @@ def run_case(case: Case, options: Options, kernels, device: torch.device) -> lis
         for copy in (q, qt):
             if copy is not None:
                 copy.view(torch.uint8).fill_(0x55)      # what this tile leaves out must not be right by the last one's work
-        call = calls["x".join(map(str, tile))] = _call(case, inputs, kernels, q, qt, tile)
-        call()
-        _check(case, inputs, q, qt, exact=device.type == "cuda")
-    if device.type == "cpu":
-        return []
-    torch.compiler.reset()
-    calls["compiled"] = _compiled(case, inputs)
+        name, call = "x".join(map(str, tile)), _call(case, inputs, kernels, q, qt, tile)
+        try:
+            call()
+            _check(case, inputs, q, qt, exact=device.type == "cuda")
+            calls[name] = call
+        except Exception as error:
+            failed += 1
+            print(f"    {name} FAILED: {_line(error)}", flush=True)
+    if device.type == "cuda":
+        torch.compiler.reset()
+        yield from _time(case, options, device, {**calls, "compiled": _compiled(case, inputs)}, default)
+    if failed:
+        raise RuntimeError(f"{failed} of {len(tiles)} tiles")
+
+
+def _time(case: Case, options: Options, device: torch.device, calls: dict[str, Callable], default) -> Iterator[dict]:
+    """Time each call in turns with a copy; its row. `default`: the tile in use."""
     copied = min(case.floor // 2, COPY_BYTES)
     source, target = (torch.randint(0, 255, (copied,), dtype=torch.uint8, device=device) for _ in range(2))
-    rows = []
     for name, call in calls.items():
         for _ in range(3):
             call()
@@ -178,13 +189,17 @@ def run_case(case: Case, options: Options, kernels, device: torch.device) -> lis
         shares = ratios(copy_s, kernel_s) * case.floor / (2 * copied)
         low, share, high = np.quantile(shares, (0.1, 0.5, 0.9)).tolist()
         ms, gb_per_s = float(np.median(kernel_s)) * 1e3, 2 * copied / float(np.median(copy_s)) / 1e9
-        rows.append({"kind": "kernel", "kernel": case.kernel, "what": case.what, "M": case.M, "K": case.K, "bytes": case.floor,
-                     "tile": None if name == "compiled" else dict(zip(default._fields, map(int, name.split("x")), strict=True)),
-                     "in_use": name == "x".join(map(str, default)), "ms": round(ms, 5), "copy_gb_per_s": round(gb_per_s, 1),
-                     "share": round(share, 4), "share_p10": round(low, 4), "share_p90": round(high, 4)})
+        row = {"kind": "kernel", "kernel": case.kernel, "what": case.what, "M": case.M, "K": case.K, "bytes": case.floor,
+               "tile": None if name == "compiled" else dict(zip(default._fields, map(int, name.split("x")), strict=True)),
+               "in_use": name == "x".join(map(str, default)), "ms": round(ms, 5), "copy_gb_per_s": round(gb_per_s, 1),
+               "share": round(share, 4), "share_p10": round(low, 4), "share_p90": round(high, 4)}
         print(f"    {name:16} {ms:8.4f} ms  {share:6.1%} of the copy's pace ({low:.1%} to {high:.1%}), copy {gb_per_s:,.0f} GB/s",
               flush=True)
-    return rows
+        yield row
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def best_tiles(rows: list[dict]) -> list[str]:

@@ -149,7 +149,7 @@ def _time_all(todo: list[Cell], options: Options, device, journal: Path, origin:
         name = f"{cell.recipe:20} {cell.K:6d} x {cell.N:<6d}"
         try:
             row, ms = time_cell(cell, options, device)
-        except RuntimeError as error:       # one recipe's missing kernel or memory must not cost the other rows
+        except Exception as error:      # one recipe's missing kernel or memory must not cost the other rows
             failed += 1
             print(f"{name} FAILED: {str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}",
                   flush=True)

@@ -125,8 +125,8 @@ def _start_up(cells: list[dict]) -> Figure | None:
     handles = [matplotlib.lines.Line2D([], [], color=KINDS[kind][1], linestyle=DASHES[kind], label=KINDS[kind][0])
                for kind in DASHES if kind in map(_kind, shown)]
     title = f"When compiling has paid on {_gpu(cells)}: {len(shown)} cells of {_runs(shown)}"
-    caption = ("Compilation + steps x step time, of the fastest cell of its kind. A dot: from there on ahead, FP8 "
-               "of compiled BF16, that of BF16 not compiled.")
+    caption = ("Compilation with empty caches + steps x step time, of the fastest cell of its kind. A dot: from there on "
+               "ahead, FP8 of compiled BF16, that of BF16 not compiled.")
     figure, panels = page(2.2 * deep + 0.9, deep, columns, title, caption, top=0.75, wspace=0.2, hspace=0.42)
     figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.065, 1 - 0.24 / figure.get_figheight()), ncols=4,
                   frameon=False, borderpad=0, handlelength=3.4)
@@ -179,8 +179,7 @@ def _arms(group: list[dict]) -> list[dict]:
 
 
 def _compile_s(cell: dict) -> float | None:
-    seconds = cell.get("compile_s")
-    return seconds if is_number(seconds) and seconds >= 0 else 0.0 if cell["label"] == EAGER else None
+    return 0.0 if cell["label"] == EAGER else cell["cold_s"]
 
 
 def _at(cell: dict, step: float) -> float:

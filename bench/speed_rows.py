@@ -46,7 +46,8 @@ def problem(cell: dict) -> str | None:
 
 
 def valid(rows: list) -> list[dict]:
-    """All cells that count, in their order. The ratio of one whose baseline in the same run does not count is None."""
+    """All cells that count, in their order, with what _with_starts adds. The ratio of one whose baseline in the same run does
+    not count is None."""
     cells = of_kind(rows, "cell")
     sound = {(cell.get("run"), *key_of(cell)): True for cell in cells if problem(cell) is None}
     unsound = {(str(cell.get("run")), *key_of(cell)) for cell in cells if problem(cell) is not None} - set(sound)
@@ -57,7 +58,21 @@ def valid(rows: list) -> list[dict]:
             ratio = cell.get("ratio")
             is_ratio = isinstance(ratio, dict) and all(is_positive(ratio.get(name)) for name in ("p10", "median", "p90"))
             kept.append(cell | {"ratio": ratio if is_ratio and base not in unsound else None})
-    return kept
+    return _with_starts(kept)
+
+
+def _with_starts(cells: list[dict]) -> list[dict]:
+    """Each with `cold_s` and `warm_s`, None where nobody measured them: seconds to compile of the newest cell like it that found
+    nothing in the compiler's caches, and of the newest that found all. A cell whose graphs lay there in part is neither."""
+    found: dict[str, dict] = {"cold_s": {}, "warm_s": {}}
+    for cell in cells:
+        hits, misses, seconds = (cell.get(name) for name in ("cache_hits", "cache_misses", "compile_s"))
+        if is_number(seconds) and seconds >= 0 and is_number(hits) and is_number(misses):
+            if hits == 0:
+                found["cold_s"][key_of(cell)] = seconds
+            elif misses == 0:
+                found["warm_s"][key_of(cell)] = seconds
+    return [cell | {name: by.get(key_of(cell)) for name, by in found.items()} for cell in cells]
 
 
 def newest(cells: list[dict]) -> list[dict]:

@@ -89,18 +89,20 @@ def _cells(cells) -> list[str]:
              f"{_show(first.get('tokens_per_step'), ',.0f')} tokens per optimizer step", ""]
     lines += _markdown(
         ("label", "micro-batch", "tok/s", "step ms", "micro-step ms: p10, median, p90", "TFLOP/s", "mfu_bf16", "TCU",
-         "speed over the baseline in turns (p10 to p90)", "peak GiB", "compile s", "loss difference"),
+         "speed over the baseline in turns (p10 to p90)", "peak GiB", "compile s", "second start s", "loss difference"),
         [(cell["label"], _micro_batch(cell), _show(cell["tok_per_s"], ",.0f"), _show(cell["step_s"], ",.1f", 1e3),
           ", ".join(_show(_dig(cell, "micro_s", name), ".2f", 1e3) for name in ("p10", "median", "p90")),
           f"{tflops(cell):.1f}", _show(cell.get("mfu_bf16"), ".1%"), _show(cell.get("tcu"), ".1%"), _ratio(cell),
-          _show(cell.get("peak_bytes"), ".1f", 1 / GIB), _show(cell.get("compile_s"), ".1f"),
-          _show(cell.get("largest_difference"), ".4f")) for cell in cells])
+          _show(cell.get("peak_bytes"), ".1f", 1 / GIB), _show(cell["cold_s"], ".1f"),
+          _show(cell["warm_s"], ".1f"), _show(cell.get("largest_difference"), ".4f")) for cell in cells])
     clocks = [clock for cell in cells if is_positive(clock := _dig(cell, "clocks", "sm_mhz", "median"))]
     drifts = [abs(cell["drift"]) for cell in cells if is_number(cell.get("drift"))]
     throttled = [f"{cell['label']} ({', '.join(map(str, why))})" for cell in cells
                  if isinstance(why := _dig(cell, "clocks", "throttled"), list) and why]
     broken = [f"{cell['label']} ({cell['graph_breaks']})" for cell in cells if is_positive(cell.get("graph_breaks"))]
     kernels = sorted({name for cell in cells if isinstance(name := cell.get("attention_kernel"), str)})
+    if kernels and any(cell.get("profile_error") for cell in cells):
+        kernels.append("of some not known, the profiler failed")
     notes = [f"Graph breaks: {', '.join(broken) or 'none'}", f"throttled: {', '.join(throttled) or 'none'}" if clocks else "",
              f"median SM clock {min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else "clocks unknown",
              f"largest drift {max(drifts):.1%}" if drifts else "", f"attention: {', '.join(kernels)}" if kernels else ""]
@@ -147,11 +149,11 @@ def _ceilings(rows) -> list[str]:
             of_run.setdefault(str(row.get("run")), {})[str(row.get("dtype"))] = row["tflops"]
     fullest = {key: max(reversed(of_runs.values()), key=len) for key, of_runs in shapes.items()}    # of equals the newest run
     matmuls = [(key[0] or "no GPU", *key[1:4], f"{key[4]} x {key[5]} x {key[6]}",
-                *(_show(by.get(dtype), ",.1f") for dtype in ("bf16", "fp8", "fp8_rowwise")),
+                *(_show(by.get(dtype), ",.1f") for dtype in ("bf16", "fp8", "fp8_fp32", "fp8_rowwise")),
                 f"{by['fp8'] / by['bf16']:.2f}" if {"fp8", "bf16"} <= by.keys() else "-") for key, by in fullest.items()]
     if matmuls:
         lines += [*_markdown(("matmul on", "size", "Linear", "pass", "M x K x N", "BF16 TFLOP/s", "FP8 TFLOP/s",
-                              "FP8 rowwise TFLOP/s", "FP8 / BF16"), matmuls), ""]
+                              "FP8 to fp32 TFLOP/s", "FP8 rowwise TFLOP/s", "FP8 / BF16"), matmuls), ""]
     last = {key_of(row, ("gpu", "size", "B", "H", "T", "D", "backend")): row for row in of_kind(rows, "attention")}
     attention = [(key[0] or "no GPU", key[1], " x ".join(map(str, key[2:6])), key[6] or "-", _show(row.get("forward_ms"), ".3f"),
                   _show(row.get("both_ms"), ".3f"), _show(row.get("tflops"), ",.1f"),

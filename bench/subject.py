@@ -4,6 +4,7 @@ Ours is built, compiled and initialised by runtime/build.py as train.py does it,
 given; its micro-step and its update are train.py's lines. The peers' are in bench/peers.py.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,6 +47,16 @@ class Subject:
     converted: int = 0          # Linears in FP8
     of: int = 0                 # Linears
     describe: list[str] = field(default_factory=list)       # lines for people
+
+
+def gradient_norms(model: nn.Module) -> dict[str, float]:
+    """L2 norm of the gradients of each kind of parameter: layers.3.attn.qkv.weight is of the kind layers.*.attn.qkv.weight."""
+    squares: dict[str, float] = {}
+    for name, p in model.named_parameters():
+        kind = ".".join("*" if part.isdigit() else part for part in name.split(".") if part != "_orig_mod")
+        norm = 0.0 if p.grad is None else torch.linalg.vector_norm(p.grad, dtype=torch.float64).item()
+        squares[kind] = squares.get(kind, 0.0) + norm**2
+    return {kind: math.sqrt(square) for kind, square in squares.items()}
 
 
 def config_of(spec: Spec) -> Config:

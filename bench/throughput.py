@@ -1,6 +1,6 @@
 """Measure training speed on one GPU: ceilings, our sizes in BF16 and FP8, the peers, each FP8 cell in turns with BF16.
 
-    python bench/throughput.py --suite h100 --budget 560        what fits; the same command again does what is missing
+    python bench/throughput.py --suite h100 --budget 560        what fits; the same command does the rest, about nine calls
     python bench/throughput.py --suite h100 --nanogpt DIR --nanochat DIR     the peers too, from their checkouts
     python bench/throughput.py --suite h100 --cells 125m/tensorwise+kernels  these cells, though they have rows
     python bench/throughput.py --suite toy                      the same path on two CPU cores: a rehearsal, no evidence
@@ -71,7 +71,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         options = read_options(Options, arguments)
-        out = ROOT / (options.out or f"bench/results/{options.suite}.jsonl")
+        out = Path(options.out) if options.out else ROOT / "bench" / "results" / f"{options.suite}.jsonl"
         if options.table:
             return table(out)
         if options.check:
@@ -203,6 +203,8 @@ def time_loop(group: Group, timer: Timer) -> int:
         try:
             rate = loop.tokens_per_second(cell, timer.log, timer.left_s)
         except ChildError as error:
+            if timer.left_s() <= 0:
+                raise OutOfBudget from None
             timer.say(f"train.py, {cell.size} {cell.label} FAILED: {error}; its words are in {timer.log}")
             continue
         of_cell = rate / beside["tok_per_s"]
@@ -217,6 +219,8 @@ def table(out: Path) -> int:
     """Print the table; the figures go beside OUT, where matplotlib is installed."""
     from bench.speed_table import table as lines
 
+    if not out.is_file():
+        raise ConfigError(f"there is no {out}: nothing was measured into it; give out=FILE, from the working folder")
     rows = rows_of(read_bytes(out))
     print("\n".join(lines(rows)))
     try:

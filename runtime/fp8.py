@@ -25,6 +25,7 @@ import fnmatch
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
@@ -34,7 +35,7 @@ from runtime import fp8_linear, gather
 from runtime.config import ConfigError, FP8Config
 from runtime.fp8_linear import KernelLinear
 from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
-from runtime.sections import FP8_KERNELS
+from runtime.sections import FP8_KERNELS, WITH_KERNELS
 from runtime.speed import SpeedError, choose, load_table
 
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
@@ -43,12 +44,11 @@ CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), 
 MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
 # What `auto` may choose, if the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
-WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it, in tables of timings
 KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
 
 
 def by_name(recipe: str) -> FP8Config:
-    """The settings that a table of timings names by a recipe, with WITH_KERNELS behind it or without."""
+    """The settings whose label this is: a recipe, with WITH_KERNELS behind it or without."""
     return FP8Config(recipe=recipe.removesuffix(WITH_KERNELS), kernels=recipe.endswith(WITH_KERNELS))
 
 
@@ -182,9 +182,12 @@ def _has_mx() -> bool:
 
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
-    """Raise ConfigError where `device` has no matmul for the recipe; training on in BF16 would be a lie."""
+    """Raise ConfigError where `device` cannot run the recipe; training on in BF16 would be a lie."""
     if config.recipe in CAPABILITY and device.type == "cuda":
         refuse_below(config.recipe, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
+    if config.kernels and device.type == "cuda" and find_spec("triton") is None:
+        raise ConfigError("fp8.kernels=true needs triton, which this Python lacks: install it (torch's CUDA wheels for Linux "
+                          "bring it), or fp8.kernels=false")
 
 
 def refuse_below(recipe: str, capability: tuple[int, int], gpu: str) -> None:

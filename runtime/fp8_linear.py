@@ -1,8 +1,8 @@
 """Linears whose FP8 copies are made by our own kernels, each tensor read once:
 
-torchao's recipes tensorwise, tensorwise_gw_hp and amax by another way (fp8.kernels=true). Every value is rounded as torchao
-rounds it, bit for bit: the same scale (largest magnitude of the tensor, fp64 division), the same formats, forward with
-fast accumulation, backward without. What differs is how often memory is read and written:
+torchao's recipes tensorwise, tensorwise_gw_hp and amax by another way (fp8.kernels=true). Every operand but the head's
+gradient is rounded as torchao rounds it, bit for bit: the same scale (largest magnitude of the tensor, fp64 division), the
+same formats, forward with fast accumulation, backward without. What differs is how often memory is read and written:
 
     largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with what produces x
     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
@@ -10,8 +10,9 @@ fast accumulation, backward without. What differs is how often memory is read an
     weights                 quantised by refresh() when they have changed, not in every micro-batch. A sharded weight is whole
                             for a moment only, so under FSDP2 it is quantised whenever it is gathered
     weight gradients        leave the matmul as fp32, not rounded to BF16 in between, as sharded weights' are
-    the head                the loss's gradient leaves one kernel as FP8 in both layouts (cross_entropy_grad); its scale is known
-                            beforehand: |softmax - one-hot| is at most 1, so no value exceeds the largest token's factor
+    the head                the loss's gradient leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as BF16; its
+                            scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most 1, so no
+                            value exceeds the largest token's factor
 
 tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: its casts are Inductor's, its weights'
 copies are kept all the same. On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py.

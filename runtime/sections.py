@@ -14,6 +14,7 @@ from typing import Literal
 FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that runtime/fp8_linear.py computes too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
+WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
 
@@ -79,6 +80,13 @@ class FP8Config:
     last_bf16: int = 0                      # blocks at the output that stay in BF16
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
+
+    @property
+    def label(self) -> str:
+        """What a run's record and a table of timings call these settings: "bf16", a recipe, or a recipe with WITH_KERNELS.
+
+        Our kernels round as torchao does, but not their weight gradients and not the head's, so they train other weights."""
+        return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels
 
     def problems(self):
         named = [name for name in ("include", "skip", "head", "first_bf16", "last_bf16", "all_gather", "kernels")

@@ -62,9 +62,10 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
         "warmup_steps": config.optim.warmup_steps(steps),
         "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
         "precision": {
-            "recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe,
+            "recipe": config.fp8.label,
             "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
+            "layers_kernels": [layer.name for layer in converted if layer.kernels],
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
             "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
             "compile": config.parallel.compile,

@@ -112,7 +112,7 @@ def _counted(path: Path) -> dict:
         raise RecordError(str(error)) from None
     with torch.device("meta"):
         counts = GPT(config.model).counts()
-    return counts | {"recipe": "bf16" if config.fp8.recipe == "off" else config.fp8.recipe, "tokens": config.total_tokens,
+    return counts | {"recipe": config.fp8.label, "tokens": config.total_tokens,
                      "vocab_size": config.model.vocab_size}
 
 

@@ -29,7 +29,8 @@ def main() -> None:
         elif order["do"] == "sanity":
             assert order["sequences"] % spec["micro_batch"] == 0
             off = mine.get("off", 0.0)
-            say({"ok": True, "losses": [10 - 0.1 * i + off for i in range(order["steps"])]})
+            say({"ok": True, "losses": [10 - 0.1 * i + off for i in range(order["steps"])],
+                 "gradient_norms": {"wte.weight": 1.0}})
         elif order["do"] == "profile":
             say({"ok": True, "buckets": {"matmul": 0.004}, "kernels": [["nvjet", 0.004, 1]], "step_s": 0.01})
         else:

@@ -8,6 +8,7 @@
                 nothing goes on from there until the file `until` is there
     trace       appends each change to this file
     largest_file    bytes; the system refuses to let a file grow beyond
+    patience    seconds that any pause lasts at most, the Hub's client's own too: as often asked again, only sooner
     --serve     instead of a command line: runs each command line that comes on stdin in a process forked off this one, which
                 has imported everything, the packages too, and tells its pid and then its exit code on stdout
 
@@ -37,6 +38,9 @@ def install(faults: dict) -> None:
     set_sizes(faults.get("sizes", {}))
     if "folder" in faults:
         on_change(lambda path: faults["folder"] in path, lambda count, change: _meet(faults, count, change))
+    if "patience" in faults:
+        pause = time.sleep
+        time.sleep = lambda seconds: pause(min(seconds, faults["patience"]))
     if "largest_file" in faults:
         resource.setrlimit(resource.RLIMIT_FSIZE, (faults["largest_file"], resource.RLIM_INFINITY))
 

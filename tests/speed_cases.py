@@ -23,7 +23,8 @@ def cell(size="125m", label="bf16", speed=1.0, run="one", **other):
     casts = 0.15 if label.startswith(("tensor", "row")) else 0.0
     return {"kind": "cell", "run": run, "size": size, "label": label, "T": 1024, "micro_batch": micro_batch,
             "tokens_per_step": 524288, "ok": True, "compile_s": 0.0 if label == "bf16_eager" else 20.0 + 40 * casts,
-            "flops_per_token": flops, "graph_breaks": 0, "graphs": 2, "peak_bytes": 40 * 2**30, "turns": [[micro_s] * 3] * 3,
+            "flops_per_token": flops, "graph_breaks": 0, "graphs": 2, "cache_hits": 0,
+            "cache_misses": 2, "peak_bytes": 40 * 2**30, "turns": [[micro_s] * 3] * 3,
             "micro_s": {"p10": micro_s * 0.99, "median": micro_s, "p90": micro_s * 1.01}, "optimizer_s": 0.01,
             "step_s": step_s, "tok_per_s": tok_per_s, "baseline": None if label == "bf16" else "bf16",
             "ratio": None if label == "bf16" else {"median": speed, "p10": speed - 0.01, "p90": speed + 0.01},

@@ -63,7 +63,8 @@ ALLOWED = {
     "bench.ceilings": {"runtime.rows"},
     "bench.suites": {"model", "runtime.config", "bench.peers"},
     "bench.bookkeeping": {"bench.clocks", "bench.journal", "bench.suites", "runtime.metrics"},
-    "bench.measure": {"bench.children", "bench.suites"},
+    "bench.measure": {"bench.ceilings", "bench.children", "bench.suites"},
+    "bench.evidence": {"bench.step_model"},
     "bench.group": {f"bench.{room}" for room in ("suites", "bookkeeping", "children", "clocks", "measure")},
     "bench.loop": {"bench.children", "bench.suites", "runtime.rows", "runtime.shards", "runtime.tokenizer"},
     "bench.throughput": {f"bench.{room}" for room in (
@@ -79,7 +80,7 @@ ALLOWED = {
     "bench.speed_figure": {"bench.speed_rows", "runtime.rows", "scaling.figures"},
     "bench.step_model": {"model"},
     "bench.fleet_model": {"bench.step_model"},
-    "bench.roofline": {"model", "bench.step_model", "bench.fleet_model", "bench.suites", "eval.options"} | {
+    "bench.roofline": {"model", "bench.evidence", "bench.step_model", "bench.fleet_model", "bench.suites", "eval.options"} | {
         f"runtime.{room}" for room in ("annotations", "config", "metrics", "rows")},
     "runtime.saver": LEVEL_0 | {"runtime.config", "runtime.checkpoint"},
     "runtime.parallel": LEVEL_0 | {"runtime.config", "runtime.gather"},

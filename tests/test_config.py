@@ -16,6 +16,8 @@ from runtime.config import (
     load_config,
     read_config,
 )
+from runtime.fp8 import by_name
+from runtime.metrics import pair_id
 from tests.conftest import ROOT
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
@@ -139,6 +141,42 @@ def test_fp8_needs_multiples_of_16(tiny):
         "or fp8.recipe=off"]
 
 
+FP8_HEAD = ("fp8.recipe=tensorwise", "fp8.head=true")
+NEEDS_16 = "is not a multiple of 16, which fp8.recipe={} needs for the head's weight gradient (fp8.head=true): take {}, or none"
+MISCOMPILED = ("neither divides model.n_ctx={} nor is a multiple of it, which torch.compile gets wrong on a CPU with fp8.head "
+               "and fp8.kernels (part of the gradients unwritten): take {}, or none, or parallel.compile=false")
+
+
+@pytest.mark.parametrize("overrides, sentence", [
+    ([*FP8_HEAD, "model.loss_chunk=100"], "model.loss_chunk=100 " + NEEDS_16.format("tensorwise", 112)),
+    ([*FP8_HEAD, "model.loss_chunk=8"], "model.loss_chunk=8 " + NEEDS_16.format("tensorwise", 16)),
+    (["fp8.recipe=auto", "fp8.head=true", "model.loss_chunk=100"], "model.loss_chunk=100 " + NEEDS_16.format("auto", 112)),
+    (["fp8.recipe=auto", "model.n_ctx=8", "data.micro_batch=1"],
+     "data.micro_batch=1 x model.n_ctx=8 tokens is not a multiple of 16, which fp8.recipe=auto needs for the weight gradient: "
+     "change either, or fp8.recipe=off"),
+    ([*FP8_HEAD, "fp8.kernels=true", "parallel.compile=true", "model.loss_chunk=48"],
+     "model.loss_chunk=48 " + MISCOMPILED.format(32, 64)),
+    (["fp8.recipe=auto", "fp8.head=true", "fp8.kernels=true", "parallel.compile=true", "model.n_ctx=64", "model.loss_chunk=100"],
+     "model.loss_chunk=100 " + MISCOMPILED.format(64, 128)),     # what is advised must not be refused next
+    ([*FP8_HEAD, "fp8.kernels=true", "parallel.compile=true", "model.n_ctx=8", "data.micro_batch=16", "model.loss_chunk=20"],
+     "model.loss_chunk=20 " + MISCOMPILED.format(8, 32)),
+    ([*FP8_HEAD, "parallel.compile=true", "model.loss_chunk=48"], None),
+    (["fp8.recipe=auto", "model.n_ffn=72"], None),              # such Linears stay in BF16
+    ([*FP8_HEAD, "fp8.kernels=true", "parallel.compile=false", "model.loss_chunk=48"], None),
+    (["fp8.recipe=tensorwise", "model.loss_chunk=100"], None), (["model.loss_chunk=100"], None),
+    *[([*FP8_HEAD, "fp8.kernels=true", "parallel.compile=true", f"model.loss_chunk={chunk}"], None)
+      for chunk in (16, 32, 64, 1024, "none")],
+])
+def test_a_loss_chunk_that_an_fp8_head_cannot_use_is_refused(tiny, overrides, sentence):
+    """96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU; 1000: no float8 matmul."""
+    if sentence is None:
+        apply_overrides(tiny, overrides)
+        return
+    with pytest.raises(ConfigError) as error:
+        apply_overrides(tiny, overrides)
+    assert str(error.value) == sentence
+
+
 @pytest.mark.parametrize("override, sentence", [
     ("data.tokens_per_step=100", "data.tokens_per_step=100 is not a whole number of sequences of 32 tokens (model.n_ctx)"),
     ("deterministic=true", "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number")])
@@ -195,6 +233,16 @@ def test_a_wrong_type_in_a_file_is_refused(tiny):
 def test_a_missing_file_names_its_neighbour():
     with pytest.raises(ConfigError, match=r"there is no config file .*gpt350_fp8.py; did you mean .*gpt350m_fp8.py\?"):
         load_config(ROOT / "configs/gpt350_fp8.py")
+
+
+def test_a_record_names_kernels_beside_the_recipe(tiny):
+    """pair_id leaves the whole fp8 section out: by `recipe` alone scaling/ tells what trained otherwise."""
+    named = {config.fp8.label: config for config in (apply_overrides(tiny, one) for one in (
+        [], ["fp8.recipe=tensorwise"], ["fp8.recipe=tensorwise", "fp8.kernels=true"], ["fp8.recipe=auto", "fp8.kernels=true"]))}
+    assert [*named] == ["bf16", "tensorwise", "tensorwise+kernels", "auto+kernels"]
+    assert len({pair_id(config) for config in named.values()}) == 1
+    for label, config in named.items():
+        assert label == "bf16" or by_name(label) == config.fp8
 
 
 def test_json_round_trip(tiny, tmp_path):

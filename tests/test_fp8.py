@@ -1,4 +1,5 @@
 import dataclasses
+import sys
 import warnings
 
 import pytest
@@ -378,6 +379,19 @@ def test_hardware_without_fp8_is_refused(recipe, capability, gpu, runs):
     return None
 
 
+def test_kernels_without_triton_are_refused_on_a_gpu_before_the_first_step(monkeypatch):
+    gpu, ours = torch.device("cuda"), FP8Config(recipe="tensorwise", kernels=True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    fp8.check_hardware(ours, gpu)
+    monkeypatch.setitem(sys.modules, "triton", None)        # as if it were not installed
+    for config in (ours, FP8Config(recipe="auto", kernels=True)):
+        with pytest.raises(ConfigError, match="^fp8.kernels=true needs triton, .*: install it .*, or fp8.kernels=false$"):
+            fp8.check_hardware(config, gpu)
+    for config, device in ((FP8Config(recipe="tensorwise"), gpu), (ours, torch.device("cpu"))):
+        fp8.check_hardware(config, device)
+
+
 def test_the_table_counts_what_the_modules_hold():
     model, layers = build("tensorwise")
     lines = fp8.table(layers, "tensorwise", "cpu")
@@ -391,7 +405,6 @@ def test_the_table_counts_what_the_modules_hold():
 
 def test_bf16_runs_never_import_torchao():
     import subprocess
-    import sys
     code = ("import sys, torch; from model import GPT, GPTConfig; from runtime import fp8; from runtime.config import FP8Config\n"
             f"fp8.convert(GPT(GPTConfig(**{SIZE})), FP8Config()); assert 'torchao' not in sys.modules")
     subprocess.run([sys.executable, "-c", code], check=True)

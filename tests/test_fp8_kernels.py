@@ -344,6 +344,24 @@ def test_the_bench_finds_wrong_kernels(kernels, monkeypatch, capsys, kernel, at,
     assert "the kernel is wrong" in capsys.readouterr().out
 
 
+def test_one_tile_that_does_not_compile_costs_neither_other_tiles_nor_other_cases(kernels, monkeypatch, capsys):
+    from triton.runtime.errors import OutOfResources  # no RuntimeError
+    right, tried = kernels.cast_both, []
+
+    def broken(*arguments):
+        tried.append(arguments[-1])
+        if len(tried) == 2:
+            raise OutOfResources(300_000, 232_448, "shared memory")
+        return right(*arguments)
+
+    monkeypatch.setattr(kernels, "cast_both", broken)
+    monkeypatch.setattr(bench, "TILES", {"cast_both": ((16, 32, 4, 1), (32, 16, 4, 1)), "cross_entropy_grad": ()})
+    assert bench.bench(bench.Options(), kernels, torch.device("cpu")) == 1
+    said = capsys.readouterr().out
+    assert [*map(tuple, tried[:3])] == [tuple(kernels.CAST_TILE), (16, 32, 4, 1), (32, 16, 4, 1)] and len(tried) == 9
+    assert "16x32x4x1 FAILED: " in said and "x: FAILED: 1 of 3 tiles" in said and "3 of 4 cases right" in said
+
+
 @pytest.mark.parametrize("arguments, sentence", [
     (["repeats=0"], "repeats=0 must be between"), (["out=no/such/folder/k.json"], "must lie in a folder that exists"),
     (["tiles=3"], "there is no key 'tiles'")])

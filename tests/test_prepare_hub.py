@@ -49,7 +49,7 @@ OPTIONS = ["tokens=10e6", "tokenizer=byte", "val_share=0.2", "processes=1"]
 
 
 def stream(forge, out, *words, **faults):
-    return forge.run(*OPTIONS, f"out={out}", *(words or SOURCES_ASKED), sizes=SIZES, **faults)
+    return forge.run(*OPTIONS, f"out={out}", *(words or SOURCES_ASKED), sizes=SIZES, patience=0.1, **faults)
 
 
 @pytest.fixture(scope="module")

@@ -406,7 +406,7 @@ def test_a_resume_goes_on_probing_and_refuses_another_choice_of_layers(tiny, tmp
     seal(checkpoint, content)
     refused = call_train(capsys, config, tmp_path)
     assert refused.returncode == 2
-    assert "fp8.recipe=auto chose other layers than this run was begun with: name the recipe" in refused.stderr
+    assert "fp8.recipe=auto chose other layers than this run was begun with, for another GPU" in refused.stderr
     content["state"]["data"]["fp8"] = chosen
     seal(checkpoint, content)
     assert call_train(capsys, config, tmp_path).returncode == 0

@@ -72,10 +72,10 @@ def test_parts_of_a_step_add_up_to_the_step():
 
 
 def test_break_even_by_hand():
-    slow, fast = ({"label": "x", "compile_s": c, "step_s": s} for c, s in ((10.0, 1.0), (40.0, 0.75)))
+    slow, fast = ({"label": "x", "cold_s": c, "step_s": s} for c, s in ((10.0, 1.0), (40.0, 0.75)))
     assert speed_figure.break_even(slow, fast) == 120 and 10 + 120 * 1.0 == 40 + 120 * 0.75
     assert speed_figure.break_even(fast, slow) is None and speed_figure.break_even(slow, slow) is None
-    assert speed_figure.break_even(slow, fast | {"compile_s": 0.0}) == 1
+    assert speed_figure.break_even(slow, fast | {"cold_s": 0.0}) == 1
 
 
 def test_start_up_compares_cells_of_one_run():

@@ -33,7 +33,7 @@ def test_nothing_measured_is_one_sentence():
 def test_a_cell_is_a_row_with_its_numbers():
     values = line_of([run_row(), cell(), cell(label="tensorwise+kernels", speed=1.25)], "tensorwise+kernels", "64")
     assert values == ["tensorwise+kernels", "64", "600,000", "873.8", "108.13, 109.23, 110.32", "510.0", "51.5%", "40.0%",
-                      "1.250 x bf16 (1.240 to 1.260)", "40.0", "26.0", "0.0030"]
+                      "1.250 x bf16 (1.240 to 1.260)", "40.0", "26.0", "-", "0.0030"]
     page = text([run_row(), cell()])
     assert "NVIDIA H100 80GB HBM3" in page and "commit 0123456789:" in page and "torch 2.11.0+cu130" in page
     assert "uncommitted" not in page and "uncommitted" in text([run_row(dirty=True), cell()])
@@ -71,6 +71,17 @@ def test_a_ratio_over_an_invalid_baseline_is_none():
     assert valid(rows)[0]["ratio"] is None and "1.300" not in text(rows)
     rows = [run_row(), run_row("two"), cell(valid=False, run="two"), fast]
     assert valid(rows)[0]["ratio"]["median"] == 1.3, "another run's baseline is none of its business"
+
+
+def test_compiling_counts_with_empty_caches_and_a_second_start_apart():
+    """The baseline is started again in each call: its newest start finds in the caches what the first one left."""
+    rows = [run_row(), cell(compile_s=80.0), cell(compile_s=20.0, cache_hits=2, cache_misses=0),
+            cell(compile_s=50.0, cache_hits=1, cache_misses=1), cell(compile_s=1.0, cache_hits=None)]
+    assert line_of(rows, "bf16", "64")[-3:-1] == ["80.0", "20.0"]
+    assert line_of([*rows, cell(compile_s=90.0)], "bf16", "64")[-3:-1] == ["90.0", "20.0"]
+    assert line_of([run_row(), rows[2], cell(compile_s=80.0, micro_batch=32)], "bf16", "64")[-3:-1] == ["-", "20.0"]
+    rows = [run_row(), cell(attention_kernel="cudnn"), cell(label="auto", profile_error="no CUPTI")]
+    assert "attention: cudnn, of some not known, the profiler failed" in text(rows)
 
 
 def test_the_newest_valid_row_counts():

@@ -1,6 +1,7 @@
 """The watchdog: ranks that are stopped, killed, behind or in error, a store that is gone, a job that was merely suspended."""
 
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -18,31 +19,42 @@ import torch.distributed as dist
 
 from runtime import watchdog
 from runtime.watchdog import Watchdog
+from tests import watched_loop
 from tests.conftest import ROOT, write_config
 
 # --------------------------------------------------------------------------------------------------------------- harness
+
+FORKS = multiprocessing.get_context("forkserver")      # torch is imported once, not by each of eighteen ranks
+FORKS.set_forkserver_preload(["tests.watched_loop"])
+
 
 @contextmanager
 def started(folder: Path, fault: str, victim: int = 1, ranks: int = 2, steps: int = 60, hosted: bool = False):
     """Processes of one job, one a rank; hosted: rank 0 keeps the store, else this process does, as torchrun would."""
     folder.mkdir()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
-           "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_FR_BUFFER_SIZE": "100"}
+    env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+           "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCH_FR_BUFFER_SIZE": "100"}
     if hosted:
         del store
         env.pop("TORCHELASTIC_USE_AGENT_STORE")
     processes = []
     try:
         for rank in range(ranks):
-            processes.append(subprocess.Popen(
-                [sys.executable, "tests/watched_loop.py", str(folder), fault, str(victim), str(steps)],
-                env={**env, "RANK": str(rank)}, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+            processes.append(FORKS.Process(target=watched_loop.begin, args=(
+                folder.with_name(f"{folder.name}_{rank}.log"), {**env, "RANK": str(rank)}, folder, fault, victim, steps)))
+            processes[-1].start()
         yield processes
     finally:
         for process in processes:
             process.kill()
-            process.communicate()
+            process.join()
+
+
+def end_of(process, folder: Path, rank: int) -> tuple[int | None, str]:
+    """Exit code, None where it lives on, and output."""
+    process.join(240)
+    return process.exitcode, folder.with_name(f"{folder.name}_{rank}.log").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +68,7 @@ def jobs(tmp_path_factory):
     try:
         for name, job in processes.items():
             seen[name] = SimpleNamespace(folder=root / name, pids=[process.pid for process in job], ended={
-                rank: (process.wait(240), process.stdout.read()) for rank, process in enumerate(job)
+                rank: end_of(process, root / name, rank) for rank, process in enumerate(job)
                 if not (name in ("stop", "hosted") and rank == kinds[name].get("victim", 1))})
     finally:
         for job in running.values():
@@ -132,17 +144,16 @@ def test_a_stopped_keeper_of_the_store_is_named(jobs):
 def test_a_job_that_was_suspended_as_a_whole_goes_on_and_leaves_nothing(tmp_path):
     with started(tmp_path / "job", "none", steps=80) as job:
         while not (tmp_path / "job/ready_1").exists():
-            assert job[1].poll() is None
+            assert job[1].is_alive()
             time.sleep(0.1)
         time.sleep(1)
         for process in job:
-            process.send_signal(signal.SIGSTOP)
+            os.kill(process.pid, signal.SIGSTOP)
         time.sleep(5)
         for process in job:
-            process.send_signal(signal.SIGCONT)
-        outs = [process.communicate(timeout=120)[0] for process in job]
-    assert [process.returncode for process in job] == [0, 0], outs
-    assert "watchdog" not in "".join(outs)
+            os.kill(process.pid, signal.SIGCONT)
+        ends = [end_of(process, tmp_path / "job", rank) for rank, process in enumerate(job)]
+    assert ends == [(0, ""), (0, "")]
     assert sorted(path.name for path in (tmp_path / "job").iterdir()) == ["config.json", "ready_0", "ready_1"]
 
 

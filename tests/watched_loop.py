@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,15 @@ import torch.distributed as dist
 
 from runtime import watchdog
 from runtime.watchdog import Watchdog
+
+
+def begin(log: Path, env: dict[str, str], *arguments) -> None:
+    """As a process of its own, just forked, whose output goes to `log`."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.environ.update(env)
+    loop(*arguments)
 
 
 def loop(folder: Path, fault: str, victim: int, steps: int) -> None:
@@ -58,7 +66,3 @@ def befall(fault: str) -> None:
 
 def where_it_is_stuck():
     time.sleep(600)
-
-
-if __name__ == "__main__":
-    loop(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
