@@ -99,7 +99,7 @@ def main(arguments: list[str]) -> int:
                             for k in kernels))
     print("\n".join(summary(config, plans, depth, tokens)))
     if options.out:
-        write_json(ROOT / options.out, {"config": config.to_dict(), "tokens": tokens, "torch": torch.__version__, "plans": {
+        write_json(Path(options.out), {"config": config.to_dict(), "tokens": tokens, "torch": torch.__version__, "plans": {
             str(n): {"saved_bytes": saved, "kernels": [asdict(k) for k in kernels]} for n, (kernels, saved) in plans.items()}})
     return 0
 

@@ -90,7 +90,7 @@ def measure(options: Options) -> int:
     if options.out:
         env = environment(device, ROOT)
         kept = ("command", "t_start", "git_commit", "git_dirty", "device", "torch", "torchao", "triton", "cuda")
-        write_json(ROOT / options.out, {**{key: env[key] for key in kept}, "size": options.size, "rows": rows})
+        write_json(Path(options.out), {**{key: env[key] for key in kept}, "size": options.size, "rows": rows})
     return 0
 
 
