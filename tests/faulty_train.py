@@ -82,8 +82,9 @@ class Trained:
         self._wrap(train)
 
     def _wrap(self, train) -> None:
+        from model import GPT
         from runtime.data import Data
-        batch, forward, clip = Data.batch, train.GPT.forward, train.parallel.clip_gradients
+        batch, forward, clip = Data.batch, GPT.forward, train.parallel.clip_gradients
         build = train.optim.build_optimizer
 
         def batch_noted(data, step, *rest):
@@ -120,7 +121,7 @@ class Trained:
             optimizer.step = step_injected
             return optimizer
 
-        Data.batch, train.GPT.forward = batch_noted, forward_injected
+        Data.batch, GPT.forward = batch_noted, forward_injected
         train.parallel.clip_gradients, train.optim.build_optimizer = clip_injected, build_injected
 
 

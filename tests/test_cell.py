@@ -31,6 +31,8 @@ def weights(c):
 
 @pytest.fixture(scope="module")
 def tiny():
+    if dynamo := sys.modules.get("torch._dynamo.utils"):
+        dynamo.counters.clear()     # of other files' tests in this process
     return orders.Cell(SPEC)
 
 
