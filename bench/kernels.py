@@ -139,7 +139,7 @@ def bench(options: Options, kernels, device: torch.device) -> int:
             failed += 1
             print(f"{case.what}: FAILED: {_line(error)}", flush=True)
         if options.out is not None:
-            write_atomically(ROOT / options.out, json.dumps({**head, "rows": rows}, indent=1) + "\n")
+            write_atomically(Path(options.out), json.dumps({**head, "rows": rows}, indent=1) + "\n")
         if device.type == "cuda":
             torch.cuda.empty_cache()
     for line in best_tiles(rows):

@@ -11,7 +11,7 @@ import numpy as np
 
 from bench.ceilings import backend_of
 from bench.children import ChildError
-from bench.suites import BASELINE, Cell
+from bench.suites import Cell
 
 SANITY_STEPS = 20
 # Of the losses of 20 steps from BF16's: beyond both of these something else is being trained. The second, a share of BF16's
@@ -119,10 +119,6 @@ def _wrong_gradients(ours: dict | None, theirs: dict | None):
     for kind, norm in theirs.items():
         if ours[kind] != norm and not (norm and abs((ours[kind] or 0.0) / norm - 1) <= MOST_NORM):     # null: not finite
             yield f"the gradient of {kind} has a norm of {ours[kind]}, BF16's has {norm}"
-
-
-def is_baseline(cell: Cell) -> bool:
-    return cell.label == BASELINE
 
 
 def _as_cell(row: dict) -> Cell:
