@@ -49,7 +49,7 @@ class Options:
         for name, value in (("repeats", self.repeats), ("budget", self.budget)):
             if value is not None and not 1 <= value <= 2**20:
                 raise ConfigError(f"{name}={value} must be between 1 and {2**20}")
-        if self.out is not None and not (ROOT / self.out).parent.is_dir():
+        if self.out is not None and not Path(self.out).parent.is_dir():
             raise ConfigError(f"out={self.out} must lie in a folder that exists")
 
 
