@@ -3,10 +3,12 @@
     python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
     python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any parquet or JSON-lines data set there
     python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .parquet (also .gz, .xz, .zst)
-    python prepare_data.py demo                                      this Python installation's own text
+    python prepare_data.py demo                                      this Python installation's own text, a little
+    python prepare_data.py installed                                 all its source code and headers: python and c
     python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
     python prepare_data.py --show [FOLDER...]                        what a data folder holds, finished or not
     python prepare_data.py --verify [FOLDER...]                      hash every shard again; OK, or the bad one's name
+    python prepare_data.py --twins [FOLDER...]                       share of validation documents that training nearly holds
 
 The named sources are values in configs/sources.py. Options are key=value, a leading -- is accepted:
     tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
@@ -41,10 +43,11 @@ from pathlib import Path
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
-from prepare import harvest, hub, inventory
+from prepare import harvest, hub, inventory, twins
 from prepare.contamination import read_grams
 from prepare.documents import PAIR, local_files
 from prepare.encoder import load_backend
+from prepare.installed import installed_sources
 from prepare.job import HASH_STEPS, Job
 from prepare.options import KEYS, Options, read_options
 from prepare.parts import begun
@@ -184,14 +187,20 @@ def _run(arguments: list[str]) -> int:
     if kind == "verify":
         inventory.verify([Path(word) for word in words] or [Path(options.out)])
         return 0
+    if kind == "twins":
+        for folder in words or [options.out]:
+            for line in twins.describe(Path(folder)):
+                print(line, flush=True)
+        return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
-    if kind in ("demo", "hf") and words:
-        raise ConfigError(f"{command} takes no {words[0]!r}" + (": it reads what is installed; your files are for `local`"
-                                                                if kind == "demo" else ": one data set at a time"))
+    if kind in ("demo", "installed", "hf") and words:
+        raise ConfigError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
+                                                                ": it reads what is installed; your files are for `local`"))
     job = _job(options)     # what is wrong with the options is told before any server is asked
     load_backend(job.tokenizer.name, job.backend)
-    sources = (demo_sources() if kind == "demo" else [local_source(words, options)] if kind == "local" else
+    sources = (demo_sources() if kind == "demo" else installed_sources() if kind == "installed" else
+               [local_source(words, options)] if kind == "local" else
                [any_source(command.removeprefix("hf:"), options)] if kind == "hf" else named_sources([command, *words], options))
     prepare(sources, replace(job, budgets=_budgets(options.tokens, [source.name for source in sources])))
     return 0

@@ -30,9 +30,10 @@ class Options:
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
 STREAMED = COMMON | {"tokens", "worker", "tokenizer_backend", "decontaminate", "skip_bad"}
-KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
+KEYS = {"demo": COMMON, "installed": COMMON | {"tokens", "tokenizer_backend", "decontaminate"},
+        "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
         "hf": STREAMED | {"name", "column", "license", "revision", "files"},
-        "check-sources": set(), "show": set(), "verify": set()}
+        "check-sources": set(), "show": set(), "verify": set(), "twins": set()}
 DEFAULTS = {"demo": Options(out="data/demo", tokenizer="byte", val_share=0.04, processes=1)}   # small: a larger share
 
 

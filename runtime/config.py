@@ -50,6 +50,7 @@ class Config:
     steps: int | None = None                # optimizer steps; give this or tokens_per_param
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
+    repeat: int = 0                         # 1 = a null run: the same training once more, to see what rounding alone does
     out: str = "out"                        # folder of all runs
     deterministic: bool = False             # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None              # steps to trace, first:last such as 10:15; none = no trace
@@ -72,6 +73,8 @@ class Config:
         if (self.steps is None) == (self.tokens_per_param is None):
             out.append(f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two")
         out += positive(self, "", "steps", "tokens_per_param")
+        if self.repeat not in (0, 1):
+            out.append(f"repeat={self.repeat} must be 0, or 1 for a null run")
         if not out and max((self.steps or 0) * d.tokens_per_step, (self.tokens_per_param or 0) * m.params_total) > 2**50:
             out.append(f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):

@@ -60,7 +60,8 @@ def device_name(device: torch.device) -> str:
 def environment(device: torch.device, root: Path) -> dict:
     """Where a run happened, for env.json: commit, uncommitted changes, versions, hardware, command."""
     return {
-        "command": shlex.join(sys.argv), "t_start": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": shlex.join(sys.argv).replace(f"{root}/", ""),    # the same wherever the repository lies
+        "t_start": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "git_commit": _git(root, "rev-parse", "HEAD"),
         "git_dirty": bool(_git(root, "status", "--porcelain")), "git_diff": _git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),

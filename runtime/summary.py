@@ -47,6 +47,7 @@ def summarise(config: Config, world, data, counts: dict, layers: list, as_traine
         "config_sha256": metrics.digest(config.to_dict()), "device": name, "n_gpu": world.size,
         "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
         "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
+        "repeat": config.repeat,
         "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
         "tokenizer": tokenizer_kind(config.data.tokenizer), "tokenizer_sha256": tokenizer_sha256,
         "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,

@@ -11,10 +11,9 @@ from scaling.bootstrap import with_bootstrap
 from scaling.captions import human
 from scaling.chinchilla import fit_chinchilla
 from scaling.forms import Fit
-from scaling.frozen import read_json
 from scaling.laws import Points
 from scaling.published import EPOCH, Surface
-from scaling.records import RecordError
+from scaling.records import RecordError, read_json
 
 # Smallest and largest 6 N D (FLOPs), and tokens per parameter, of the 240 points of Epoch's law.
 EPOCH_COMPUTE, EPOCH_RATIO = (1.397e18, 1.296e22), (0.456, 341.0)
@@ -109,6 +108,9 @@ def read_law(path: str | None) -> Law:
                           f"{inside or 'the law.json that python scaling/fit.py writes, such as out/chinchilla/law/law.json'}")
     content = read_json(Path(path))
     try:
+        if content.get("conventions", {}).get("N") == "params_nonembed":
+            raise RecordError(f"{path} counts non-embedding parameters, and a budget is planned in all of them: fit the same "
+                              "runs by all of them (python scaling/fit.py RUNS n=total out=DIR) and give that law.json")
         groups = content.get("groups", {})
         recipe = "bf16" if "bf16" in groups else next(iter(groups), None)
         runs = [one for one in content.get("inputs", []) if one["recipe"] == recipe]
@@ -125,6 +127,8 @@ def read_law(path: str | None) -> Law:
         fit = with_bootstrap(fit_chinchilla(N, D, loss, seed_sd=float(content.get("seed_noise", {}).get("used") or 0.0)),
                              Points(N, D, 6 * N * D, loss, np.array(done[2])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, RecordError):
+            raise
         raise RecordError(f"{path} is no law.json of this version ({type(error).__name__}: {error}): make it with "
                           "python scaling/fit.py") from None
     where = f"{path}, {len(runs)} runs of {len(set(done[2]))} trajectories in {recipe}; "

@@ -4,6 +4,7 @@ from scaling.curves import floor_of, is_cut, is_spread, is_surface, rest_of
 from scaling.forms import NAMES
 
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
+KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # group.convention -> what stands before "parameters"
 GREEK = {"alpha": "α", "beta": "β", "gamma": "γ"}
 SUPERSCRIPT = str.maketrans("-.0123456789", "⁻·⁰¹²³⁴⁵⁶⁷⁸⁹")
 SURFACE = "L = E + A/N^α + B/D^β. "
@@ -21,26 +22,31 @@ def title(groups, loss_key: str) -> str:
     return f"Loss after training in {arms}, {EVALUATED[loss_key]} ({n})"
 
 
-def caption(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> str:
-    """What the panels are, n and law of each group, the convention, then what each mark means."""
-    has_runs, surface = bool(groups[0].records), any(map(is_surface, groups))
+def caption(groups, pairs, loss_key: str, ray: tuple[float, float] | None, others=()) -> str:
+    """What the panels are, n and law of each group, the convention, then what each mark means; others: not drawn."""
+    has_runs, surface, kind = bool(groups[0].records), any(map(is_surface, groups)), KIND[groups[0].convention]
     held = sorted({one.name for group in groups for one in group.held_out})
     parts, laws = [], [_law(group) for group in groups]
     if ray:
         low, high = (f"{ratio:.3g}" for ratio in ray)
-        parts.append(f"One ray = one curve: at {low if low == high else f'{low} to {high}'} tokens per parameter in every "
+        parts.append(f"One ray = one curve: at {low if low == high else f'{low} to {high}'} tokens per {kind}parameter in every "
                      f"{'run' if has_runs else 'point'}, the panels are one curve under three labels.")
     parts.append(SURFACE * surface + "With 95 % intervals, " * any("[" in law for law in laws) + "; ".join(laws) + ".")
     if any(law is not None and law.interval == "bootstrap" for law in map(_drawn, groups)):
         parts.append("In brackets: percentiles of a bootstrap; drawn bands: from its covariance.")
     parts += _reasons(groups)
-    parts.append("N = params_total, D = tokens, C = flops_per_token × D.".replace(" = ", f"{GLUE}={GLUE}") if has_runs else
+    if others:
+        parts.append(f"Not drawn, because their points identify no such law: {', '.join(map(_count, others))}.")
+    counted = f"params_{groups[0].convention}" + f" ({kind}parameters)" * bool(kind)
+    parts.append(f"N = {counted}, D = tokens, C = flops_per_token × D.".replace(" = ", f"{GLUE}={GLUE}") if has_runs else
                  "N, D, C as the table counts them, C as 6 N D where it lacks one of the two.")
     if any(is_spread(group) and not is_surface(group) for group in groups):
-        parts.append("Over tokens and parameters, lines join the points of one size, of one number of tokens per parameter (×).")
+        parts.append("Over tokens and parameters, lines join the points of one size, of one number of tokens per "
+                     f"{kind}parameter (×).")
     if surface:
-        parts.append("Lines: lowest loss for a compute (on C = 6 N D, drawn at the runs' own FLOPs), loss of one size, loss at "
-                     "one number of tokens per parameter (×).".replace("C = 6 N D", f"C{GLUE}={GLUE}6{GLUE}N{GLUE}D"))
+        flops = "by the runs' own FLOPs" if has_runs else f"C{GLUE}={GLUE}6{GLUE}N{GLUE}D"
+        parts.append(f"Lines: lowest loss for a compute ({flops}), loss of one size, loss at one number of tokens per "
+                     f"{kind}parameter (×).")
     if any(len(tokens) for group in groups for tokens, _ in group.curves):
         parts.append("Training loss is smoothed; thick: the lowest reached by each compute, from size (pale: small) to size.")
     if any(group.bands for group in groups):
@@ -75,9 +81,7 @@ def _drawn(group):
 
 def _law(group) -> str:
     """n of the group and the law that is drawn, with its intervals; spaces that must not be broken are GLUE."""
-    n, own = len(group.loss), len(set(group.points.cluster.tolist()))
-    count = f"{name_of(group)} (n{GLUE}={GLUE}{n}" + (f" on {own} trajectories" if own < n and group.records else "") + "): "
-    law = _drawn(group)
+    count, law = f"{_count(group)}: ", _drawn(group)
     if law is None:
         return count + "no law can be fitted"
     p, ends = law.parameters, law.ci95 or {}
@@ -89,6 +93,11 @@ def _law(group) -> str:
     named = [f"{GREEK.get(name, name)}{GLUE}" + (f"{number(p[name])}{GLUE}" if is_surface(group) else "")
              + f"[{number(ends[name][0])},{GLUE}{number(ends[name][1])}]" for name in NAMES[law.form] if name in ends]
     return count + ", ".join([shape.replace(" ", GLUE)] * bool(shape) + named)
+
+
+def _count(group) -> str:
+    n, own = len(group.loss), len(set(group.points.cluster.tolist()))
+    return f"{name_of(group)} (n{GLUE}={GLUE}{n}" + (f" on {own} trajectories" if own < n and group.records else "") + ")"
 
 
 def number(value: float) -> str:

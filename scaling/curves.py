@@ -46,6 +46,14 @@ def floor_of(group) -> float | None:
     return law.parameters["E"] if group.headline in ("chinchilla", "ray") and law.identified else None
 
 
+def drawn(groups) -> tuple[list, list]:
+    """The groups that the figure shows, and those that it only names: where some law has a floor, groups without one.
+
+    A recipe tried at two sizes of four has a power law over its own sizes, which beside the others' frontier says nothing."""
+    shown = [group for group in groups if floor_of(group) is not None]
+    return (shown, [group for group in groups if floor_of(group) is None]) if shown else (list(groups), [])
+
+
 def law_lines(group, axis: str, grid) -> list[tuple]:
     """(x, N, D, loss, low, high, each) of each law line over `grid`, arrays of its shape; each: the line's size or ratio.
 
@@ -58,8 +66,8 @@ def law_lines(group, axis: str, grid) -> list[tuple]:
         return [] if law is None else [_line(law, grid, None, None, None, (grid,))]
     law, points = group.laws["chinchilla"], group.points
     if axis == "C":
-        N, D, _ = frontier(law, grid)
-        return [_line(law, grid * _flops_over_6n(group, N), N, D, None, (N, D))]
+        N, D = _cheapest(group, grid)
+        return [_line(law, grid, N, D, None, (N, D))]
     if axis == "D":
         return [_line(law, grid, np.full(len(grid), N), grid, N, (np.full(len(grid), N), grid))
                 for N in sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})]
@@ -87,8 +95,22 @@ def _line(law, x, N, D, each, where):
     return x, N, D, loss, low, None if high is None else np.minimum(high, 1e9 * loss), each
 
 
+def _cheapest(group, compute):
+    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are.
+
+    A vocabulary's share of a token's FLOPs falls with size, so that the best size is larger than 6 N D would have it."""
+    law = group.laws["chinchilla"]
+    N, D, _ = frontier(law, compute)
+    if group.records:
+        N = N * np.geomspace(1e-2, 1e2, 2001)[:, None]     # (sizes, compute)
+        D = compute / (6 * N * _flops_over_6n(group, N))
+        best = law.predict(N, D).argmin(axis=0), np.arange(len(compute))
+        N, D = N[best], D[best]
+    return N, D
+
+
 def _flops_over_6n(group, N):
-    """FLOPs per token in the group's convention over 6 N, at sizes N: the frontier is found for C = 6 N D."""
+    """FLOPs per token in the group's convention over 6 N, at sizes N; beyond its points as at the last of them."""
     share = np.log(group.x["C"] / (6 * group.x["N"] * group.x["D"]))
     sizes = np.log(group.x["N"])
     slope, height = np.polyfit(sizes, share, 1) if np.ptp(sizes) > 0 else (0.0, share.mean())
@@ -215,7 +237,7 @@ def best_so_far(group, curves) -> list[tuple]:
         return []
     x, loss, index = envelope([curves[i] for i in filled])
     loss = np.minimum.accumulate(loss)      # what was reached with less compute is reached
-    size = np.array([group.records[filled[i]].params_total for i in index])
+    size = np.array([group.records[filled[i]].N for i in index])
     starts = np.flatnonzero(np.concatenate([[True], np.diff(size) != 0]))
     return [(x[start:end + 1], loss[start:end + 1], float(size[start]))
             for start, end in zip(starts, [*starts[1:], len(x) - 1], strict=True)]

@@ -31,7 +31,7 @@ def draw_run(run: Path, folder: Path | None = None) -> None:
 
     Raises RecordError where the run has no probe rows, where they are damaged, or where `folder` cannot be written."""
     folder = folder or run / "figures"
-    if not (run / "probe.jsonl").is_file():
+    if not any((run / name).is_file() for name in ("probe.jsonl", "probe.jsonl.gz")):
         what = "has no probe.jsonl" if run.is_dir() else "is no folder"
         raise RecordError(f"{run} {what}: expected the folder of a run trained with probe.every=STEPS, such as "
                           "probe.every=100, which writes probe.jsonl")

@@ -8,7 +8,6 @@ window system is asked for, no global state is left behind. As a command it draw
 """
 
 import io
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -23,9 +22,10 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNL
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from scaling.captions import AXES, SUPERSCRIPT, caption, human, title
+from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
-from scaling.curves import floor_of, loss_limits, reducible_limits
+from scaling.curves import drawn, floor_of, loss_limits, reducible_limits
+from scaling.files import write  # noqa: F401 - of all that draws: a file is there whole or not at all
 from scaling.panels import LABEL, draw_gaps, draw_losses, draw_predictions, draw_reducible, label_sizes, legend
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -37,24 +37,28 @@ LARGE = RC | {"font.size": 10.5, "axes.labelsize": 10.5, "xtick.labelsize": 9.5,
 
 
 def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figure:
-    """The figure of all groups (groups.Group): losses, then reducible losses and the pairs' gaps where there are any.
+    """The figure of the groups (groups.Group): losses, then reducible losses and the pairs' gaps where there are any.
 
+    curves.drawn says which groups are shown.
     pairs: of precision.Pair. ray: smallest and largest tokens per parameter if the points share one ratio, else None."""
+    groups, others = drawn(groups)
+    pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
     with matplotlib.rc_context(LARGE):
         axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
+        labels = AXES | {"N": KIND[groups[0].convention].replace(" ", "\n") + AXES["N"]}      # too long for one line
         rows = {draw_losses: 2.5}
         if any(floor_of(group) is not None for group in groups):
             rows[draw_reducible] = 1.5
         if pairs:
             rows[draw_gaps] = 0.8
         figure, panels = _sheet(list(rows.values()), len(axes), title(groups, loss_key), legend(groups),
-                                caption(groups, pairs, loss_key, ray))
+                                caption(groups, pairs, loss_key, ray, others), labels["N"].count("\n"))
         for column, axis in enumerate(axes):
             for panel, fill in zip(panels[:, column], rows, strict=True):
                 fill(panel, groups, axis, **({"pairs": pairs, "loss_key": loss_key} if fill is draw_gaps else {}))
                 panel.grid(True, color="#DDDDDD", linewidth=0.5)
                 panel.set_axisbelow(True)
-            panels[-1, column].set_xlabel(AXES[axis])
+            panels[-1, column].set_xlabel(labels[axis])
             _log_ticks(panels[-1, column].xaxis, _power_of_ten if axis == "C" else lambda m, e: human(m * 10.0**e),
                        5.5 if axis == "C" else 3.6)
         _set_loss_axis(panels[0, 0], groups)
@@ -76,12 +80,12 @@ def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figur
     return figure
 
 
-def _sheet(heights, columns: int, above_all, handles, below_all):
-    """The page with its texts and a grid of empty panels; heights of the rows in inches."""
+def _sheet(heights, columns: int, above_all, handles, below_all, more_lines: int):
+    """The page with its texts and a grid of empty panels; heights of the rows in inches; more_lines: of an axis label."""
     above_all, below_all = _wrapped(above_all, LARGE["font.size"]), _wrapped(below_all, LABEL)
     lines = -(-len(handles) // 3)
     above = 0.12 + 0.18 * (above_all.count("\n") + 1) + 0.19 * lines
-    below = 0.64 + 0.155 * (below_all.count("\n") + 1)
+    below = 0.64 + 0.155 * (below_all.count("\n") + 1) + 0.17 * more_lines
     height = above + sum(heights) + 0.12 * (len(heights) - 1) + below
     figure = Figure(figsize=(WIDTH, height))
     panels = figure.subplots(len(heights), columns, squeeze=False, sharex="col", sharey="row",
@@ -124,16 +128,6 @@ def render(figure: Figure, form: str) -> bytes:
     with matplotlib.rc_context(RC):
         figure.savefig(buffer, format=form, dpi=200, metadata={"Date": None} if form == "svg" else None)
     return buffer.getvalue()
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write by a temporary name, so that a reader finds the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def main(arguments=None) -> int:

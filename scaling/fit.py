@@ -4,6 +4,7 @@
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
     python scaling/fit.py out/study --predict gpt1p5b_fp8       # freezes a prediction before that run is started
     python scaling/fit.py out/study --score                     # compares it once the run is there
+    python scaling/fit.py out/study n=total --out report        # counts all parameters, whatever the study's budgets count
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4 dataset=rw --where lr=0.003 --out DIR
 
@@ -31,14 +32,25 @@ import numpy as np
 from scaling import predict, robustness, tables
 from scaling.command import read_words, run
 from scaling.figures import draw, render, write
-from scaling.groups import CONVENTIONS, allocation, fit_group, fit_points, on_one_ray, ray_of, seed_noise
+from scaling.groups import COUNTS, allocation, fit_group, fit_points, on_one_ray, ray_of, seed_noise
 from scaling.laws import DELTA
 from scaling.points import read_points
 from scaling.precision import pairs
-from scaling.records import LAW_FOLDER, RecordError, check_comparable, from_scratch, read_runs, usable
+from scaling.records import (
+    CONVENTIONS,
+    LAW_FOLDER,
+    RecordError,
+    check_comparable,
+    counted_as,
+    from_scratch,
+    read_runs,
+    usable,
+    without_repeats,
+)
 
 RUNS = {
     "out": f"DIR that receives law.json, figure.png and figure.svg (default for one folder of runs: its {LAW_FOLDER}/)",
+    "n": "total or nonembed: which parameters N counts (default: what study.json says beside the runs, else total)",
     "loss": "bf16 (default: weights evaluated through BF16 matmuls) or as_trained",
     "seed_sd": "standard deviation of ln(loss) between seeds, a floor under the residuals in the intervals (default: estimated "
                "from runs that differ in the seed alone)",
@@ -88,7 +100,7 @@ def main(arguments=None) -> int:
 def _parse(words) -> tuple[list[str], dict]:
     """Paths and {option: value}; `where` is a list, flags are True."""
     is_table = any(word.removeprefix("--").split("=")[0] == "points" for word in words)
-    meanings = RUNS | TABLE if is_table else RUNS | TABLE | RUNS    # loss and out mean something in both
+    meanings = RUNS | TABLE if is_table else RUNS | TABLE | RUNS    # n, loss and out mean something in both
     paths, options = read_words(words, meanings, flags=FLAGS, lists=("where",))
     _check(paths, options)
     return paths, options
@@ -122,6 +134,8 @@ def _check(paths, options) -> None:
             if Path(path).is_file():
                 raise RecordError(f"{path} is a file: a table of points is given as --points {path} --n COL --loss COL, runs as "
                                   "their folders")
+        if "n" in options and options["n"] not in CONVENTIONS:
+            raise RecordError(f"n={options['n']!r} must be total or nonembed; as a column it wants its table, --points FILE")
         options.setdefault("loss", "bf16")
         if options["loss"] not in ("bf16", "as_trained"):
             raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
@@ -170,11 +184,13 @@ def _fit_runs(paths, options) -> None:
     records, notes = read_runs(paths)
     records, left_out = usable(records)
     records, continued = from_scratch(records)
+    records, repeats = without_repeats(records)
+    records = counted_as(records, options.get("n"))
     check_comparable(records)
     roots = {Path(path) for path in paths} | {record.folder.parent for record in records}
     predictions, named = predict.load(folder), predict.named_held_out(roots)
     everything, records = records, [r for r in records if not predict.is_held(r, predictions, named)]
-    notes += left_out + continued
+    notes += left_out + continued + repeats
     notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
     print("".join(note + "\n" for note in notes), end="")
     if not records:
@@ -189,15 +205,16 @@ def _fit_runs(paths, options) -> None:
     except RecordError as error:        # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     variants = {group.recipe: _variants(group) for group in groups}
-    ratios = [record.tokens / record.params_total for record in records]
+    ratios = [record.tokens / record.N for record in records]
     ray = (min(ratios), max(ratios))
     law = {"format_version": 2,
-           "conventions": {"N": "params_total", "D": "tokens", "C": "flops_per_token * tokens", "loss": loss_key,
-                           "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
+           "conventions": {"N": f"params_{records[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",
+                           "loss": loss_key, "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
            "seed_noise": noise, **_ray_json(ray), "notes": notes + alone,
            "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
-                       "N": r.params_total, "D": r.tokens, "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key),
-                       "summary_sha256": r.summary_sha256} for group in groups for r in group.records],
+                       "N": r.N, "params_total": r.params_total, "params_nonembed": r.params_nonembed, "D": r.tokens,
+                       "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key), "summary_sha256": r.summary_sha256}
+                      for group in groups for r in group.records],
            "groups": {group.recipe: _group_json(group, variants[group.recipe]) for group in groups},
            **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {}),
            "pairs": [{"pair_id": pair.bf16.pair_id, "bf16": pair.bf16.run_id, "fp8": pair.fp8.run_id,
@@ -217,9 +234,8 @@ def _fit_runs(paths, options) -> None:
 
 def _variants(group) -> list[dict]:
     """The robustness table of the headlined law; over the counts of the runs, where there are runs."""
-    axis = "C" if group.headline in ("ray", "power_c") else "N"
-    return robustness.rows(group.points, group.headline, {name: group.counts[name] for name in CONVENTIONS[axis][1:]
-                                                          if name in group.counts})
+    names = COUNTS["C"] if group.headline in ("ray", "power_c") else tuple(group.by_convention)
+    return robustness.rows(group.points, group.headline, {name: group.counts[name] for name in names[1:] if name in group.counts})
 
 
 # ----------------------------------------------------------------------------------------------------- what comes out

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from scaling.records import RecordError
+from scaling.records import CONVENTIONS, RecordError, read_json
 
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CLOCK_SLACK_S = 600         # between the clocks of two machines
@@ -22,7 +22,7 @@ class Prediction:
 
     target: str
     recipe: str
-    N: int                              # params_total
+    N: int                              # parameters as the convention counts them
     D: int                              # tokens
     C: float                            # flops_per_token * tokens
     loss_key: str                       # "loss_bf16" or "loss_as_trained"
@@ -34,6 +34,7 @@ class Prediction:
     date: str                           # UTC, as 2026-11-21T15:44:05Z
     sha256: str                         # of the rest of the file's content
     path: Path
+    convention: str                     # which parameters N and its laws count, "total" or "nonembed"
     content: dict = field(repr=False)   # the whole file
 
 
@@ -62,11 +63,12 @@ def read_prediction(path: Path) -> Prediction:
             raise RecordError(f"{path} was edited after it was frozen (its content does not match its sha256): restore the "
                               "file as it was written, for nothing can be scored against this one")
         goal, date = content["target"], content["date"]
+        convention = content.get("convention", CONVENTIONS[0])      # older files say nothing and mean all
         written = calendar.timegm(time.strptime(date, UTC))
         prediction = Prediction(
-            goal["name"], goal["recipe"], goal["params_total"], goal["tokens"], goal["flops_per_token"] * goal["tokens"],
-            content["loss_key"], content["loss"], content["low"], content["high"], content["headline"],
-            tuple(content["forms"]), date, content["sha256"], path, content)
+            goal["name"], goal["recipe"], goal[f"params_{convention}"], goal["tokens"],
+            goal["flops_per_token"] * goal["tokens"], content["loss_key"], content["loss"], content["low"], content["high"],
+            content["headline"], tuple(content["forms"]), date, content["sha256"], path, convention, content)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, RecordError):
             raise
@@ -87,15 +89,18 @@ def is_held(record, predictions, names=()) -> bool:
 
 
 def held_of(recipe: str, records, predictions, names=(), loss_key: str = "loss_bf16") -> tuple[Held, ...]:
-    """The held-out runs of one recipe among `records`, plus a Held without loss for each prediction whose run is not there."""
-    held, met = [], set()
+    """The held-out runs of one recipe among `records`, plus a Held without loss for each prediction whose run is not there.
+
+    Their N is counted as the records count it, whatever the prediction's own convention is."""
+    held, met, count = [], set(), f"params_{records[0].convention if records else CONVENTIONS[0]}"
     for record in records:
         if record.recipe == recipe and is_held(record, predictions, names):
             prediction = next((one for one in predictions if is_of(record, one)), None)
             met.add(prediction)
-            held.append(Held(record.run_id, record.params_total, record.tokens, record.flops_per_token * record.tokens,
+            held.append(Held(record.run_id, record.N, record.tokens, record.flops_per_token * record.tokens,
                              getattr(record, loss_key), prediction))
-    held += [Held(one.target, one.N, one.D, one.C, None, one) for one in predictions if one.recipe == recipe and one not in met]
+    held += [Held(one.target, one.content["target"][count], one.D, one.C, None, one) for one in predictions
+             if one.recipe == recipe and one not in met]
     return tuple(held)
 
 
@@ -123,18 +128,6 @@ def read_study(root: Path) -> dict:
     if not isinstance(runs, list) or not all(isinstance(run, dict) and isinstance(run.get("run"), str) for run in runs):
         raise RecordError(f"{path}: runs must be a list of objects, each with its run's name; write it anew: scaling/sweep.py")
     return study
-
-
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise RecordError(f"{path} is not valid JSON ({error}): the file is cut off or edited; restore it") from None
-    if not isinstance(content, dict):
-        raise RecordError(f"{path} holds a {type(content).__name__}; expected an object")
-    return content
 
 
 def digest(content: dict) -> str:

@@ -10,9 +10,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
+from scaling.captions import KIND
 from scaling.figures import RC, human, page
 from scaling.gap import running_mean, window_of
-from scaling.gap_tables import ARMS, freedom
+from scaling.gap_tables import ARMS, freedom, name_of
 from scaling.published import PRECISION_LAWS
 from scaling.records import read_curve
 
@@ -30,64 +31,92 @@ ASIDE = 0.05                # of N, at most: beside laws over N a point must sta
 def draw_precision(result: dict):
     """The figure of precision.analyse's result, which holds at least one pair: gap [%], then nats beside published laws."""
     arm, sizes, margin, pooled = result["loss"], result["sizes"], result["margin"], result["null"]["pooled"]
+    counted, same = result["conventions"]["N"], result["null"]["same_seed"]
     recipes, n, free = list(result["common"]), len(result["pairs"]), sum(one[arm].n for one in result["common"].values())
-    ratios = [row["tokens"] / row["params_total"] for row in sizes]
+    ratios = [row["tokens"] / row["params_total"] for row in sizes]     # as the published laws count
     ratio = float(np.exp(np.mean(np.log(ratios))))
     parts = [f"Both arms evaluated {ARMS[arm]}." if arm == "bf16" else "Each arm evaluated as it was trained.",
              "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis. "
              "Coloured bands: the common gap's interval."]
-    different = len({row["params_total"] for row in sizes})
-    if len({(row["params_total"], row["tokens"]) for row in sizes}) > different:
+    different = len({row["N"] for row in sizes})
+    if len({(row["N"], row["tokens"]) for row in sizes}) > different:
         parts.append("Left, at each size further right: more tokens per parameter.")
-    limit, has_band = _reach(sizes, arm, margin, pooled)
-    is_grey = "Grey" if has_band else "Not drawn, beyond the axis"
-    parts.append(f"{is_grey}: null, 95 % of the differences of two BF16 runs with other seeds (n = {pooled['runs']} runs, "
-                 f"{freedom(pooled['dof'])})." if pooled else "No null band: no two BF16 seeds at one size.")
+    limit, bands = _reach(sizes, arm, margin, [one for one in (pooled, same["pooled"]) if one])
+    parts.append(f"{_shade('Grey', pooled, bands)}: null, 95 % of the differences of two BF16 runs with other seeds (n = "
+                 f"{pooled['runs']} runs, {freedom(pooled['dof'])})." if pooled else
+                 "No null band: no two BF16 seeds at one size.")
+    if same["pooled"]:
+        parts.append(f"{_shade('Darker grey', same['pooled'], bands)}: the same of one seed, rounded otherwise (n = "
+                     f"{same['pooled']['pairs']} pair{'s' * (same['pooled']['pairs'] > 1)}, {freedom(same['pooled']['dof'])}).")
+    elif same["equal"]:
+        parts.append("No null of one seed: such runs are equal to the last bit here.")
     parts.append(f"Margin {'' if margin.is_declared else 'not '}declared before the runs." if margin else "No margin.")
     parts.append(f"Right: published laws at {ratio:.3g} tokens per parameter, dotted outside the sizes they were fitted to; "
-                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). N = params_total"
+                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). "
+                 f"N = {counted}" + ", right params_total, which the laws count" * (counted != "params_total")
                  + (f", points within {100 * ASIDE:g} % of it." if different < len(sizes) else "."))
     with matplotlib.rc_context(RC):
         title = f"Loss of FP8 minus loss of BF16 against size (n = {n} pair{'s' * (n > 1)}{f', {free} independent' * (free < n)})"
         figure, panels = page(3.5, 1, 2, title, " ".join(parts), top=0.52, wspace=0.24)
         left, right = panels[0]
         place = _places(sizes)
-        _draw_percent(left, sizes, place, arm, result["common"], margin, pooled if has_band else None, limit)
-        _draw_nats(right, sizes, _places(sizes, 2 * math.log1p(ASIDE)), recipes, ratio)
+        _draw_percent(left, sizes, place, arm, result["common"], margin, [
+            (one, *look) for one, *look in ((pooled, "null", "#DDDDDD"), (same["pooled"], "null of one seed", "#B0B0B0"))
+            if one in bands], limit)
+        _draw_nats(right, sizes, _places(sizes, 2 * math.log1p(ASIDE), "params_total"), recipes, ratio)
+        if counted != "params_total":
+            left.set_xlabel(f"{KIND[counted.removeprefix('params_')]}parameters N")
+            right.set_xlabel("parameters N, all")
         handles, names = left.get_legend_handles_labels()
-        if pooled and not has_band:
-            handles.append(Patch(fill=False, linewidth=0))
-            names.append(f"null, ±{pooled['band']:.2g} % (beyond the axis)")
-        figure.legend(handles, names, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / figure.get_figheight()), ncols=6,
-                      frameon=False, borderpad=0, borderaxespad=0, columnspacing=1.5)
+        for one, name in ((pooled, "null"), (same["pooled"], "null of one seed")):
+            if one and one not in bands:
+                handles.append(Patch(fill=False, linewidth=0))
+                names.append(f"{name}, ±{one['band']:.2g} % (beyond the axis)")
+        _legend(figure, handles, names)
         FigureCanvasAgg(figure).draw()          # ticks take these settings now, not savefig's
     return figure
 
 
-def _places(sizes, widest_room: float = 0.9) -> list[float]:
+def _legend(figure, handles, names):
+    """Above the panels, in as many columns as the page is wide; what rows it takes beyond one are taken from the panels."""
+    height, renderer = figure.get_figheight(), FigureCanvasAgg(figure).get_renderer()
+    for columns in range(min(6, len(names)), 0, -1):
+        legend = figure.legend(handles, names, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / height), ncols=columns,
+                               frameon=False, borderpad=0, borderaxespad=0, columnspacing=1.5)
+        if legend.get_window_extent(renderer).width <= 0.92 * figure.bbox.width or columns == 1:
+            break
+        legend.remove()
+    rows = -(-len(names) // columns)
+    figure.subplots_adjust(top=1 - (0.52 + 0.17 * (rows - 1)) / height)
+
+
+def _places(sizes, widest_room: float = 0.9, counts: str = "N") -> list[float]:
     """x of each row, sorted by N: its N, moved aside where several rows share it, by widest_room in ln N in all."""
-    places, widest = [], np.diff(np.log(sorted({row["params_total"] for row in sizes})))
+    places, widest = [], np.diff(np.log(sorted({row[counts] for row in sizes})))
     room = min([widest_room, *(0.6 * widest)] if len(widest) else [widest_room, 0.6])
-    for N, rows in itertools.groupby(row["params_total"] for row in sizes):
+    for N, rows in itertools.groupby(row[counts] for row in sizes):
         n = len(list(rows))
         places += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
     return places
 
 
-def _reach(sizes, arm, margin, pooled) -> tuple[float, bool]:
-    """Half the height of the axis in per cent, and whether it holds the null's band: one far beyond it would colour the
-    whole panel, or flatten the gaps."""
+def _reach(sizes, arm, margin, nulls) -> tuple[float, list]:
+    """Half the height of the axis in per cent, and the nulls whose band it holds: one far beyond it would colour the whole
+    panel, or flatten the gaps."""
     reach = [abs(row[arm].mean) for row in sizes] + ([margin.percent] if margin else [])
     reach += [max(abs(row[arm].low), abs(row[arm].high)) for row in sizes if row[arm].half and row[arm].n > 2]
     limit = 1.2 * max([*reach, 1e-3])
-    fits = bool(pooled) and pooled["band"] < 2.5 * limit
-    return (max(limit, 1.15 * pooled["band"]) if fits else limit), fits
+    fitting = [one for one in nulls if one["band"] < 2.5 * limit]
+    return max([limit, *(1.15 * one["band"] for one in fitting)]), fitting
 
 
-def _draw_percent(panel, sizes, place, arm, common, margin, pooled, limit):
-    if pooled:
-        panel.axhspan(-pooled["band"], pooled["band"], color="#DDDDDD", linewidth=0, zorder=0,
-                      label=f"null, ±{pooled['band']:.2g} %")
+def _shade(name: str, null: dict, bands) -> str:
+    return name if null in bands else "Not drawn, beyond the axis"
+
+
+def _draw_percent(panel, sizes, place, arm, common, margin, bands, limit):
+    for one, name, color in sorted(bands, key=lambda band: -band[0]["band"]):      # the narrower one on top
+        panel.axhspan(-one["band"], one["band"], color=color, linewidth=0, zorder=0, label=f"{name}, ±{one['band']:.2g} %")
     if margin:
         for i, y in enumerate((-margin.percent, margin.percent)):
             panel.axhline(y, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1,
@@ -99,12 +128,12 @@ def _draw_percent(panel, sizes, place, arm, common, margin, pooled, limit):
         rows = [(x, row[arm]) for x, row in zip(place, sizes, strict=True) if row["recipe"] == recipe]
         panel.errorbar([x for x, _ in rows], [found.mean for _, found in rows], yerr=[found.half or 0 for _, found in rows],
                        linestyle="none", color=color, marker=marker, markersize=4.5, capsize=2.5, elinewidth=1.1, zorder=3,
-                       label=f"FP8 {recipe}")
+                       label=name_of(recipe, common[recipe]["converted"]))
     panel.set(ylim=(-limit, limit), ylabel="gap [%]")
     _size_axis(panel, min(place) / 1.5, 1.5 * max(place))
     # Labels at the sizes themselves, where they have room: the points stand beside them.
     spacing, ticks = 0.1 * math.log(2.25 * max(place) / min(place)), []
-    for N in sorted({row["params_total"] for row in sizes}):
+    for N in sorted({row["N"] for row in sizes}):
         ticks += [N] if not ticks or math.log(N / ticks[-1]) > spacing else []
     panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_minor_locator(NullLocator())

@@ -1,25 +1,53 @@
 """Write the paired analysis of precision.py as Markdown tables."""
 
-from scaling.equivalence import MOST
+from dataclasses import fields
+from pathlib import Path
+
+from scaling.equivalence import MOST, Estimate, Margin, Trend
 from scaling.figures import human
+from scaling.pairs import Gap
 from scaling.published import SMALLEST
+from scaling.records import RecordError, read_json
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 FEW = 16                    # pairs that the console lists one by one
+SAME_BUDGET = 1.15          # ratios of tokens to parameters that differ by less are one budget, rounded to whole steps
 OVER = f"more than {MOST:,}"
 
 
 def tables(result: dict) -> str:
-    """Markdown of precision.analyse's result: common gap, gap per size beside the null, its cost, each pair."""
-    blocks = [_common(result)]
-    if result["sizes"] or result["null"]["sizes"]:
-        blocks.append(_sizes(result))
+    """Markdown of precision.analyse's result: common gap, ranking, gap per size beside the null, its cost, each pair."""
+    blocks = [common(result)]
+    if len(result["common"]) > 1 or result["ranking"]["left_out"]:
+        blocks.append(ranking(result))
+    if result["sizes"] or result["null"]["sizes"] or result["null"]["same_seed"]["sizes"]:
+        blocks += [grid(result), sizes(result)]
     if result["pairs"]:
-        blocks += [_costs(result), _pairs(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
-    return "\n\n".join(blocks)
+        blocks += [costs(result), pair_rows(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
+    return "\n\n".join(filter(None, blocks))
 
 
-def _common(result):
+def read_result(path: Path) -> dict:
+    """precision.analyse's result as precision.json at `path` holds it. Raises RecordError where that is not one."""
+    result = _revived(read_json(path))
+    if lacking := [key for key in ("conventions", "null", "common", "ranking", "sizes", "laws", "pairs") if key not in result]:
+        raise RecordError(f"{path} lacks {lacking[0]!r}: write it anew, python scaling/precision.py STUDY")
+    return result
+
+
+def _revived(value):
+    """The dataclasses that json wrote as objects, known by their fields."""
+    if isinstance(value, list):
+        return [_revived(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    value = {key: _revived(one) for key, one in value.items()}
+    kind = next((kind for kind in (Estimate, Margin, Trend, Gap) if [*value] == [one.name for one in fields(kind)]), dict)
+    return kind(**value)
+
+
+def common(result: dict) -> str:
+    """A row per recipe: the gap over all sizes, what the design can see; below it the trend over size."""
     margin = result["margin"]
     if not result["pairs"]:
         return "No BF16/FP8 pair among these runs: there is no gap to report."
@@ -45,36 +73,100 @@ def _common(result):
     return "\n".join(lines)
 
 
-def _sizes(result):
+def ranking(result: dict) -> str:
+    """A row per recipe by the declared rule (ranking.py), then which one is the best and why."""
+    found = result["ranking"]
+    lines = [f"| recipe, lowest gap first | gap {ARMS[result['loss']]} [%] | above the first [%] | ties with it | "
+             "tok/s FP8/BF16 | Linears in FP8 |", "|---" * 6 + "|"]
+    for row in found["recipes"]:
+        above, ratio, (fewest, most) = row["difference"], row["throughput"]["ratio"], row["converted"]
+        lines.append(f"| {row['recipe']} | {_shown(row['gap'])} | {_shown(above) if above else ''} | "
+                     f"{'yes' if row['ties'] else 'no'} | {f'{ratio:.3f}' if ratio else 'no number'} | "
+                     f"{fewest}{f' to {most}' * (most > fewest)} |")
+    text = [found["reason"]] + [f"Not ranked: {one['recipe']} ({one['reason']})." for one in found["left_out"]]
+    if found["recipes"]:
+        text.insert(0, "Gap and difference: pairs at the largest budget of each size, the same sizes and seeds for all, ± half a "
+                       "95 % t-interval; a tie: the interval of the difference holds 0, or there is none.")
+    return "\n".join([*lines * bool(found["recipes"]), ""] + [" ".join(text)]).strip()
+
+
+def grid(result: dict) -> str:
+    """The judged gap at a glance: a row per size and recipe, a column per budget; "" for more than six budgets."""
+    null, arm = result["null"], result["loss"]
+    rows = [("BF16, two seeds: SD", row, f"{row['sd_percent']:.3f}", row["runs"]) for row in null["sizes"]]
+    rows += [("BF16, same seed", row, _shown(row[arm]), row[arm].n) for row in null["same_seed"]["sizes"]]
+    rows += [(name_of(row["recipe"], row["converted"]), row, _shown(row[arm]), row[arm].n) for row in result["sizes"]]
+    columns = []                        # tokens per parameter that count as one budget
+    for ratio in sorted(row["tokens_per_param"] for _, row, *_ in rows):
+        if not columns or ratio > SAME_BUDGET * columns[-1][0]:
+            columns.append([])
+        columns[-1].append(ratio)
+    if len(columns) > 6:
+        return ""
+    lines = {}                          # (N, label) -> pairs or runs, cell of each column
+    for label, row, cell, n in rows:
+        line = lines.setdefault((row["N"], label), [0, *[""] * len(columns)])
+        line[0] = max(line[0], n)
+        at = 1 + next(i for i, own in enumerate(columns) if row["tokens_per_param"] <= own[-1])
+        line[at] = f"{line[at]}, {cell}" if line[at] else cell
+    heads = [f"{sum(own) / len(own):.2g}" for own in columns]
+    head = f"| size N | | pairs or seeds | at {heads[0]} tokens per parameter [%] | " + " | ".join(
+        [f"at {one}" for one in heads[1:]] + [""])
+    order = {label: i for i, label in enumerate(dict.fromkeys(label for label, *_ in rows))}
+    return "\n".join([head.rstrip(), "|---" * (3 + len(columns)) + "|", *(
+        f"| {human(N)} | {label} | {' | '.join(map(str, cells))} |"
+        for (N, label), cells in sorted(lines.items(), key=lambda item: (item[0][0], order[item[0][1]])))])
+
+
+def sizes(result: dict) -> str:
+    """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
     lines = ["| N | tokens | recipe | pairs | gap in BF16 [%] | gap as trained [%] | verdict |", "|---" * 7 + "|"]
-    null = {(row["params_total"], row["tokens"]): row for row in result["null"]["sizes"]}
-    by_size = {}
+    null, by_size = result["null"], {}
+    two, same = ({(row["N"], row["tokens"]): row for row in rows} for rows in (null["sizes"], null["same_seed"]["sizes"]))
     for row in result["sizes"]:
-        by_size.setdefault((row["params_total"], row["tokens"]), []).append(row)
-    for size in sorted(null.keys() | by_size.keys()):
+        by_size.setdefault((row["N"], row["tokens"]), []).append(row)
+    for size in sorted({*two, *same, *by_size}):
         head = f"| {size[0]:,} | {size[1]:,} |"
-        if row := null.get(size):
+        if row := two.get(size):
             sd = f"SD {row['sd_percent']:.3f}"
             lines.append(f"{head} bf16, two seeds | {row['runs']} runs | {sd} | {sd} | null, {freedom(row['dof'])} |")
         else:
             lines.append(f"{head} bf16 | 1 run | | | no null: one BF16 seed |")
+        if row := same.get(size):
+            equal = sum(one["nats"] == 0 for one in row["differences"])
+            lines.append(f"{head} bf16, same seed | {row['pairs']} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | " + (
+                "no null: equal to the last bit" if equal == row["pairs"] else "null: rounded otherwise") + " |")
         lines += [f"{head} {row['recipe']} | {row['bf16'].n} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | "
                   f"{row['verdict']} |" for row in by_size.get(size, ())]
-    lines += ["", "Gap: FP8 minus BF16 of runs that share seed and data order, ± half a 95 % t-interval over independent pairs; "
-              "each row is a 5 % test of its own. Null: SD of the difference of two BF16 runs with other seeds, k - 1 degrees of "
-              "freedom from k runs."]
-    if pooled := result["null"]["pooled"]:
+    lines += ["", f"N: {result['conventions']['N']}. Gap: FP8 minus BF16 of runs that share seed and data order, ± half a 95 % "
+              "t-interval over independent pairs; each row is a 5 % test of its own. Null: SD of the difference of two BF16 runs "
+              "with other seeds, k - 1 degrees of freedom from k runs."]
+    if pooled := null["pooled"]:
         lines[-1] += (f" Pooled over sizes: SD {pooled['sd_percent']:.3f} %, {freedom(pooled['dof'])}; 95 % of such differences "
                       f"lie within ±{pooled['band']:.2f} %.")
-    return "\n".join(lines)
+    return "\n".join([*lines[:-1], " ".join([lines[-1], *_same_seed(null["same_seed"])])])
 
 
-def _costs(result):
+def _same_seed(null: dict) -> list[str]:
+    """What BF16 runs of one seed that are rounded differently say, in sentences."""
+    said = []
+    if pooled := null["pooled"]:
+        said.append(f"Same seed: BF16 once more, minus BF16, rounded otherwise; SD around 0 over {pooled['pairs']} "
+                    f"pair{'s' * (pooled['pairs'] > 1)} {pooled['sd_percent']:.3f} %, {freedom(pooled['dof'])}; 95 % of such "
+                    f"differences lie within ±{pooled['band']:.2g} %.")
+    if equal := null["equal"]:
+        said.append(f"{equal} pair{'s' * (equal > 1)} of BF16 with BF16 of the same seed {'are' if equal > 1 else 'is'} equal to "
+                    "the last bit: nothing was rounded otherwise there, so it is no null.")
+    return said
+
+
+def costs(result: dict) -> str:
+    """A row per size, tokens and recipe: what the gap costs in compute and size, under each law."""
     laws = list(result["laws"])
     columns = " | ".join(f"extra compute, {law} [%] | N_eff/N, {law} | speed-up, {law}" for law in laws)
     lines = [f"| N | tokens | recipe | {columns} |", "|---" * (3 + 3 * len(laws)) + "|"]
     for row in result["sizes"]:
-        cells = [f"{human(row['params_total'])} | {human(row['tokens'])} | {row['recipe']}"]
+        cells = [f"{human(row['N'])} | {human(row['tokens'])} | {row['recipe']}"]
         found = {cost["law"]: cost for cost in row["costs"]}
         for law in laws:
             if law not in found:
@@ -91,14 +183,17 @@ def _costs(result):
             "; ".join(f"{name}: {source}" for name, source in result["laws"].items()) + "."]
     if result["no_own_law"]:
         text.append(f"No law of our own: {result['no_own_law']}.")
-    if result["sizes"][0]["params_total"] < SMALLEST:
+    if result["conventions"]["N"] != "params_total":
+        text.append(f"Published laws take params_total, ours {result['conventions']['N']}.")
+    if min(row["params_total"] for row in result["sizes"]) < SMALLEST:
         text.append(f"Published laws rest on models of more than {human(SMALLEST)} parameters and on other tokens: so far below, "
                     "their numbers can be wrong by a factor of ten and more.")
     reasons = dict.fromkeys(cost["reason"] for row in result["sizes"] for cost in row["costs"] if cost["reason"])
     return "\n".join([*lines, "", " ".join([*text, *(f"No number: {reason}." for reason in reasons)])])
 
 
-def _pairs(result):
+def pair_rows(result: dict) -> str:
+    """A row per pair, in nats and per cent."""
     law = next(iter(result["laws"]))
     lines = ["| FP8 run | N | tokens | gap in BF16 [nats] | [%] | gap as trained [nats] | [%] | "
              f"extra compute ({law}) [%] | tok/s FP8/BF16 |", "|---" * 9 + "|"]
@@ -107,10 +202,15 @@ def _pairs(result):
                 for gap in (pair["gap_bf16"], pair["gap_as_trained"])]
         extra = pair["extra_tokens"].get(law)
         ratio = "other machine" if pair["tok_per_s_ratio"] is None else f"{pair['tok_per_s_ratio']:.2f}"
-        lines.append(f"| {pair['fp8']} ({pair['recipe']}) | {human(pair['params_total'])} | {human(pair['tokens'])} | "
+        lines.append(f"| {pair['fp8']} ({pair['recipe']}) | {human(pair['N'])} | {human(pair['tokens'])} | "
                      f"{gaps[0]} | {gaps[1]} | {'none' if extra is None else f'{100 * (extra - 1):+.2f}'} | "
                      f"{'means nothing (CPU)' if pair['device'].startswith('cpu') else ratio} |")
     return "\n".join([*lines, "", "± one standard error over the validation sequences, paired: evaluation noise, not the run's."])
+
+
+def name_of(recipe: str, converted: list[int]) -> str:
+    """A recipe in a label: FP8 only where a Linear was converted."""
+    return f"{recipe}: BF16 again" if converted == [0, 0] else f"FP8 {recipe}"
 
 
 def _shown(found) -> str:

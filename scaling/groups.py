@@ -19,8 +19,8 @@ from scaling.records import RecordError, read_curve
 
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
-# The first convention of each is the one that is fitted; the others are in the tables of conventions.
-CONVENTIONS = {
+# Ways to count. N is fitted as the records' convention says, C as the first says; the others are in the tables of conventions.
+COUNTS = {
     "N": ("params_total", "params_nonembed", "params_matmul"),
     "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
           "flops_per_token_6n_matmul"),
@@ -45,12 +45,17 @@ class Group:
     gammas_left_out: list[float]        # members of the band that would need E below zero
     counts: dict[str, np.ndarray]       # convention -> N or training FLOPs so counted; {} for a table
     slopes: dict[str, float | None]     # convention -> -d ln L / d ln x of the power law
-    by_convention: dict[str, Fit]       # convention of N -> Chinchilla's law
+    by_convention: dict[str, Fit]       # convention of N, the fitted one first -> Chinchilla's law
     curves: list                        # (tokens, loss) of each run's training
     flops_per_token: np.ndarray | None  # None for a table
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     held_out: tuple = ()                # of predict.Held: in no fit
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
+
+    @property
+    def convention(self) -> str | None:
+        """Which parameters N counts, "total" or "nonembed"; None for a table, which does not say."""
+        return self.records[0].convention if self.records else None
 
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000) -> Group:
@@ -62,15 +67,16 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     if seed_sd is None:
         seed_sd = seed_noise(records, loss_key)[0] or 0.0
-    points = Points(N=_axis(records, "params_total"), D=_axis(records, "tokens"), C=_axis(records, "flops_per_token"),
+    points = Points(N=_axis(records, "N"), D=_axis(records, "tokens"), C=_axis(records, "flops_per_token"),
                     loss=np.array([getattr(record, loss_key) for record in records]),
                     cluster=np.array([record.trunk for record in records]))
     group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples)
-    counts = {name: _axis(records, name) for name in CONVENTIONS["N"] + CONVENTIONS["C"]}
+    counts = {name: _axis(records, name) for name in COUNTS["N"] + COUNTS["C"]}
     slopes = {name: fit_form("power_c", replace(points, C=values)).parameters["gamma"] for name, values in counts.items()}
-    by_convention = {name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples)
-                     for name in CONVENTIONS["N"][1:]}
-    by_convention = {CONVENTIONS["N"][0]: group.laws["chinchilla"]} | by_convention
+    own = f"params_{records[0].convention}"
+    by_convention = {own: group.laws["chinchilla"]}
+    by_convention |= {name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples)
+                      for name in COUNTS["N"] if name != own}
     return replace(group, records=tuple(records), names=tuple(record.run_id for record in records), counts=counts, slopes=slopes,
                    by_convention=by_convention, curves=[read_curve(record) for record in records],
                    flops_per_token=np.array([record.flops_per_token for record in records]), held_out=tuple(held))
@@ -141,7 +147,7 @@ def allocation(group: Group) -> dict[str, float]:
     if not group.counts or not law.identified:
         return {}
     p, log_n = law.parameters, np.log(group.points.N)
-    powers = {name: float(np.polyfit(log_n, np.log(group.counts[name] / group.points.D), 1)[0]) for name in CONVENTIONS["C"]}
+    powers = {name: float(np.polyfit(log_n, np.log(group.counts[name] / group.points.D), 1)[0]) for name in COUNTS["C"]}
     return {name: p["beta"] / (p["alpha"] + k * p["beta"]) for name, k in powers.items()}
 
 
@@ -173,7 +179,7 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 
 def _axis(records, name: str) -> np.ndarray:
     """(runs,) the named count; FLOPs per token times tokens where it is one of FLOPs."""
-    return np.array([getattr(r, name) * (r.tokens if name in CONVENTIONS["C"] else 1) for r in records], dtype=float)
+    return np.array([getattr(r, name) * (r.tokens if name in COUNTS["C"] else 1) for r in records], dtype=float)
 
 
 def _headline(laws, ray) -> tuple[str, str]:

@@ -34,6 +34,7 @@ STYLES = (
     {"color": "#D55E00", "shades": "Oranges", "marker": "s", "markersize": 3.2, "linestyle": (0, (2.4, 1.8)), "linewidth": 1.0},
     {"color": "#009E73", "shades": "Greens", "marker": "D", "markersize": 3.2, "linestyle": (0, (5, 1, 1, 1)), "linewidth": 1.0},
     {"color": "#CC79A7", "shades": "RdPu", "marker": "^", "markersize": 4.0, "linestyle": (0, (1, 1.2)), "linewidth": 1.2},
+    {"color": "#000000", "shades": "Greys", "marker": "v", "markersize": 4.0, "linestyle": (0, (3, 3)), "linewidth": 1.0},
 )
 MANY = 60               # from this many points on, they are drawn small, translucent where they are of one group
 LABEL = 9               # points
@@ -42,7 +43,7 @@ HALO = [withStroke(linewidth=2.2, foreground="white")]
 
 
 def styles(groups) -> list[dict]:
-    """A style per group; beyond the fourth they repeat."""
+    """A style per group; beyond the fifth they repeat."""
     return [STYLES[i % len(STYLES)] for i in range(len(groups))]
 
 
@@ -80,8 +81,8 @@ def label_sizes(panel, groups, axis: str) -> None:
     if axis == "C":
         ends = {}
         for record, (x, loss) in zip(group.records, smooth_curves(group), strict=True):
-            if len(x) and x[-1] > ends.get(record.params_total, (0, 0))[0]:
-                ends[record.params_total] = (x[-1], loss[-1])
+            if len(x) and x[-1] > ends.get(record.N, (0, 0))[0]:
+                ends[record.N] = (x[-1], loss[-1])
         anchors = [(*end, human(N)) for N, end in ends.items()]
     elif is_spread(group):
         lines = [(x, loss, human(each) if axis == "D" else f"{each:.{0 if each >= 10 else 2}{'f' if each >= 10 else 'g'}}×")
@@ -248,7 +249,7 @@ def _draw_curves(panel, group, style, sizes):
     """Every run's smoothed loss, a branch from where it left its trunk, and the lowest loss reached by each compute."""
     curves = smooth_curves(group)
     for record, curve in zip(group.records, curves, strict=True):
-        panel.plot(*curve, color=shade(style, record.params_total, sizes), alpha=0.5, linewidth=0.7,
+        panel.plot(*curve, color=shade(style, record.N, sizes), alpha=0.5, linewidth=0.7,
                    linestyle="-" if style.get("hollow") else style["linestyle"], zorder=1)
     for x, loss, size in best_so_far(group, curves):
         panel.plot(x, loss, color=shade(style, size, sizes), zorder=1.8, linewidth=3.4 if style.get("hollow") else 1.2,

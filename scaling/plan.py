@@ -32,7 +32,7 @@ from scaling.captions import human
 from scaling.command import read_words, run
 from scaling.design import RHO, Candidate, rank, with_all
 from scaling.published import EPOCH
-from scaling.records import RecordError, read_runs, usable
+from scaling.records import RecordError, read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -192,7 +192,8 @@ def _measured(options) -> tuple[dict[str, dict[int, float]], list[str]]:
     if "runs" not in options:
         return {}, []
     records, _ = read_runs([options["runs"]])
-    here = [record for record in usable(records)[0] if metrics.peak_flops(record.device) == options["peak"]
+    records, _ = without_repeats(usable(records)[0])        # repeats run otherwise, such as without the compiler
+    here = [record for record in records if metrics.peak_flops(record.device) == options["peak"]
             and options["gpu"].lower() in record.device.lower()]
     found: dict[str, dict[int, list[float]]] = {}
     for record in here:
@@ -260,7 +261,8 @@ def _candidates(law: Law, sizes, options, goal: Size) -> tuple[list[Candidate], 
                 for size in sizes if size.N < goal.N for ratio in RATIOS for name in [f"{size.name} at {ratio}"]
                 if not any(abs(size.N / N - 1) < 0.05 and abs(ratio * size.N / D - 1) < 0.05
                            for N, D in zip(law.N, law.D, strict=True))], sizes[0].N
-    rows = [row for row in expand(load_study(options["study"])) if row.recipe == "bf16" and not row.held_out]
+    rows = [row for row in expand(load_study(options["study"]))
+            if row.recipe == "bf16" and not row.held_out and not row.repeat]     # a repeat is no new point of a law
     words = load_config(ROOT / f"configs/{goal.name}_bf16.py").model.vocab_size
     if not rows or any(load_config(ROOT / path).model.vocab_size != words for path in {row.config for row in rows}):
         raise RecordError(f"study={options['study']} has runs over another vocabulary than {goal.name}'s {words}, or none in "

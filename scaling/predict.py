@@ -18,7 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scaling.figures import write
+from scaling.captions import KIND
+from scaling.files import write
 from scaling.forecast import forecast, headline_at
 from scaling.frozen import (
     UTC,
@@ -31,11 +32,10 @@ from scaling.frozen import (
     is_of,
     load,
     named_held_out,
-    read_json,
     read_prediction,
     read_study,
 )
-from scaling.records import RecordError
+from scaling.records import RecordError, read_json
 
 __all__ = ["Held", "Prediction", "describe", "freeze", "held_of", "is_held", "load", "named_held_out", "score"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,14 +65,16 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
                           "prediction needs runs of the same recipe, so train the smaller sizes in it first")
     _check_absent(target, goal, groups, roots)
     _check_counts(goal, group.records)
-    N, D = goal["params_total"], goal["tokens"]
+    count = f"params_{group.convention}"
+    N, D = goal[count], goal["tokens"]
     said = forecast(group.points, (N, D, goal["flops_per_token"] * D), group.seed_sd or 0.0)
     said["parts"]["conventions"] = _by_convention(said["headline"], group, goal)
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
-        "git_commit": _commit(), "loss_key": loss_key, "loss_unit": "nats per token", "level": 0.95, **said,
+        "git_commit": _commit(), "loss_key": loss_key, "loss_unit": "nats per token", "level": 0.95,
+        "convention": group.convention, **said,
         "tokenizer_sha256": group.records[0].tokenizer_sha256, "val_sha256": group.records[0].val_sha256,
-        "inputs": [{"run_id": record.run_id, "summary_sha256": record.summary_sha256, "N": record.params_total,
+        "inputs": [{"run_id": record.run_id, "summary_sha256": record.summary_sha256, "N": record.N,
                     "D": record.tokens, "loss": getattr(record, loss_key)} for record in group.records],
     }
     content["sha256"] = digest(content)
@@ -119,7 +121,7 @@ def _counted(path: Path) -> dict:
 def _check_absent(target: str, goal: dict, groups, roots) -> None:
     same = [record for group in groups for record in group.records if record.run_id == target or is_at(record, goal)]
     held = [held for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
-        group.recipe == goal["recipe"] and (goal["params_total"], goal["tokens"]) == (held.N, held.D)))]
+        group.recipe == goal["recipe"] and (goal[f"params_{group.convention}"], goal["tokens"]) == (held.N, held.D)))]
     for name in [record.run_id for record in same] + [held.name for held in held]:
         raise RecordError(f"{name} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
                           f"parameters, {goal['tokens']} tokens): only what nobody has seen can be predicted")
@@ -147,8 +149,8 @@ def _by_convention(headline: str, group, goal: dict) -> dict:
         "flops_per_token", "flops_per_token_causal", *(f"flops_per_token_6n_{one}" for one in ("total", "nonembed", "matmul")))
     for name in names:
         count = np.array([_count(vars(record), name) for record in group.records], dtype=float)
-        mine, N, D = float(_count(goal, name)), goal["params_total"], float(goal["tokens"])
-        # The ray is a ray by the total count, whatever C is; Chinchilla's law takes every point.
+        mine, N, D = float(_count(goal, name)), goal[f"params_{group.convention}"], float(goal["tokens"])
+        # The ray is a ray by the fitted count of N, whatever C is; Chinchilla's law takes every point.
         said[name] = (headline_at(headline, replace(points, N=count), (mine, D, mine * D)) if in_N else
                       headline_at(headline, replace(points, C=count * points.D), (N, D, mine * D)))
     return said
@@ -183,8 +185,9 @@ def describe(prediction: Prediction) -> list[str]:
     lines = [
         f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval "
         f"{around((p.low, p.high))}",
-        f"    {p.N:,} parameters, {p.D:,} tokens, {p.C:.3g} FLOPs: {p.content['extrapolation']:.3g} times the largest of "
-        f"{p.content['points']['all']} runs in {p.recipe}, {p.content['points']['at_this_ratio']} of them at this ratio",
+        f"    {p.N:,} {KIND[p.convention]}parameters, {p.D:,} tokens, {p.C:.3g} FLOPs: {p.content['extrapolation']:.3g} times "
+        f"the largest of {p.content['points']['all']} runs in {p.recipe}, {p.content['points']['at_this_ratio']} of them at this "
+        "ratio",
         *(f"    {what:40} {around(ends)}" for what, ends in (
             (f"{p.headline} alone", parts["headline_interval"]),
             ("model form, without noise", parts["model_form"]),
@@ -223,8 +226,9 @@ def score(folder, records) -> list[str]:
         runs = sorted(runs, key=lambda one: (one.run_id != prediction.target, one.run_id))
         scored = [_score(prediction, record) for record in runs]
         content = {"format_version": FORMAT_VERSION, "target": prediction.target, "prediction_sha256": prediction.sha256,
-                   "predicted_on": prediction.date, "loss_key": prediction.loss_key, "predicted": prediction.loss,
-                   "low": prediction.low, "high": prediction.high, "headline": prediction.headline, "runs": scored}
+                   "predicted_on": prediction.date, "convention": prediction.convention, "loss_key": prediction.loss_key,
+                   "predicted": prediction.loss, "low": prediction.low, "high": prediction.high,
+                   "headline": prediction.headline, "runs": scored}
         path = Path(folder) / f"score_{prediction.target}.json"
         try:
             write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())

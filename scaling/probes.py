@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scaling.records import LARGEST, RecordError
+from scaling.files import RecordError, read_text
+from scaling.records import LARGEST
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
@@ -35,13 +36,10 @@ class Probe:
 def read_probe(path: Path) -> tuple[Probe, list[str]]:
     """One probe file, plus a line if some of its lines are no JSON; of a step that is there twice the last one counts.
 
-    Raises RecordError naming the line where a row is not what a probe writes, or where there is no row at all."""
+    Where only its .gz is there, that is read. Raises RecordError naming the line where a row is not what a probe writes, or
+    where there is no row at all."""
     linear, block, recipes, torn = {}, {}, {}, []
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
-    for n, line in enumerate(lines, 1):
+    for n, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -2,9 +2,9 @@
 
 A Surface is Chinchilla's form with one set of constants, ours or published. The precision laws of Kumar et al. and Sun
 et al. disagree by a factor of 10 to 85 at 125M to 1.5B parameters, and in whether the gap falls or rises with size: they
-are drawn beside measured points, never used in place of them. N is the total parameter count and D the training tokens,
-if not said otherwise; which parameters N counts matters most where embeddings are a large share (at 125M Kumar's gap with
-N without embeddings is a fifth larger).
+are drawn beside measured points, never used in place of them. N of a published law is the total parameter count, N of our
+own the one that the study counts, D the training tokens. It matters where embeddings are a large share: with N without them
+Kumar's gap is a fifth larger at 125M, and 2.2 times as large at 16M of which 13M are vocabulary.
 """
 
 import math
@@ -17,6 +17,8 @@ from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
 from scaling.laws import ONE_RAY, Points
 from scaling.records import RecordError
+
+BEYOND = math.log(1e100)        # e-folds; what lies beyond is no number to print
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Surface:
     alpha: float
     beta: float
     covariance: np.ndarray | None = None    # of (ln B, beta); None: the constants are taken as exact
+    counts: str = "total"                   # which parameters N is, one of records.CONVENTIONS
+
+    def N_of(self, record) -> int:
+        """A run's (records.Record) parameters as this law counts them."""
+        return getattr(record, f"params_{self.counts}")
 
     def loss(self, N, D):
         """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""
@@ -50,9 +57,9 @@ class Surface:
     def extra_tokens(self, gap: float, D) -> float | None:
         """r: how many times the tokens a model needs to make up `gap` nats at D; below 1 for a negative gap.
 
-        L(N, r D) + gap = L(N, D). None where the gap exceeds B D^-beta: no number of tokens makes it up."""
-        left = 1 - gap / (self.B * D**-self.beta)
-        return left ** (-1 / self.beta) if left > 0 else None
+        L(N, r D) + gap = L(N, D). None where the gap exceeds B D^-beta: no number of tokens makes it up; or where the law is
+        so flat that r is beyond measure."""
+        return _power(1 - gap / (self.B * D**-self.beta), -1 / self.beta)
 
     def effective_parameters(self, gap: float, N) -> float | None:
         """phi = N_eff / N: the share of the parameters with which the law reaches a loss `gap` nats higher.
@@ -61,8 +68,13 @@ class Surface:
         knows no N."""
         if self.A == 0:                 # a law of one size
             return None
-        left = 1 + gap / (self.A * N**-self.alpha)
-        return left ** (-1 / self.alpha) if left > 0 else None
+        return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha)
+
+
+def _power(base: float, exponent: float) -> float | None:
+    """base^exponent; None for a base that is not above 0, or a result beyond 10^100 either way."""
+    log = exponent * math.log(base) if base > 0 else math.inf
+    return base**exponent if abs(log) < BEYOND else None
 
 
 # The minimum of the summed Huber(1e-3) on Epoch AI's 240 points; the constants printed in their paper (482.01, 2085.43,
@@ -76,10 +88,11 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
                    E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 
 
-def own_surface(N, D, L, trunks) -> tuple[Surface | None, str | None]:
+def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one.
 
-    trunks: a label for each run; runs that share one are branches of one trajectory, for the slope's error."""
+    trunks: a label for each run; runs that share one are branches of one trajectory, for the slope's error. counts: what N
+    counts."""
     ratio = np.asarray(D) / np.asarray(N)
     if len(ratio) and ratio.max() <= ONE_RAY * ratio.min():     # as fit_chinchilla would find, seconds later
         return None, f"one ray of {ratio.mean():.3g} tokens per parameter does not separate N from D"
@@ -93,7 +106,7 @@ def own_surface(N, D, L, trunks) -> tuple[Surface | None, str | None]:
     to_natural = np.array([[1.0, fit.optimum.centres[1]], [0.0, 1.0]])
     return Surface("own", f"Chinchilla's form fitted to these {fit.n} BF16 runs",
                    *(fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")),
-                   to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T), None
+                   to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T, counts), None
 
 
 def local_surface(D, L) -> Surface | None:
@@ -108,9 +121,9 @@ def local_surface(D, L) -> Surface | None:
 
 
 def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], dict[str, str], str | None]:
-    """Two laws or more for each size of the BF16 `runs` (Records), the source of each law by name, why own_surface is none."""
-    N, D, L, trunks = (np.array([getattr(run, key) for run in runs]) for key in ("params_total", "tokens", loss_key, "trunk"))
-    own, reason = own_surface(N, D, L, trunks)
+    """Two laws or more for each N of the BF16 `runs` (Records), the source of each law by name, why own_surface is none."""
+    N, D, L, trunks = (np.array([getattr(run, key) for run in runs]) for key in ("N", "tokens", loss_key, "trunk"))
+    own, reason = own_surface(N, D, L, trunks, runs[0].convention if runs else "total")
     local = {} if own else {int(size): law for size in set(N.tolist()) if (law := local_surface(D[size == N], L[size == N]))}
     used = {int(size): [law for law in (own or local.get(size),) if law] + [EPOCH] + [HOFFMANN] * (not own and not local)
             for size in set(N.tolist())}
@@ -160,15 +173,17 @@ def costs(surface: Surface, N, D, nats, ratio, se_log, reason) -> dict:
         return found | {"speedup": None, "speedup_ci95": [None, None], "reason": reason}
     speedup = matched_speedup(surface, D, nats.mean, nats.se, ratio, se_log or 0.0)
     is_known = speedup.se_log is not None and se_log is not None       # one ratio of throughputs has no error to pass on
-    factor = math.exp(float(student.ppf(0.975, nats.n - 1)) * speedup.se_log) if is_known else None
+    spread = float(student.ppf(0.975, nats.n - 1)) * speedup.se_log if is_known else math.inf
+    factor = math.exp(spread) if spread < BEYOND else None
     return found | {"speedup": speedup.value, "reason": speedup.reason,
                     "speedup_ci95": [speedup.value / factor, speedup.value * factor] if factor else [None, None]}
 
 
 def beyond(surface: Surface, gap: float, D) -> str:
     """Why `gap` has no extra_tokens at D."""
-    return (f"no number of tokens makes up {gap:.4f} nats under {surface.name}: more data gains at most "
-            f"{surface.B * D**-surface.beta:.4f}")
+    most = surface.B * D**-surface.beta
+    return f"no number of tokens makes up {gap:.4f} nats under {surface.name}: " + (
+        f"more data gains at most {most:.4f}" if gap >= most else "it says that tokens change almost nothing")
 
 
 def throughput(chosen) -> dict:

@@ -6,19 +6,18 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
+from scaling.files import RecordError, read_json, read_text
+
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
 LARGEST = 1e300             # JSON knows whole numbers of any length; sums of what lies above do not fit a float
-
-
-class RecordError(ValueError):
-    """A mistake in the runs or the command line, told in a sentence; fit.py prints it and exits with code 2."""
+CONVENTIONS = ("total", "nonembed")     # which parameters are N: params_total, or params_nonembed
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,13 @@ class Record:
     parent_step: int | None = None      # optimizer step of that checkpoint
     continued_from: str | None = None   # imported model whose training it goes on with: its own tokens are not all
     t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
+    repeat: int = 0                     # above 0: the same run once more, only rounded otherwise; a null, in no fit
+    convention: str = "total"           # of CONVENTIONS: what the study beside the run counts its budgets by
+
+    @property
+    def N(self) -> int:
+        """Parameters as the convention counts them: those of laws, ratios and labels."""
+        return getattr(self, f"params_{self.convention}")
 
     @property
     def trunk(self) -> str:
@@ -134,7 +140,16 @@ def read_record(folder) -> Record:
     if ("parent_run" in values) != ("parent_step" in values):
         raise RecordError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
     return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
-                  is_compiled=is_compiled, weights=weights, **values)
+                  is_compiled=is_compiled, weights=weights, convention=_convention(Path(folder)), **values)
+
+
+def _convention(folder: Path) -> str:
+    """What the study.json beside a run says its budgets count; "total" where there is none, or one from before the choice."""
+    path = folder.absolute().parent / "study.json"
+    said = read_json(path).get("params", CONVENTIONS[0]) if path.is_file() else CONVENTIONS[0]
+    if said not in CONVENTIONS:
+        raise RecordError(f"{path}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: scaling/sweep.py")
+    return said
 
 
 def _utc(text: str) -> datetime | None:
@@ -149,6 +164,7 @@ _EXPECTED = {
     "text": "a text that is not empty",
     "count": "a whole number above zero",
     "seed": "a whole number",
+    "repeat": "a whole number, at least 0",
     "number": "a finite number above zero",
     "flag": "true or false",
     "object": "an object that is not empty",
@@ -164,7 +180,7 @@ _KINDS = {
     "seed": "seed",
 }
 # null or absent: not known, no parent
-_OPTIONAL = {"parent_run": "text", "parent_step": "count", "continued_from": "text", "t_start": "text"}
+_OPTIONAL = {"parent_run": "text", "parent_step": "count", "continued_from": "text", "t_start": "text", "repeat": "repeat"}
 
 
 def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
@@ -177,6 +193,7 @@ def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
         "text": isinstance(value, str) and value != "",
         "count": is_number and isinstance(value, int) and 0 < value < 2**63,
         "seed": is_number and isinstance(value, int),
+        "repeat": is_number and isinstance(value, int) and 0 <= value < 2**63,
         "number": is_number and 0 < value < LARGEST,
         "flag": isinstance(value, bool),
         "object": isinstance(value, dict) and len(value) > 0,
@@ -212,8 +229,25 @@ def from_scratch(records) -> tuple[list[Record], list[str]]:
              for record in records if record.continued_from])
 
 
+def without_repeats(records) -> tuple[list[Record], list[str]]:
+    """The records that repeat no other one, plus a line that names those that do."""
+    again = [record.run_id for record in records if record.repeat]
+    return ([record for record in records if not record.repeat],
+            [f"left out {', '.join(again)}: a repeat of the same seed and data is a null for scaling/precision.py, no point of "
+             "its own"] * bool(again))
+
+
+def counted_as(records, convention: str | None) -> list[Record]:
+    """The records with N counted by one of CONVENTIONS; as they are where that is None."""
+    return [record if convention is None else replace(record, convention=convention) for record in records]
+
+
 def check_comparable(records) -> None:
     """Raise RecordError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
+    for other in records[1:]:
+        if other.convention != records[0].convention:
+            raise RecordError(f"{records[0].folder} belongs to a study that counts {records[0].convention} parameters and "
+                              f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
     for field, what in (("tokenizer_sha256", "different tokenizers"), ("val_sha256", "different validation sets"),
                         ("vocab_size", "different vocabularies"), ("vocab_padded", "different model vocabularies")):
         for other in records[1:]:
@@ -226,7 +260,7 @@ def check_comparable(records) -> None:
         if first.keys() != second.keys() or any(abs(first[name] - second[name]) > 1e-9 for name in first):
             raise RecordError(f"{records[0].run_id} and {other.run_id} weigh the sources differently ({first} against "
                               f"{second}): their losses cannot enter one fit; fit them apart")
-    for fields in (("run_id",), ("recipe", "params_total", "tokens", "seed")):
+    for fields in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         first_of = {}
         for record in records:
             twin = first_of.setdefault(tuple(getattr(record, field) for field in fields), record)
@@ -239,9 +273,8 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and training loss (nats per token) of each step in metrics.jsonl; empty arrays if the file is absent.
 
     A step that was done twice (after a resume) counts as done last; lines that cannot be read are left out."""
-    path = record.folder / "metrics.jsonl"
     last = {}
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    for line in read_text(record.folder / "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)
             if row["kind"] == "train" and row["tokens"] > 0 and 0 < row["loss"] < LARGEST:

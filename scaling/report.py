@@ -16,7 +16,7 @@ import numpy as np
 
 from scaling.command import read_words
 from scaling.figures import render, write
-from scaling.precision import Gap, Pair, pairs
+from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.records import LAW_FOLDER, Record, RecordError, read_runs
 from scaling.report_figure import draw_gpu, draw_losses, draw_time
 from scaling.report_tables import one_line, tables
@@ -46,11 +46,11 @@ class Arm:
 # ------------------------------------------------------------------------------------------------------------- reading
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
-    """Finished runs, BF16 first, else in the order given; plus a line for each thing left out or worth knowing.
+    """Finished runs, BF16 and its repeats first, else in the order given; plus a line for each thing left out or worth knowing.
 
     Raises RecordError where no run is finished, a file is damaged, or runs differ in more than the precision."""
     records, notes = read_runs(paths)
-    records.sort(key=lambda record: record.recipe != "bf16")
+    records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes = [record.recipe for record in records]
     arms = []
     for record in records:
@@ -182,7 +182,8 @@ def _oddities(arm: Arm) -> list[str]:
 
 def analyse(arms: list[Arm]) -> dict:
     """What report.json holds but notes: a row per arm. Losses in nats per token, times in seconds, gaps against BF16."""
-    found = {pair.fp8.run_id: pair for pair in pairs([arm.record for arm in arms])[0]}
+    records = [arm.record for arm in arms]
+    found = {pair.fp8.run_id: pair for pair in pairs(records)[0] + null_pairs(records)[0]}
     return {"pair_id": arms[0].record.pair_id, "runs": [_row(arm, found.get(arm.record.run_id)) for arm in arms]}
 
 

@@ -48,10 +48,8 @@ def _loss(one: dict | None) -> list[str]:
 
 
 def _gap(row: dict, arm: str) -> str:
-    if row["recipe"] == "bf16":
-        return ""
     if row["gap"] is None:
-        return "no BF16 run"
+        return "" if row["recipe"] == "bf16" else "no BF16 run"
     gap = row["gap"][arm]
     return f"{gap['percent']:+.3f}" + ("" if gap["se_percent"] is None else f" ± {gap['se_percent']:.3f}")
 
@@ -65,10 +63,8 @@ def _cost(row: dict, unit: float) -> list[str]:
 
 
 def _speed(row: dict) -> str:
-    if row["recipe"] == "bf16":
-        return "1"
     if row["gap"] is None:
-        return "no BF16 run"
+        return "1" if row["recipe"] == "bf16" else "no BF16 run"
     if row["speed_against_bf16"] is None:
         return "not alike"      # another machine, or only one of them compiled
     return f"{row['speed_against_bf16']:.3f}" + " (CPU)" * row["device"].startswith("cpu")

@@ -16,6 +16,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from scaling.figures import RC, human, page, render, steps_axis, write
+from scaling.files import read_text
 from scaling.gap import running_mean, window_of
 from scaling.records import RecordError
 
@@ -63,10 +64,10 @@ def draw_run(run: Path, folder: Path | None = None) -> None:
 def read_history(run: Path) -> History:
     """What metrics.jsonl tells, the last of a repeated step. Raises RecordError where there is no such file or no step in it."""
     path = run / "metrics.jsonl"
-    if not path.is_file():
+    if not any((run / name).is_file() for name in (path.name, f"{path.name}.gz")):
         raise RecordError(f"{run} {'has no metrics.jsonl' if run.is_dir() else 'is no folder'}: expected the folder of a run, "
                           f"such as out/demo_s_fp8")
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = read_text(path).split("\n")
     rows = [row for row in map(_row, lines) if row]
     torn = [i for i, line in enumerate(lines, 1) if line and not _row(line)]
     history = History(_columns({row["step"]: row for row in rows if row["kind"] == "train"}), [],

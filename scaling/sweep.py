@@ -8,21 +8,21 @@
     only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; one that is held out by its own name or
                         a pattern that matches nothing else, and only once its prediction is frozen (fit.py --predict)
     gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
-    limit=SECONDS       then have the runs save and leave; the same command goes on
+    limit=SECONDS       from the start of the command: the runs save and leave in time, none is begun that would only start;
+                        the same command goes on. In the table: how many such slices are left
     out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
-    gpu=h100            whose peak the hours are estimated with where no run of that size and recipe has been timed
+    gpu=h100 mfu=0.45   whose peak, and which share of it, times are estimated with where no run of that size and recipe is done
+    start=60            seconds assumed there for the start and the end of a run: imports, compilation, evaluation, saving
+
+A branch whose trunk is done but whose checkpoint is gone (published runs come without) is trained from scratch.
 
 Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at once. The next --run tries again what failed.
 Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
 """
 
 import difflib
-import fcntl
 import fnmatch
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, fields
@@ -31,21 +31,22 @@ from typing import get_type_hints
 
 if __name__ == "__main__":      # `python scaling/sweep.py` puts scaling/ on sys.path, where it would find no sibling
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import torch
+    BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
 from runtime import metrics
 from runtime.annotations import nearest, parse
-from runtime.checkpoint import latest
 from runtime.config import ConfigError
+from runtime.plan import ASSUMED_MFU
 from runtime.sections import positive
 from scaling import command
+from scaling.costs import table
+from scaling.data_check import check_data
 from scaling.frozen import is_at, load
-from scaling.grid import ENDED, can_lock, state_of, summary_of, table
+from scaling.grid import summary_of
 from scaling.records import LAW_FOLDER, RecordError
-from scaling.study import ROOT, Row, checkpoint_of, declare, expand, load_study, write_declaration
+from scaling.runner import run, visible_gpus
+from scaling.study import Row, declare, expand, load_study, write_declaration
 
-POLL_S = 0.2
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
 
 
@@ -60,9 +61,13 @@ class Options:
     limit: float | None = None
     out: str = "out"
     gpu: str = "h100"
+    mfu: float = ASSUMED_MFU
+    start: float = 60.0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str], began: float | None = None) -> int:
+    """Returns the exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+    began = time.monotonic() if began is None else began
     if not arguments or arguments[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if arguments else 2
@@ -81,10 +86,12 @@ def main(arguments: list[str]) -> int:
             print(slurm_script(chosen, options))
         elif options.run:
             gpus = visible_gpus(options)
+            lines = check_data(rows, [row for row in chosen if not summary_of(row, folder)], folder)
             write_declaration(folder, checked)
-            return run(chosen, folder, options, gpus)
+            print("\n".join(lines), end="\n" * bool(lines), flush=True)
+            return run(rows, chosen, folder, options, gpus, began)
         else:
-            print("\n".join(table(chosen, folder, options.gpu)))
+            print("\n".join(table(chosen, folder, options)))
     except (ConfigError, RecordError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
@@ -122,8 +129,10 @@ def read_options(arguments: list[str]) -> Options:
     options = Options(**given)
     if options.run and options.slurm:
         raise ConfigError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
-    if problems := list(positive(options, "", "gpus", "jobs", "limit")):
+    if problems := list(positive(options, "", "gpus", "jobs", "limit", "mfu", "start")):
         raise ConfigError(problems[0])
+    if options.mfu > 1:
+        raise ConfigError(f"mfu={options.mfu:g} must be a share of the GPU's peak, such as 0.45")
     if metrics.peak_flops(options.gpu) is None:
         raise ConfigError(f"gpu={options.gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
     return options
@@ -164,90 +173,6 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
                           f"the other runs, freeze the prediction ({commands}), then start it")
 
 
-# ------------------------------------------------------------------------------------------------------------------ run
-
-def visible_gpus(options: Options) -> list[str]:
-    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES; none on a CPU. Raises ConfigError where they are too few."""
-    there = torch.cuda.device_count()
-    if there and options.gpus * options.jobs > there:
-        raise ConfigError(f"gpus={options.gpus} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
-    return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
-
-
-def start(row: Row, folder: Path, options: Options, slot: int, gpus: list[str]):
-    """The process of one run and its log, or None where another sweep has the run.
-
-    The log is the lock: the run inherits it open, so it stays locked for as long as the run lives, though the sweep be
-    killed."""
-    log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
-    if not can_lock(log, fcntl.LOCK_EX):
-        log.close()
-        return None
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
-    command = [sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)]
-    env = dict(os.environ)
-    if gpus:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * options.gpus:(slot + 1) * options.gpus])
-    elif (processes := options.gpus * options.jobs) > 1:
-        env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
-    # A session of its own: a terminal's Ctrl-C would reach torchrun and its workers beside our signal, and a second one ends
-    # a run unsaved.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
-
-
-def run(rows: list[Row], folder: Path, options: Options, gpus: list[str]) -> int:
-    """Run what is not done, a branch as soon as its trunk has passed its step; returns the exit code."""
-    asked = []      # signals so far
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    waiting = [row for row in rows if not summary_of(row, folder)]
-    running, failed, began, passed_on = {}, [], time.monotonic(), 0
-    say(f"{len(waiting)} of {len(rows)} runs to do in {folder}")
-
-    def is_ready(row: Row) -> bool:
-        return (row.parent is None or latest(folder / row.run) is not None or (folder / row.parent / "summary.json").exists()
-                or (checkpoint_of(row, folder) / "DONE").exists())
-
-    while running or (waiting and not asked):
-        for row in [row for row in waiting if is_ready(row)][:0 if asked else options.jobs - len(running)]:
-            slot = min(set(range(options.jobs)) - {slot for slot, _ in running.values()}) if running else 0
-            waiting.remove(row)
-            if started := start(row, folder, options, slot, gpus):
-                running[row] = slot, started
-                say(f"{row.run} starts" + (f" from step {row.parent_step} of {row.parent}" if row.parent else ""))
-            else:
-                say(f"{row.run} is being run by another sweep: left to it")
-        if not running:
-            break
-        time.sleep(POLL_S)
-        if options.limit and time.monotonic() - began > options.limit and not asked:
-            asked.append("limit")
-        for _ in range(passed_on, passed_on := len(asked)):
-            say("asking the runs to save and leave")
-            for _, (process, _) in running.values():
-                process.terminate()
-        for row, (_, (process, log)) in list(running.items()):
-            if process.poll() is not None:
-                code = 0 if asked else process.returncode   # one asked to leave before it could save has not failed
-                print(f"{ENDED}{code}", file=log, flush=True)
-                log.close()
-                del running[row]
-                state = state_of(row, folder)
-                failed += [row.run] if state.startswith("failed") else []
-                loss = f", validation loss {summary['loss_bf16']:.4f}" if (summary := summary_of(row, folder)) else ""
-                say(f"{row.run} {state}{loss}")
-    todo = [row.run for row in rows if not summary_of(row, folder)]
-    if failed:
-        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
-    if todo:
-        say(f"{len(todo)} of {len(rows)} runs are not done, {todo[0]} the first; the same command goes on")
-    return 1 if failed else 3 if todo else 0
-
-
-def say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
-
-
 # ---------------------------------------------------------------------------------------------------------------- slurm
 
 def slurm_script(rows: list[Row], options: Options) -> str:
@@ -277,4 +202,4 @@ def slurm_script(rows: list[Row], options: Options) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(command.run(main, sys.argv[1:]))
+    sys.exit(command.run(main, sys.argv[1:], BEGAN))

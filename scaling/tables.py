@@ -1,9 +1,9 @@
 """Lay out fitted laws as text for a terminal or a log, the headline first."""
 
 from scaling import robustness
-from scaling.figures import human
+from scaling.captions import KIND, human
 from scaling.gap_tables import freedom
-from scaling.groups import CONVENTIONS, allocation, on_one_ray, ray_of
+from scaling.groups import COUNTS, allocation, on_one_ray, ray_of
 
 SCALES = ("N_c", "D_c", "C_c")      # Kaplan's way to write the factor of a power law: in law.json, twice here
 PAIRS = 6                           # more of them than these fill the screen; precision.py is the command for them
@@ -16,9 +16,10 @@ def headline(group) -> str:
     n, clusters = len(group.loss), len(set(group.points.cluster))
     what = f"{group.recipe}: {n} {'runs' if group.records else 'points'}"
     what += f" of {clusters} trajectories" if clusters < n else ""
-    what += f", N {_span(group.x['N'].min(), group.x['N'].max(), human)}"
+    kind = KIND[group.convention]
+    what += f", {kind}N {_span(group.x['N'].min(), group.x['N'].max(), human)}"
     if "D" in group.x:
-        what += f", {_span(*ray_of(group.points), '{:.3g}'.format)} tokens per parameter"
+        what += f", {_span(*ray_of(group.points), '{:.3g}'.format)} tokens per {kind}parameter"
         what += " (one ratio: L(N), L(D), L(C) are one curve)" if on_one_ray(ray_of(group.points)) else ""
     law = fit.formula(group.headline[-1].upper() if "power" in group.headline else "C") if fit.objective is not None else ""
     lines = [what, f"  {group.headline}: {law}" + ("" if fit.identified else f" (not identified: {fit.reason})" if law
@@ -37,8 +38,9 @@ def headline(group) -> str:
         lines.append(f"    intervals: {made[fit.interval]}; they hold the points' noise, not the doubt in the form")
     lines.append(f"  why this law: {group.headline_reason}")
     if doubt := group.form_doubt:
-        lines.append(f"  doubt in the form ({len(doubt['forms'])} forms that the sizes do not refute): at ten times the largest "
-                     f"compute, {doubt['D'] / doubt['N']:.3g} tokens per parameter, {doubt['low']:.4g} to {doubt['high']:.4g}")
+        lines.append(f"  doubt in the form ({len(doubt['forms'])} forms that the sizes do not refute): at ten times the "
+                     f"largest compute, {doubt['D'] / doubt['N']:.3g} tokens per {kind}parameter, {doubt['low']:.4g} to "
+                     f"{doubt['high']:.4g}")
     if forms := group.bands.get("C"):
         far = 10 * group.x["C"].max()
         values = sorted(float(form.predict(far)) for form in forms)
@@ -84,19 +86,19 @@ def laws(groups) -> str:
 
 
 def conventions(groups) -> str:
-    """Markdown table of the exponents under each way of counting parameters and FLOPs; "" without runs."""
+    """Markdown table of the exponents under each way of counting parameters and FLOPs, the fitted one first; "" without runs."""
     groups = [group for group in groups if group.slopes]
     if not groups:
         return ""
     lines = [["counted as", *(f"{group.recipe}: {what}" for group in groups for what in ("slope", "alpha, beta, a"))]]
-    for name in CONVENTIONS["N"] + CONVENTIONS["C"]:
+    for name in (*groups[0].by_convention, *COUNTS["C"]):
         cells = []
         for group in groups:
             fit, shares = group.by_convention.get(name), allocation(group)
             joint = f"a {shares[name]:.4f}" if name in shares else "" if fit is None or not fit.identified else ", ".join(
                 f"{fit.parameters[key]:.4f}" for key in ("alpha", "beta", "a"))
             cells += ["" if group.slopes[name] is None else f"{group.slopes[name]:.4f}", joint]
-        lines.append([name + " * tokens" * (name in CONVENTIONS["C"]), *cells])
+        lines.append([name + " * tokens" * (name in COUNTS["C"]), *cells])
     return grid(lines) + ("\nslope: -dlnL/dlnx of the power law. alpha, beta, a: L(N, D) and N* ~ C^a, where identified, with "
                           "C = 6 N D beside a count of N, else with the law of the first line and C as counted. "
                           "Compare exponents only within one convention.")
@@ -136,7 +138,7 @@ def pairs(found) -> str:
         gaps = [text for gap in (pair.as_trained, pair.in_bf16) for text in
                 (f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}"), f"{gap.percent:+.3f}")]
         ratio = "other machine" if pair.tok_per_s_ratio is None else f"{pair.tok_per_s_ratio:.2f}"
-        lines.append([f"{pair.fp8.run_id} ({pair.fp8.recipe})", human(pair.fp8.params_total), human(pair.fp8.tokens),
+        lines.append([f"{pair.fp8.run_id} ({pair.fp8.recipe})", human(pair.fp8.N), human(pair.fp8.tokens),
                       f"{pair.bf16.loss_bf16:.5f}", f"{pair.fp8.loss_as_trained:.5f}", f"{pair.fp8.loss_bf16:.5f}", *gaps,
                       ratio])
     return grid(lines) + ("\nGap: FP8 minus BF16. ± is one standard error over the validation sequences: evaluation noise "

@@ -1,5 +1,6 @@
 """The figures of one FP8 run show what its probe file says, and damage in that file is told, not drawn."""
 
+import gzip
 import itertools
 import json
 import math
@@ -247,6 +248,50 @@ def test_the_gap_is_the_difference_within_the_band_of_seeds(run):
     assert math.isclose(band.max(), max(mean_around(smoothed, i, 40) for i in range(400)), rel_tol=1e-6)
     bars = panel.collections[1].get_segments()
     assert np.allclose([segment[:, 1] for segment in bars], [[-0.01, 0.01]] * 4)
+
+
+def test_a_null_run_is_no_partner_and_no_twin_but_a_line_of_its_own(tmp_path):
+    run = write_pair(tmp_path)
+    drawn = draw_gap(run)[0]
+    for seed, extra in ((1337, 0.003), (7, 0.1)):        # of the partner, then of the other seed: no pair of seeds of its own
+        own = tmp_path / f"run_bf16_{seed}"
+        null = tmp_path / f"run_a_null_{seed}"           # before the partner by name
+        null.mkdir()
+        rows = [json.loads(line) for line in (own / "metrics.jsonl").open()]
+        write_rows(null / "metrics.jsonl", [row | {"loss": row["loss"] + extra} for row in rows])
+        (null / "summary.json").write_text(json.dumps(json.loads((own / "summary.json").read_text()) | {"repeat": 1}))
+    figure, notes = draw_gap(run)
+    assert notes == [] and "minus loss of run_bf16_1337" in figure._suptitle.get_text()
+    assert "n = 1 pair;" in figure.texts[-1].get_text().replace("\n", " ")
+    assert "only rounded otherwise, minus the first: dashed" in figure.texts[-1].get_text().replace("\n", " ")
+    panel = figure.axes[0]
+    before = lines_of(drawn.axes[0])
+    assert np.allclose(lines_of(panel)[2], before[2]) and len(lines_of(panel)) == len(before) + 1
+    assert np.allclose(lines_of(panel)[3][:, 1], 0.003) and len(lines_of(panel)[3]) == 400
+    assert np.allclose(panel.collections[0].get_paths()[0].vertices, drawn.axes[0].collections[0].get_paths()[0].vertices)
+    (tmp_path / "run_a_null_1337/metrics.jsonl").write_bytes((tmp_path / "run_bf16_1337/metrics.jsonl").read_bytes())
+    figure, _ = draw_gap(run)           # as on a CPU: said, not drawn
+    assert len(lines_of(figure.axes[0])) == len(before)
+    assert "has equal losses at each step" in figure.texts[-1].get_text().replace("\n", " ")
+
+
+def test_a_published_run_is_drawn_from_its_packed_files(run, tmp_path, capsys):
+    for folder in run.parent.iterdir():
+        (tmp_path / folder.name).mkdir()
+        for file in folder.iterdir():
+            if file.suffix == ".jsonl":
+                (tmp_path / folder.name / f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+            elif file.is_file():
+                (tmp_path / folder.name / file.name).write_bytes(file.read_bytes())
+    assert draw(capsys, "--fp8", str(tmp_path / run.name), f"out={tmp_path}/packed")[0] == 0
+    assert draw(capsys, "--fp8", str(run), f"out={tmp_path}/plain")[0] == 0
+    names = {file.name for file in (tmp_path / "plain").iterdir()}
+    assert {"fp8_gap.png", "fp8_scales.png"} <= names == {file.name for file in (tmp_path / "packed").iterdir()}
+    for name in names:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "packed" / name).read_bytes()
+    (tmp_path / run.name / "probe.jsonl.gz").write_bytes(b"\x1f\x8b")
+    code, _, error = draw(capsys, "--fp8", str(tmp_path / run.name))
+    assert code == 2 and "probe.jsonl.gz cannot be unpacked" in error
 
 
 def test_the_gap_says_what_is_missing(tmp_path):

@@ -336,9 +336,10 @@ def test_published_chinchilla_points(tmp_path):
                                  "its own --where)"),
     (["good", "out=r", "los=bf16"], "'los=bf16' is no option; did you mean loss?"),
     (["good", "out=r", "--drop-higest=2"], "'--drop-higest=2' is no option; did you mean drop-highest?"),
-    (["good", "out=r", "--wombat", "3"], "'--wombat' is no option; there are out, loss, seed_sd, predict, score, points, n"),
+    (["good", "out=r", "--wombat", "3"], "'--wombat' is no option; there are out, n, loss, seed_sd, predict, score, points"),
     (["good", "out=r", "--score=yes"], "'--score=yes': score takes no value"),
-    (["good", "out=r", "n=N"], "n is for a table of points (--points FILE): its column of parameter counts (required)"),
+    (["good", "out=r", "n=N"], "n='N' must be total or nonembed; as a column it wants its table, --points FILE"),
+    (["good", "out=r", "d=D"], "d is for a table of points (--points FILE): its column of training tokens: C = 6 N D"),
     (["good", "out=r", "loss=fp8"], "loss='fp8' must be bf16 or as_trained"),
     (["good", "out=r", "seed_sd=-1"], "seed_sd='-1' must be a number, at least 0: standard deviation of"),
     (["good", "out=r", "seed_sd=nan"], "seed_sd='nan' must be a number, at least 0: standard deviation of"),
@@ -387,7 +388,7 @@ def test_exit_code_of_the_process(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "law.json"
     target.write_text("old")
-    monkeypatch.setattr("scaling.figures.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("scaling.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         cli.write(target, b"new")
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]

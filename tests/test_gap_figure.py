@@ -150,6 +150,19 @@ def test_nothing_overlaps(folder, tmp_path):
     assert "points within 5 % of it" in texts(figure)
 
 
+def test_the_legend_of_many_recipes_stays_on_the_page_and_off_the_panels(tmp_path):
+    for i, recipe in enumerate(("auto", "cscale", "rowwise", "rowwise_with_gw_hp", "tensorwise", "tensorwise_gw_hp")):
+        write_pairs(tmp_path, 40_000, [0.001 * (i + 1), 0.0012 * (i + 2)], recipe)
+    figure = draw_precision(analysed(tmp_path))
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert len(legend.get_texts()) >= 7 and box.x1 < figure.bbox.x1
+    assert all(panel.get_window_extent().y1 < box.y0 for panel in figure.axes)
+    few = draw_precision(analysed(write_pairs(tmp_path / "few", 40_000, [0.01])))
+    assert few.axes[0].get_position().height > figure.axes[0].get_position().height
+
+
 def test_the_same_bytes_each_time(folder):
     result = analysed(folder)
     for form in ("png", "svg"):

@@ -161,6 +161,8 @@ def test_measured_speed_counts_on_that_gpu_alone(tmp_path, capsys):
     for recipe, speed in (("bf16", 400e3), ("tensorwise", 500e3)):
         write_run(tmp_path / "here" / recipe, recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", tok_per_s_median=speed,
                   flops_per_token=flops, n_gpu=2, curve=False)
+        write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", curve=False,
+                  tok_per_s_median=speed / 3, flops_per_token=flops, n_gpu=2, repeat=1)     # not compiled
         write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200", curve=False)      # equal peaks
     sizes, notes = plan.read_sizes(plan._parse([*BUDGET, f"runs={tmp_path / 'here'}"]))
     assert {round(size.mfu, 6) for size in sizes} == {round(400e3 * flops / (2 * 989.4e12), 6)}
@@ -201,6 +203,15 @@ def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
     assert one.flops == pytest.approx(trunks[one.cluster].flops * 0.2 * 15 / 40, rel=0.01)
     assert len(found) == 7 and smallest == sizes[0].N
     assert not plan._candidates(replace(law, names=tuple(row.run for row in rows)), sizes, {"study": STUDY}, sizes[-1])[0]
+
+
+def test_a_repeat_is_no_candidate(tmp_path):
+    (tmp_path / "study.py").write_text(
+        "from scaling.study import Size, Study\nstudy = Study(name='s', margin_percent=1.0, tokens_per_param=(10, 20), "
+        "null=('parallel.compile=false',), sizes=(Size(config='configs/gpt50m_bf16.py', null_seeds=(1337,)),))\n")
+    sizes, _ = plan.read_sizes(plan._parse(BUDGET))
+    found, _ = plan._candidates(read_law(None), sizes, {"study": tmp_path / "study.py"}, sizes[-1])
+    assert [one.cluster for one in found] == ["gpt50m_bf16_t20_s1337"]
 
 
 def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):

@@ -12,6 +12,7 @@ from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from scaling import precision
+from scaling.pairs import over
 from scaling.published import EPOCH
 
 BF16 = {1: 2.20, 2: 2.21, 3: 2.18}
@@ -127,7 +128,7 @@ def test_the_clustered_interval_covers_with_clusters_of_unequal_size():
     for _ in range(1500):
         found = [fake_pair(0.1 + shift + rng.normal(0, 0.02), i) for i, shift in enumerate(rng.normal(0, 0.1, 6))
                  for _ in range(1 + i % 4)]
-        estimate = precision._over(found, lambda pair: pair.in_bf16.percent)
+        estimate = over(found, lambda pair: pair.in_bf16.percent)
         assert estimate.n == 6
         covered += estimate.low < 0.1 < estimate.high
     assert covered / 1500 == pytest.approx(0.95, abs=0.017)
@@ -180,7 +181,7 @@ def test_one_pair_has_no_interval_and_one_seed_no_null(tmp_path, capsys):
     output, result = run(capsys, study(tmp_path))
     assert row(output, "amax")[-1] == "one pair: no interval"
     assert row(output, "bf16")[-1] == "no null: one BF16 seed"
-    assert result["null"] == {"sizes": [], "pooled": None}
+    assert result["null"] == {"sizes": [], "pooled": None, "same_seed": {"sizes": [], "equal": 0, "pooled": None}}
     assert result["sizes"][0]["tost_p"] is None and result["common"]["amax"]["trend"]["slope"] is None
     assert "pair.png is not drawn" in output and not (tmp_path / "law/pair.png").exists()
 
@@ -273,6 +274,7 @@ def test_the_arm_that_is_judged_can_be_chosen(tmp_path, capsys):
 @pytest.mark.parametrize("arguments, sentence", [
     (["{runs}/nowhere"], "does not exist"), (["{runs}", "margn=1"], "did you mean margin?"),
     (["{runs}", "--verbose"], "there are out, loss, margin"), (["{runs}", "loss=fp8"], "must be bf16 or as_trained"),
+    (["{runs}", "n=matmul"], "must be total or nonembed"),
     (["{runs}", "margin=0"], "is no margin"), (["{runs}", "--margin"], "lacks its value"),
     (["{runs}", "out="], "lacks its value"), (["{runs}/bf16_1", "{runs}/tensorwise_1"], "out=DIR is missing"),
     (["{runs}", "margin=1", "--margin", "2"], "margin is given twice: '1' and '2'"),
@@ -290,7 +292,9 @@ def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
 
 
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda runs: (runs / "study.json").write_text("{"), "study.json cannot be read"),
+    (lambda runs: (runs / "study.json").write_text("{"), "study.json is not valid JSON"),
+    (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
+    (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
     (lambda runs: (runs / "bf16_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
     (lambda runs: (runs / "bf16_2/val_losses.npz").write_bytes(b"PK"), "cannot be read"),
     (lambda runs: (runs / "tensorwise_1/summary.json").write_text("{}"), "schema_version"),

@@ -44,7 +44,8 @@ def groups_of(folder, loss_key="loss_bf16", **changes):
         N, D, C = (np.array([value(one) for one in mine], dtype=float) for value in (
             lambda one: one.params_total, lambda one: one.tokens, lambda one: one.flops_per_token * one.tokens))
         points = Points(N, D, C, np.array([getattr(one, loss_key) for one in mine]), np.arange(len(mine)))
-        groups.append(SimpleNamespace(recipe=recipe, records=tuple(mine), points=points, seed_sd=0.0, held_out=()))
+        groups.append(SimpleNamespace(recipe=recipe, records=tuple(mine), convention="total", points=points,
+                                      seed_sd=0.0, held_out=()))
         vars(groups[-1]).update(changes)
     return groups
 

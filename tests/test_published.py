@@ -101,6 +101,26 @@ def test_a_gap_beyond_the_law_is_none_with_the_reason():
     assert shown["extra_tokens_ci95"][1] is None
 
 
+@pytest.mark.parametrize("beta", [1e-17, 1e-6, 1e-3])
+@pytest.mark.parametrize("gap", [-0.5, 0.0, 1e-9, 1.9])
+def test_a_law_that_is_almost_flat_gives_numbers_or_none(beta, gap):
+    """Runs of one size whose losses fall by nothing: powers of it overflow."""
+    law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
+    r = law.extra_tokens(gap, 1e9)
+    assert r is None or 1e-100 < r < 1e100
+    shown = costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+    numbers = [shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]]
+    assert all(one is None or math.isfinite(one) and one > 0 for one in numbers)
+    assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
+
+
+def test_a_speed_up_that_nothing_bounds_has_no_interval():
+    """A gap of almost nought, known to a hundredth of a nat, under a law that falls by a hundred-thousandth per e-fold."""
+    law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=1e-5)
+    shown = costs(law, 5e7, 1e9, estimate([-0.01, 0.010_000_001]), 1.2, 0.01, None)
+    assert shown["speedup"] == pytest.approx(1.2, rel=1e-3) and shown["speedup_ci95"] == [None, None]
+
+
 def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     """Gap, throughput and the law's (ln B, beta) drawn with small errors; the delta method must give their spread."""
     rng, D, gap, gap_se, ratio, ratio_se = np.random.default_rng(0), 6e9, 0.006, 0.0006, 1.17, 0.004

@@ -149,7 +149,8 @@ def test_one_point_twice_is_refused_but_another_seed_is_not(tmp_path):
     write_run(tmp_path / "b", seed=2)
     check_comparable(read_runs([tmp_path])[0])
     write_run(tmp_path / "c")
-    with pytest.raises(RecordError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed\)"):
+    with pytest.raises(RecordError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed, "
+                                          r"repeat\)"):
         check_comparable(read_runs([tmp_path])[0])
     write_run(tmp_path / "more" / "a", params=106_624)
     with pytest.raises(RecordError, match=r"a and .*more/a are one point given twice \(same run_id\): leave one out"):

@@ -289,6 +289,19 @@ def test_runs_of_one_recipe_are_called_by_their_names(runs, tmp_path, capsys):
     assert "tensorwise (head) differs from bf16 beside the recipe: fp8.head not there against true" in result["notes"][0]
 
 
+def test_a_repeat_of_the_bf16_run_stands_beside_it_with_its_gap(runs, tmp_path, capsys):
+    """The null of the same seed: same pair_id, rounded otherwise; given first, it is still not what the others are held to."""
+    again = write_arm(tmp_path / "null" / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
+    out, result = call(capsys, again, *runs, f"out={tmp_path}/law")
+    assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise"]
+    found = tables_of(out)
+    losses, costs = (next(table for title, table in found.items() if title.startswith(name)) for name in ("Validation", "Time"))
+    assert losses["bf16 (a_null)"]["gap in BF16 [%]"].startswith(f"{100 * 0.005 / 2.6:+.3f}")
+    assert losses["bf16 (c_bf16)"]["gap in BF16 [%]"] == "" and costs["bf16 (c_bf16)"]["speed against BF16"] == "1"
+    assert costs["bf16 (a_null)"]["speed against BF16"] == "0.900"
+    assert losses["tensorwise"]["gap in BF16 [%]"].startswith(f"{100 * 0.01 / 2.6:+.3f}")
+
+
 def test_without_bf16_there_is_no_speed_up(runs, capsys):
     out, result = call(capsys, runs[0], runs[1])
     assert tables_of(out)["Time, memory, speed"]["rowwise"]["speed against BF16"] == "no BF16 run"

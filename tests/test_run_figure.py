@@ -1,5 +1,6 @@
 """The figure of one run shows its rows where they belong, for whole, cut, running and hostile files."""
 
+import gzip
 import json
 import math
 import subprocess
@@ -98,6 +99,16 @@ def test_all_verdicts_and_events_are_marked_and_told_apart(tmp_path):
     for panel in figure.axes:       # each event is a line through all
         dashed = [float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()]
         assert sorted(dashed) == [10, 12, 15, 24]
+
+
+def test_packed_rows_are_read_like_plain_ones(tmp_path):
+    plain = write(tmp_path / "plain", eventful())
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "metrics.jsonl.gz").write_bytes(gzip.compress((plain / "metrics.jsonl").read_bytes()))
+    one, other = read_history(plain), read_history(packed)
+    assert len(one.train["step"]) == 40 and one.marks == other.marks
+    assert all(np.array_equal(one.train[key], other.train[key], equal_nan=True) for key in one.train)
 
 
 def test_events_of_one_step_stand_on_each_other(tmp_path):

@@ -40,7 +40,8 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
         m = config.model
         assert (config.run, config.seed, config.total_steps, config.total_tokens) == (row.run, row.seed, row.steps, row.tokens)
         assert row.params_total == m.params_total
-        assert row.tokens - config.data.tokens_per_step < row.tokens_per_param * m.params_total <= row.tokens
+        counted = row.params_total if study.params == "total" else m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
+        assert row.tokens - config.data.tokens_per_step < row.tokens_per_param * counted <= row.tokens
         assert row.flops_per_token == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_size * m.n_ctx
         assert config.fp8.recipe == {"bf16": "off"}.get(row.recipe, row.recipe)
         assert config.optim.warmup_steps(row.steps) == load_config(ROOT / row.config).optim.warmup_steps(
@@ -87,11 +88,88 @@ def test_the_chinchilla_study_by_hand():
     assert config_of(held[0]).optim.warmup_steps(29_408) == round(0.02 * 29_408)
 
 
+def test_the_h100_study_by_hand():
+    study = load_study(ROOT / "configs/study_h100.py")
+    rows = expand(study)
+    by_name = {row.run: row for row in rows}
+    row = by_name["h100_3m_rowwise_t5_s1338"]
+    assert row.params_nonembed == 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256) + 256
+    assert row.params_total == row.params_nonembed + 50_304 * 256
+    # 5 x 3,213,568 / 65,536 = 245.2 steps; the last fifth is its decay; warm-up is 5 % of the 981 steps at 20
+    assert (row.steps, row.parent, row.parent_step) == (246, "h100_3m_rowwise_t20_s1338", 197)
+    assert config_of(row).optim.warmup_steps(246) == 49
+    recipes = {(one.size, one.recipe) for one in rows}
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "auto"):
+        assert {("h100_3m", recipe), ("h100_6m", recipe)} <= recipes
+    assert {one.size for one in rows if one.held_out} == {"h100_24m"}
+    assert [one.tokens_per_param for one in rows if one.held_out and one.recipe == "bf16"] == [20, 5, 10]
+    lrs = [config_of(by_name[f"h100_{size}_bf16_t20_s1337"]).optim.lr for size in ("3m", "6m", "12m", "24m")]
+    assert lrs[3] / lrs[0] == pytest.approx((25_402_240 / 3_213_568) ** -0.5, rel=1e-3)    # six digits of a rate
+    assert lrs == sorted(lrs, reverse=True)
+
+
+def test_a_null_run_is_its_bf16_run_again_and_pairs_with_it(study):
+    sizes = tuple(replace(size, null_seeds=(2,)) for size in study.sizes)
+    rows = expand(replace(study, sizes=sizes, null=("parallel.compile=true",)))
+    assert [row.run for row in rows if row.repeat] == [f"{size}_bf16_null_t{budget}_s2" for size in "ab" for budget in (0.6, 0.3)]
+    for null in (row for row in rows if row.repeat):
+        first = next(row for row in rows if row.run == null.run.replace("_null", ""))
+        one, other = config_of(null), config_of(first)
+        assert (one.repeat, other.repeat) == (1, 0)
+        assert (one.parallel.compile, other.parallel.compile) == (True, False)
+        assert metrics.pair_id(one) == metrics.pair_id(other)
+        assert null.recipe == "bf16" and (null.parent is None) == (first.parent is None)
+        assert null.parent is None or null.parent == first.parent.replace("_null", "").replace("_bf16", "_bf16_null")
+
+
+def test_a_sweep_of_learning_rates_has_a_trunk_for_each(study):
+    rows = expand(replace(study, sizes=(replace(study.sizes[0], lr=(1e-3, 0.002), seeds=(1,)),), recipes=("bf16",)))
+    assert [row.run for row in rows] == ["a_bf16_lr0.001_t0.6_s1", "a_bf16_lr0.001_t0.3_s1",
+                                         "a_bf16_lr0.002_t0.6_s1", "a_bf16_lr0.002_t0.3_s1"]
+    assert [config_of(row).optim.lr for row in rows] == [1e-3, 1e-3, 0.002, 0.002]
+    assert [row.parent for row in rows] == [None, rows[0].run, None, rows[2].run]
+
+
+def test_budgets_may_count_the_parameters_without_the_vocabulary(study):
+    for row in expand(replace(study, params="nonembed", tokens_per_param=(2, 5))):
+        assert row.params_nonembed == row.params_total - 384 * 32
+        assert row.tokens - 512 < row.tokens_per_param * row.params_nonembed <= row.tokens
+        assert config_of(row).tokens_per_param is None
+
+
+def test_sizes_may_have_recipes_of_their_own(study):
+    first, second = study.sizes
+    rows = expand(replace(study, sizes=(replace(first, recipes=("bf16", "rowwise")), second)))
+    assert {row.recipe for row in rows if row.size == "a"} == {"bf16", "rowwise"}
+    assert {row.recipe for row in rows if row.size == "b"} == {"bf16", "tensorwise"}
+
+
+def test_a_study_may_grow_but_not_count_otherwise_once_a_run_is_done(study, tmp_path):
+    write_declaration(tmp_path, declare(study, expand(study), tmp_path))
+    (tmp_path / "a_bf16_t0.6_s1").mkdir()
+    (tmp_path / "a_bf16_t0.6_s1/summary.json").touch()
+    grown = replace(study, recipes=("bf16", "tensorwise", "rowwise"))
+    assert len(declare(grown, expand(grown), tmp_path)["runs"]) == 24
+    other = replace(study, params="nonembed", tokens_per_param=(2, 5))
+    with pytest.raises(ConfigError, match="params was total, now nonembed"):
+        declare(other, expand(other), tmp_path)
+    old = json.loads((tmp_path / "study.json").read_text())
+    del old["params"]       # as studies were declared before
+    for row in old["runs"]:
+        del row["lr"], row["repeat"]
+    (tmp_path / "study.json").write_text(json.dumps(old))
+    assert declare(study, expand(study), tmp_path)["params"] == "total"
+
+
 def test_a_trunk_comes_before_its_branches(study):
     rows = expand(study)
     assert [row.run for row in rows[:4]] == ["a_bf16_t0.6_s1", "a_bf16_t0.3_s1", "a_tensorwise_t0.6_s1", "a_tensorwise_t0.3_s1"]
     assert len(rows) == 16
     assert rows == expand(study)
+
+
+def demo(**more):
+    return {"sizes": (Size(config="configs/demo_s_bf16.py", tokens_per_param=(20,), **more),)}
 
 
 @pytest.mark.parametrize("changes, told", [
@@ -105,6 +183,14 @@ def test_a_trunk_comes_before_its_branches(study):
     ({"tokens_per_param": 5}, "must be a tuple"), ({"tokens_per_param": (float("nan"),)}, "above 0"),
     ({"recipes": ("bf16", "fp4")}, "recipes=('bf16', 'fp4'): 'fp4' is none of bf16, auto, tensorwise, "),
     ({"recipes": ("off",)}, "'off' is none of bf16"), ({"recipes": "bf16"}, "must be a tuple"),
+    ({"params": "all"}, "params='all' must be 'total' or 'nonembed'"),
+    ({"null": "parallel.compile=true"}, "must be a tuple of overrides"),
+    (demo(lr=(0.0,)), "every peak learning rate must be a number above 0"),
+    (demo(recipes=("fp4",)), "recipes of configs/demo_s_bf16.py=('fp4',): 'fp4' is none of"),
+    (demo(null_seeds=(1337,)), "null= must say what differs in them"),
+    (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be seeds of its own BF16 runs"),
+    (demo(null_seeds=(1337,)) | {"null": ("optim.lr=1e-4",)}, "changes what demo_s is trained on or by"),
+    (demo(null_seeds=(1337,)) | {"null": ("data.micro_batch=4",)}, "changes what demo_s is trained on or by"),
     ({"margin_percent": 0}, "margin_percent=0 must be a number above 0 and below 100"),
     ({"margin_percent": "0.25"}, "margin_percent='0.25' must be"), ({"decay_share": 1.0}, "decay_share=1.0 must be"),
     ({"tokens_per_param": (0.01, 20), "sizes": (Size(config="configs/demo_s_bf16.py"),)},

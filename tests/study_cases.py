@@ -1,0 +1,86 @@
+"""A tiny study, and a train.py that only pretends: what the tests of the sweep share."""
+
+import json
+import signal
+from contextlib import contextmanager
+from dataclasses import replace
+
+from scaling import runner, sweep
+from tests.conftest import write_config
+
+# The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
+TRAIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+run, folder = given["run"], Path(given["out"]) / given["run"]
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+began = time.time()
+def checkpoint(step):
+    (folder / f"checkpoints/step_{int(step):08d}").mkdir(exist_ok=True)
+    (folder / f"checkpoints/step_{int(step):08d}/DONE").touch()
+def row(step):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": step}) + "\\n")
+def finish(**more):
+    for step in given.get("checkpoint.at", "").split(","):
+        checkpoint(step or 9)
+    parent = int(given["start_from"][-8:]) if "start_from" in given else None
+    (folder / "summary.json").write_text(json.dumps({"status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 2,
+        "device": "fake", "began": began, "ended": time.time(), "given": given, "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "threads": os.environ.get("OMP_NUM_THREADS"), "parent_step": parent, **more}))
+"""
+
+
+def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), held_out=False, sizes=(64, 128), null=False,
+               max_epochs=100):
+    """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k parameters."""
+    lines = []
+    for name, n_ffn in zip("ab", sizes, strict=False):
+        model = replace(tiny.model, n_layer=1, n_ffn=n_ffn)
+        config = replace(tiny, run=f"{name}_bf16", steps=None, tokens_per_param=20, model=model,
+                         data=replace(tiny.data, max_epochs=max_epochs),
+                         checkpoint=replace(tiny.checkpoint, every=None, keep=1),
+                         optim=replace(tiny.optim, warmup_share=0.05), log=replace(tiny.log, every=100))
+        path = write_config(config, folder / f"{name}_bf16.py")
+        lines.append(f"Size(config={str(path)!r}, seeds={seeds}, held_out={held_out and name == 'b'}"
+                     + f", null_seeds={seeds}" * null + ")")
+    file = folder / "study_tiny.py"
+    file.write_text("from scaling.study import Size, Study\n"
+                    f"study = Study(name='tiny', sizes=({', '.join(lines)},), tokens_per_param={budgets}, recipes={recipes}, "
+                    f"margin_percent=1.0, null={('deterministic=true',) if null else ()})\n")
+    return file
+
+
+def summaries(tmp_path):
+    return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
+
+
+@contextmanager
+def restored_signals():
+    """sweep.main() changes handlers in its process."""
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
+    """sweep.main() on a tiny study whose train.py is the given text; the call returns its exit code and what it printed."""
+    monkeypatch.setattr(runner, "ROOT", tmp_path)
+    monkeypatch.setattr(runner, "POLL_S", 0.02)
+    monkeypatch.setattr(runner, "LEAVE_S", 0.3)
+    monkeypatch.setattr(runner, "PATIENCE_S", 0.3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def call(body, *arguments, began=None, **study):
+        (tmp_path / "train.py").write_text(TRAIN + body)
+        code = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
+        done = capsys.readouterr()
+        return code, done.out + done.err
+
+    with restored_signals():
+        yield call
