@@ -80,6 +80,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(time.monotonic()))
     waiting, running, failed, late, passed_on = [row for row in chosen if not summary_of(row, folder)], {}, [], [], 0
+    waiting.sort(key=lambda row: state_of(row, folder).startswith("failed"))    # what may fail again comes last
     say(f"{len(waiting)} of {len(chosen)} runs to do in {folder}" + (
         f"; {began + options.limit - time.monotonic():.1f} s are left of limit={options.limit:g}" if options.limit else ""))
 

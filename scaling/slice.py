@@ -11,6 +11,7 @@ learning rates ends in learning_rate.py instead.
     results=DIR         what is kept of the study (publish.py); a row in DIR/slices.jsonl tells of each slice
     limit=SECONDS       of the whole command (default: none)
     jobs=1 start=60     as in sweep.py: runs at a time; seconds assumed of a run's start
+    skip=NAME,PATTERN   runs that are given up, such as one that diverges each time: the rest does not wait for them
     commit=HASH         of the code, where there is no git to tell it
     out=out             runs lie in out/<study>/<run>/
 
@@ -18,6 +19,7 @@ Ctrl-C or SIGTERM has the runs save and leave, a second one at once; what has fi
 Exit code: 0 all is done, 1 something failed, 2 a mistake in the command or refused files, 3 not all is done.
 """
 
+import fnmatch
 import math
 import os
 import shlex
@@ -44,6 +46,7 @@ OPTIONS = {
     "limit": "seconds, of the whole command",
     "jobs": "runs at a time",
     "start": "seconds assumed of a run's start, as in sweep.py",
+    "skip": "NAMES or patterns of runs that are given up",
     "commit": "HASH of the code",
     "out": "folder of the folders of runs",
 }
@@ -69,6 +72,7 @@ class Slice:
     results: Path
     limit: float = math.inf
     more: list[str] = field(default_factory=list)       # options that sweep.py gets as they are
+    is_whole: bool = True       # no run of the study is given up
     commit: str | None = None
     began: float = field(default_factory=time.monotonic)
     asked: int = 0
@@ -119,8 +123,14 @@ def read_slice(arguments: list[str]) -> Slice:
     more = [f"{key}={options[key]}" for key in ("jobs", "start", "out") if key in options]
     read_options([paths[0], "--run", *more])    # refuses now what sweep.py would refuse then
     study = load_study(paths[0])
-    return Slice(paths[0], expand(study), Path(options.get("out", "out")) / study.name, results, limit,
-                 more, options.get("commit"))
+    rows = expand(study)
+    given_up = set()
+    for pattern in filter(None, options.get("skip", "").split(",")):
+        if not (found := fnmatch.filter([row.run for row in rows], pattern)):
+            raise RecordError(f"skip={pattern!r} matches no run of {paths[0]}: sweep.py {paths[0]} lists them")
+        given_up |= set(found)
+    return Slice(paths[0], [row for row in rows if row.run not in given_up], Path(options.get("out", "out")) / study.name,
+                 results, limit, more, not given_up, options.get("commit"))
 
 
 def go_on(this: Slice) -> int:
@@ -157,6 +167,7 @@ def train(this: Slice) -> None:
     """All runs that are missing, those held out once their predictions are frozen and committed. Raises Ended."""
     if code := sweep(this, [row.run for row in this.rows if not row.held_out]):
         raise Ended(code)
+    samples(this)       # of what an earlier slice has finished on this machine, which may be another one by the end
     held = [row.run for row in this.rows if row.held_out and row.run not in this.finished()]
     files = {run: f"{LAW_FOLDER}/prediction_{run}.json" for run in held}
     if missing := [run for run in held if not (this.folder / files[run]).exists()]:
@@ -170,16 +181,17 @@ def train(this: Slice) -> None:
         print(f"slice.py: commit {', '.join(f'{this.results}/{name}' for name in missing)}: only a commit shows that a "
               f"prediction is older than its run. The same command then goes on with {held[0]}", flush=True)
         raise Ended(3)
-    if code := sweep(this, held, f"only={','.join(held)}"):
+    if code := sweep(this, held, by_name=True):
         raise Ended(code)
 
 
-def sweep(this: Slice, runs: list[str], *only: str) -> int:
+def sweep(this: Slice, runs: list[str], by_name: bool = False) -> int:
     """Have sweep.py run those of `runs` that are missing; its exit code."""
-    if all(run in this.finished() for run in runs):
+    if not (missing := [run for run in runs if run not in this.finished()]):
         return 0
     if this.left() < 1:
         return 3
+    only = [f"only={','.join(missing)}"] if by_name or not this.is_whole else []
     limit = [f"limit={int(this.left())}"] if math.isfinite(this.limit) else []
     return call(this, "scaling/sweep.py", this.study, "--run", *this.more, *only, *limit)
 
@@ -193,8 +205,7 @@ def judge_rates(this: Slice) -> int:
 
 def analyse(this: Slice) -> int:
     """Everything that the finished runs have to tell; the first exit code that is not 0. Raises Ended for lack of time."""
-    codes = [sample(this, row) for row in this.rows if row.parent is None and row.params_total == max(
-        other.params_total for other in this.rows)]
+    codes = samples(this)
     score = ["--score"] if list((this.folder / LAW_FOLDER).glob("prediction_*.json")) else []
     codes += [call(this, "scaling/fit.py", this.folder, *score), call(this, "scaling/precision.py", this.folder)]
     probed = {row.recipe: row.run for row in sorted(this.rows, key=lambda row: row.params_total) if row.parent is None
@@ -205,11 +216,15 @@ def analyse(this: Slice) -> int:
     return next((code for code in codes if code), 0)
 
 
+def samples(this: Slice) -> list[int]:
+    """What the largest models have to say, into samples.txt of each run, where its checkpoint is still there; exit codes."""
+    largest = max(row.params_total for row in this.rows)
+    return [sample(this, row) for row in this.rows if row.parent is None and row.params_total == largest
+            and row.run in this.finished() and not (this.folder / row.run / "samples.txt").exists()]
+
+
 def sample(this: Slice, row: Row) -> int:
-    """What a model has to say, into samples.txt of its run, where its checkpoint is still there."""
     folder = this.folder / row.run
-    if (folder / "samples.txt").exists():
-        return 0
     if latest(folder) is None:
         print(f"slice.py: no sample of {row.run}: its checkpoints are not on this machine", flush=True)
         return 0

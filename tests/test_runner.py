@@ -87,8 +87,10 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     log = tmp_path / "out/tiny/a_bf16_t20_s1.log"
     assert state_of(rows[0], tmp_path / "out/tiny") == f"failed, exit code 1: train.py: the disk is full ({log})"
     assert state_of(rows[1], tmp_path / "out/tiny") == "missing"
-    code, told = fake("finish()")       # what failed is tried again
+    (tmp_path / "out/tiny/b_bf16_t10_s1/summary.json").unlink()
+    code, told = fake("finish()")       # what failed is tried again, after what may succeed
     assert (code, len(summaries(tmp_path))) == (0, 4), told
+    assert summaries(tmp_path)["b_bf16_t10_s1"]["began"] < summaries(tmp_path)["a_bf16_t20_s1"]["began"]
     assert state_of(rows[0], tmp_path / "out/tiny") == "done"
 
 

@@ -193,6 +193,30 @@ def test_a_failure_ends_the_slice_and_what_finished_is_kept(fake, tmp_path, body
     assert (rows(tmp_path)[0]["exit"], rows(tmp_path)[0]["runs"]) == (code, ["a_bf16_t20_s1"])
 
 
+def test_what_is_given_up_keeps_the_rest_from_nothing(fake, tmp_path):
+    """A run that fails each time: without skip= the held-out size would wait for it for good."""
+    assert fake(body="if name == 'sweep': finish(runs[0]); sys.exit(1)")[0] == 1
+    code, told = fake("skip=a_bf16_t10_*")
+    assert (code, calls(tmp_path)[1:4]) == (3, ["precision", "fit --predict", "fit --predict"]), told
+    code, told = fake("skip=a_bf16_t10_*,b_bf16_t10_s1")
+    assert (code, calls(tmp_path)[1:3]) == (0, ["sweep --run only=b_bf16_t20_s1", "fit --score"]), told
+    code, told = fake("skip=a_bf16_t10_*,c_*")
+    assert code == 2 and "skip='c_*' matches no run of" in told
+
+
+def test_the_largest_speaks_while_its_checkpoint_is_there_though_its_branches_wait(fake, tmp_path):
+    fake()
+    body = """
+if name == 'sweep':
+    finish('b_bf16_t20_s1')
+    (folder / 'b_bf16_t20_s1/checkpoints/step_00000009').mkdir(parents=True, exist_ok=True)
+    (folder / 'b_bf16_t20_s1/checkpoints/step_00000009/DONE').touch()
+    sys.exit(3)"""
+    assert fake(body=body)[0] == 3
+    assert fake(body=body)[0] == 3 and calls(tmp_path)[1:3] == ["sample", "sweep --run only=b_bf16_t10_s1"]
+    assert (tmp_path / "kept/b_bf16_t20_s1/samples.txt").exists()
+
+
 def test_a_mistake_of_ours_ends_the_slice_and_what_finished_is_kept(fake, tmp_path, monkeypatch):
     def fall(this):
         (this.folder / "a_bf16_t20_s1").mkdir(parents=True)
