@@ -1,7 +1,7 @@
 """What the demo's runs share: everything but the size and its learning rate."""
 
 from model import GPTConfig
-from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig
+from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig, ProbeConfig
 
 
 def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: float) -> Config:
@@ -22,4 +22,5 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, n_head: int, lr: f
         checkpoint=CheckpointConfig(every=500, keep=1),
         eval=EvalConfig(every=None, tokens=32_768),
         log=LogConfig(every=100),
+        probe=ProbeConfig(every=200),
     )

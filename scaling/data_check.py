@@ -1,36 +1,42 @@
-"""See before a study's runs begin that their data are there, are enough, and are those of the runs that are done."""
+"""See before a study's runs begin that their data and configs are there, will do, and are those of the runs that are done."""
 
 import json
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime.config import Config, ConfigError, load_config
+from runtime.config import Config, ConfigError, load_config, read_config
 from runtime.data import Data, open_data
 from runtime.folder import tokenizer_of
+from runtime.metrics import pair_id
 from runtime.tokenizer import load_tokenizer
 from scaling.grid import summary_of
 from scaling.study import ROOT, Row
 
 
-def check_data(rows: list[Row], waiting: list[Row], folder: Path) -> list[str]:
-    """A line for each set of data that the runs in `waiting` see: how often the largest of them sees each source.
+def check_data(rows: list[Row], folder: Path) -> list[str]:
+    """A line for each set of data that the runs which are not done see: how often the largest of them sees each source.
 
-    `rows` are all of the study. Raises ConfigError, by open_data: what is missing, damaged, of another tokenizer, or would be
-    seen more than data.max_epochs times; or data that are not those of a run that is done."""
+    `rows` are all of the study: the held-out runs are the largest and come last, and too little data for them is to be known
+    before the others have taken their hours. Raises ConfigError, by open_data: what is missing, damaged, of another tokenizer,
+    or would be seen more than data.max_epochs times; or data or a config that are not those of a run that is done."""
     largest, done = {}, {}
-    for row in sorted(waiting, key=lambda row: row.tokens):
+    for row in sorted(rows, key=lambda row: row.tokens):
         config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
-        largest[_key(config)] = row, config
-    for row in rows if largest else ():
         if summary := summary_of(row, folder):
-            done.setdefault(_key(load_config(ROOT / row.config, row.overrides)), []).append((row, summary))
+            _compare_config(config, row, summary, folder)
+            done.setdefault(_key(config), []).append((row, summary))
+        else:
+            largest[_key(config), config.data.max_epochs] = row, config
     lines = []
-    for key, (row, config) in largest.items():
+    for (key, _), (row, config) in largest.items():
         try:
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        data = open_data(config, tokenizer.sha256)
+        try:
+            data = open_data(config, tokenizer.sha256)
+        except ConfigError as error:
+            raise ConfigError(f"{row.run}: {error}") from error
         for other, summary in done.get(key, ()):
             _compare(data, other, summary, folder)
         lines.append(f"data: {config.data.dir}: epochs of the largest run to do ({row.run}, {row.tokens:,} tokens): "
@@ -41,8 +47,28 @@ def check_data(rows: list[Row], waiting: list[Row], folder: Path) -> list[str]:
 
 def _key(config: Config) -> str:
     """Equal for runs of the same tokens: training and validation."""
-    data = {name: value for name, value in asdict(config.data).items() if name not in ("micro_batch", "tokens_per_step")}
+    data = {name: value for name, value in asdict(config.data).items() if name not in ("micro_batch", "tokens_per_step", "max_epochs")}
     return json.dumps([data, config.model.n_ctx, config.model.vocab_size, config.eval.tokens], sort_keys=True)
+
+
+def _compare_config(config: Config, row: Row, summary: dict, folder: Path) -> None:
+    """Row's overrides are declared; what else a run depends on, its learning rate say, stands in the config file alone."""
+    if (its := summary.get("pair_id")) in (None, pair_id(config)):
+        return
+    try:
+        before, now = (_shared(one) for one in (read_config(folder / row.run), config))
+        changes = [f"{key} was {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
+    except ConfigError:
+        changes = []
+    raise ConfigError(f"{row.config} no longer says what {row.run}, which is done, was trained with: "
+                      f"{', '.join(changes) or f'its pair_id was {its}, now {pair_id(config)}'}; no law goes through both: "
+                      f"undo that change, or give the changed study another name=")
+
+
+def _shared(config: Config) -> dict:
+    """What pair_id counts of a run that comes from no imported model."""
+    shared = {key: value for key, value in config.identity().items() if not key.startswith("fp8.") and key != "start_from"}
+    return shared | {"data.micro_batch": config.data.micro_batch}
 
 
 def _compare(data: Data, row: Row, summary: dict, folder: Path) -> None:

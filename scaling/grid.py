@@ -15,7 +15,8 @@ from scaling.study import Row, checkpoint_of
 
 ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
 USED = {"status": str, "loss_bf16": int | float, "tok_per_s_median": int | float, "n_gpu": int, "device": str}    # of a summary
-MAY_LACK = {"wall_s": int | float, "parent_step": int, "data_sha256": str, "val_sha256": str}       # or hold null
+MAY_LACK = {"wall_s": int | float, "parent_step": int, "data_sha256": str, "val_sha256": str,       # or hold null
+            "pair_id": str}
 
 
 def summary_of(row: Row, folder: Path) -> dict | None:
@@ -99,5 +100,14 @@ def tokens_left(row: Row, folder: Path) -> int:
 def has_unsaved(row: Row, folder: Path) -> bool:
     """Whether a run has done a step that no checkpoint of it holds: one that still compiles, or evaluates, has not."""
     saved = latest(folder / row.run)
-    steps = [line["step"] for line in metrics_rows(read_rows(folder / row.run / "metrics.jsonl")) if line["kind"] == "train"]
-    return max(steps, default=0) > (step_of(saved) if saved else 0)
+    return _steps_done(row, folder) > (step_of(saved) if saved else 0)
+
+
+def has_trained(row: Row, folder: Path) -> bool:
+    """Whether a run has done all its steps, so that it has only to be saved and evaluated."""
+    return _steps_done(row, folder) >= row.steps
+
+
+def _steps_done(row: Row, folder: Path) -> int:
+    rows = metrics_rows(read_rows(folder / row.run / "metrics.jsonl"))
+    return max((line["step"] for line in rows if line["kind"] == "train"), default=0)

@@ -15,7 +15,7 @@ import torch
 from runtime.checkpoint import latest, step_of
 from runtime.config import ConfigError
 from scaling.costs import costs_of, kind_of
-from scaling.grid import ENDED, can_lock, has_unsaved, placed, state_of, summary_of
+from scaling.grid import ENDED, can_lock, has_trained, has_unsaved, placed, state_of, summary_of
 from scaling.study import ROOT, Row, checkpoint_of
 
 POLL_S = 0.2
@@ -42,6 +42,12 @@ class Running:
     since: float                    # by time.monotonic()
     busy: float = 0.0               # when it was last seen with steps to save, or had just been asked to leave
     is_urged: bool = False          # told a second time
+    spared_until: float = 0.0       # the limit is reached, but it has only to be evaluated
+
+    def ask(self) -> None:
+        """Have the run save and leave."""
+        self.spared_until, self.busy = 0.0, time.monotonic()
+        self.process.terminate()
 
 
 def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> Running | None:
@@ -104,16 +110,25 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
         time.sleep(POLL_S)
         if options.limit and not asked and time.monotonic() > began + options.limit - max(map(leave_s, running)):
             asked.append(time.monotonic())
+            passed_on = 1
+            spare(running, rows, folder, options)
+            if leaving := [one for one in running.values() if not one.spared_until]:
+                say("asking the runs to save and leave")
+            for one in leaving:
+                one.ask()
         for _ in range(passed_on, passed_on := len(asked)):
             say("asking the runs to save and leave")
             for one in running.values():
-                one.process.terminate()
-                one.busy = time.monotonic()
+                one.ask()
+        for one in running.values():
+            if 0 < one.spared_until < time.monotonic():
+                one.ask()
         if asked and options.gpus == 1:     # torchrun has a patience of its own, and told twice it would leave its workers behind
             urge(running, folder)
         for row, one in list(running.items()):
             if one.process.poll() is not None:
-                code = 0 if asked else one.process.returncode   # one asked to leave before it could save has not failed
+                # One asked to leave before it could save has not failed.
+                code = 0 if asked and not one.spared_until else one.process.returncode
                 print(f"{ENDED}{code}", file=one.log, flush=True)
                 one.log.close()
                 del running[row]
@@ -125,10 +140,21 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
         say(f"nor are begun, for the same reason: {', '.join(late[1:])}")
     todo = [row.run for row in chosen if not summary_of(row, folder)]
     if failed:
-        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
+        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again, or go on without (slice.py's skip=)")
     if todo:
         say(f"{len(todo)} of {len(chosen)} runs are not done, {todo[0]} the first; the same command goes on")
     return 1 if failed else 3 if todo else 0
+
+
+def spare(running: dict[Row, Running], rows: list[Row], folder: Path, options) -> None:
+    """Leave the runs that have done their steps the time to be evaluated: on a machine that is lent, all of a run is lost that
+    is cut there. A start, which the evaluation is a part of, takes longer."""
+    costs = costs_of(rows, folder, options)
+    for row, one in running.items():
+        if has_trained(row, folder):
+            seconds = costs[kind_of(row)].start_s
+            one.spared_until = time.monotonic() + seconds
+            say(f"{row.run} has done its steps and has up to {seconds:.0f} s to be evaluated")
 
 
 def urge(running: dict[Row, Running], folder: Path) -> None:
@@ -136,6 +162,8 @@ def urge(running: dict[Row, Running], folder: Path) -> None:
 
     A run that compiles hears of the first request after its first step, which may be minutes away; nothing of it is lost."""
     for row, one in running.items():
+        if one.spared_until:
+            continue
         if has_unsaved(row, folder):
             one.busy = time.monotonic()
         elif not one.is_urged and one.process.poll() is None and time.monotonic() > one.busy + PATIENCE_S:

@@ -9,7 +9,8 @@
                         a pattern that matches nothing else, and only once its prediction is frozen (fit.py --predict)
     gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
     limit=SECONDS       from the start of the command: the runs save and leave in time, none is begun that would only start;
-                        the same command goes on. In the table: how many such slices are left
+                        one that has done its steps is still evaluated, for as long as a start takes. The same command goes
+                        on. In the table: how many such slices are left
     out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
     gpu=h100 mfu=0.45   whose peak, and which share of it, times are estimated with where no run of that size and recipe is done
     start=60            seconds assumed there for the start and the end of a run: imports, compilation, evaluation, saving
@@ -86,7 +87,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
             print(slurm_script(chosen, options))
         elif options.run:
             gpus = visible_gpus(options)
-            lines = check_data(rows, [row for row in chosen if not summary_of(row, folder)], folder)
+            lines = check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []
             write_declaration(folder, checked)
             print("\n".join(lines), end="\n" * bool(lines), flush=True)
             return run(rows, chosen, folder, options, gpus, began)

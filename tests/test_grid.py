@@ -8,7 +8,7 @@ import pytest
 
 from scaling import sweep
 from scaling.costs import Cost, costs_of, kind_of, table
-from scaling.grid import has_unsaved, placed, state_of, tokens_left
+from scaling.grid import has_trained, has_unsaved, placed, state_of, tokens_left
 from scaling.study import expand
 from scaling.sweep import Options
 from tests.study_cases import tiny_study
@@ -158,6 +158,15 @@ def test_what_is_unsaved(rows, tmp_path):
     assert has_unsaved(trunk, tmp_path)
     checkpoint(trunk, tmp_path, 400)
     assert not has_unsaved(trunk, tmp_path)
+
+
+def test_what_has_done_its_steps(rows, tmp_path):
+    path = tmp_path / rows[0].run / "metrics.jsonl"
+    assert not has_trained(rows[0], tmp_path)
+    path.parent.mkdir()
+    for last, told in ((883, False), (884, True)):
+        path.write_text(f'{{"kind": "train", "step": {last}}}\n{{"kind": "val", "step": 884}}\n{{"kind": "train", "st')
+        assert has_trained(rows[0], tmp_path) is told
 
 
 @pytest.mark.parametrize("text, told", [

@@ -81,7 +81,7 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     code, told = fake(body)
     assert code == 1
     assert summaries(tmp_path).keys() == {"b_bf16_t20_s1", "b_bf16_t10_s1"}     # its branch could not start
-    assert "failed: a_bf16_t20_s1; correct the cause" in told
+    assert "failed: a_bf16_t20_s1; correct the cause and run the same command again, or go on without (slice.py's skip=)" in told
     assert "2 of 4 runs are not done, a_bf16_t20_s1 the first" in told
     rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
     log = tmp_path / "out/tiny/a_bf16_t20_s1.log"
@@ -172,6 +172,30 @@ sys.exit(0)"""
     code, told = fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1")
     assert (code, "at once" in told, "a_bf16_t20_s1 at step 8" in told) == (3, False, True), told
     assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "1"
+
+
+EVALUATES = SLOW + "row(884); checkpoint(884)\n"
+
+
+def test_a_run_that_has_done_its_steps_is_evaluated_though_the_limit_is_reached(fake, tmp_path):
+    code, told = fake(EVALUATES + "time.sleep(4)\nfinish()", "limit=3", "start=2", "only=a_bf16_t20_s1")
+    assert (code, "a_bf16_t20_s1 has done its steps and has up to 2 s to be evaluated" in told) == (0, True), told
+    assert not (tmp_path / "out/tiny/a_bf16_t20_s1/asked").exists() and "asking" not in told
+    # one that fails there has failed, unlike one that was asked to leave
+    code, told = fake(EVALUATES.replace("884", "1124") + "time.sleep(4)\nsys.exit('no')", "limit=3", "start=2", "only=b_bf16_t20_s1")
+    assert (code, "failed: b_bf16_t20_s1" in told) == (1, True), told
+
+
+@pytest.mark.parametrize("body, start", [
+    (EVALUATES + "time.sleep(60)", "start=1"), (EVALUATES.replace("884", "883") + "time.sleep(60)", "start=20"),
+    (EVALUATES + "time.sleep(3); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", "start=20")],
+    ids=["no longer than a start", "not with steps to do", "not against a signal"])
+def test_but_it_is_not_evaluated_for_ever(fake, tmp_path, body, start):
+    began = time.monotonic()
+    code, told = fake(body, "limit=30", start, "only=a_bf16_t20_s1", began=began - 28)
+    assert (code, time.monotonic() - began < 15) == (3, True), told
+    assert ("has done its steps" in told) == ("884" in body) and "asking the runs to save and leave" in told
+    assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "2"
 
 
 def test_a_branch_whose_trunk_has_no_checkpoints_any_more_is_trained_from_scratch(fake, tmp_path):

@@ -6,9 +6,12 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from runtime.config import load_config
+from runtime.metrics import pair_id
 from scaling import command, sweep
 from scaling.frozen import digest
 from scaling.grid import state_of
@@ -24,14 +27,15 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
 
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path, data_dir):
-    code, told = fake("finish()", max_epochs=2)
-    assert (code, (tmp_path / "out").exists()) == (2, False)
-    assert told.startswith("sweep.py: ") and "data.max_epochs=2" in told
+    for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
+        code, told = fake("finish()", "only=a_*", max_epochs=limit, held_out=True)
+        assert (code, (tmp_path / "out").exists()) == (2, False)
+        assert told.startswith("sweep.py: b_bf16_t20_s1: this run plans ") and f"data.max_epochs={limit};" in told
     code, told = fake("finish()", "only=a_*", max_epochs=20)
     assert code == 0, told
-    # 884 steps of 16 sequences of 32 tokens; of web's 40,000 training tokens there are 1,249 windows with a target each
+    # 1124 steps of 16 sequences of 32 tokens; of web's 40,000 training tokens there are 1,249 windows with a target each
     assert re.findall(r"epochs of the largest run to do \((\w+), ([\d,]+) tokens\): code ([\d.]+), web ([\d.]+); allowed 20\n",
-                      told) == [("a_bf16_t20_s1", "452,608", f"{884 * 4 / 1249:.2f}", f"{884 * 12 / 1249:.2f}")]
+                      told) == [("b_bf16_t20_s1", "575,488", f"{1124 * 4 / 1249:.2f}", f"{1124 * 12 / 1249:.2f}")]
     assert "epochs" not in fake("", "only=a_*", max_epochs=20)[1]       # nothing begins, nothing is looked at
 
 
@@ -39,11 +43,38 @@ def test_runs_on_other_data_than_those_that_are_done_are_refused(fake, tmp_path)
     sound = "finish(data_sha256=DATA, val_sha256=VAL)"
     for train_sha256, val_sha256, what in (("0" * 64, None, "trained"), (None, "1" * 64, "validated")):
         assert fake(sound.replace("DATA", repr(train_sha256)).replace("VAL", repr(val_sha256)), "only=a_bf16_t20_s1")[0] == 0
-        code, told = fake("finish()")
+        code, told = fake("finish()", max_epochs=99)        # which may be raised, and says nothing of the tokens
         assert code == 2
         assert re.match(rf"sweep.py: .*/data\d* holds other tokens than a_bf16_t20_s1 was {what} on", told), told
         shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1")
     assert fake("finish()", "only=a_*")[0] == 0
+
+
+def test_a_config_that_has_changed_since_a_run_was_done_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    """The learning rate stands in the config file: no override of a declared run tells of it."""
+    def call(config, body, *more):
+        with fake_sweep(config, tmp_path, monkeypatch, capsys) as fake:
+            return fake(body, *more)
+
+    for row in expand(sweep.load_study(tiny_study(tiny, tmp_path)))[:2]:
+        config = load_config(row.config, row.overrides)
+        folder = tmp_path / "out/tiny" / row.run
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config.to_dict()))
+        ids = f"{{'{row.run}': '{pair_id(config)}'}}.get(run)"
+        assert call(tiny, f"finish(pair_id={ids})", f"only={row.run}")[0] == 0
+    other = replace(tiny, optim=replace(tiny.optim, lr=7e-3, weight_decay=0.3))
+    code, told = call(other, "finish()", "only=b_bf16_t20_s1")
+    assert (code, len(summaries(tmp_path))) == (2, 2), told
+    assert re.match(r"sweep.py: \S+/a_bf16.py no longer says what a_bf16_t10_s1, which is done, was trained with: "
+                    rf"optim.lr was {tiny.optim.lr}, now 0.007, optim.weight_decay was {tiny.optim.weight_decay}, now 0.3; no law",
+                    told), told
+    (folder / "config.json").unlink()
+    assert ", was trained with: its pair_id was " in call(other, "finish()")[1].replace("which is done, ", "")
+    assert call(other, "", "only=a_*")[0] == 0        # nothing begins
+    moved = replace(tiny, data=replace(tiny.data, max_epochs=77), log=replace(tiny.log, every=7))
+    code, told = call(moved, "finish()")        # what the weights do not depend on may change
+    assert (code, len(summaries(tmp_path))) == (0, 4), told
 
 
 def test_held_out_runs_wait_to_be_named(fake, tmp_path):
