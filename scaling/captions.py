@@ -36,7 +36,8 @@ def caption(groups, pairs, loss_key: str, ray: tuple[float, float] | None, other
         parts.append("In brackets: percentiles of a bootstrap; drawn bands: from its covariance.")
     parts += _reasons(groups)
     if others:
-        parts.append(f"Not drawn, because their points identify no such law: {', '.join(map(_count, others))}.")
+        parts.append("Not drawn, because their points are of fewer sizes or identify no such law: "
+                     f"{', '.join(map(_count, others))}.")
     counted = f"params_{groups[0].convention}" + f" ({kind}parameters)" * bool(kind)
     parts.append(f"N = {counted}, D = tokens, C = flops_per_token × D.".replace(" = ", f"{GLUE}={GLUE}") if has_runs else
                  "N, D, C as the table counts them, C as 6 N D where it lacks one of the two.")

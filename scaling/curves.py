@@ -47,11 +47,14 @@ def floor_of(group) -> float | None:
 
 
 def drawn(groups) -> tuple[list, list]:
-    """The groups that the figure shows, and those that it only names: where some law has a floor, groups without one.
+    """The groups that the figure shows, and those that it only names: of fewer sizes than another, or without a floor where
+    some law has one.
 
     A recipe tried at two sizes of four has a power law over its own sizes, which beside the others' frontier says nothing."""
-    shown = [group for group in groups if floor_of(group) is not None]
-    return (shown, [group for group in groups if floor_of(group) is None]) if shown else (list(groups), [])
+    sizes = {id(group): len(set(group.x["N"].tolist())) for group in groups}
+    shown = [group for group in groups if sizes[id(group)] == max(sizes.values())]
+    shown = [group for group in shown if floor_of(group) is not None] or shown
+    return shown, [group for group in groups if not any(group is one for one in shown)]
 
 
 def law_lines(group, axis: str, grid) -> list[tuple]:

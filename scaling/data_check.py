@@ -47,7 +47,8 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
 
 def _key(config: Config) -> str:
     """Equal for runs of the same tokens: training and validation."""
-    data = {name: value for name, value in asdict(config.data).items() if name not in ("micro_batch", "tokens_per_step", "max_epochs")}
+    free = ("micro_batch", "tokens_per_step", "max_epochs")
+    data = {name: value for name, value in asdict(config.data).items() if name not in free}
     return json.dumps([data, config.model.n_ctx, config.model.vocab_size, config.eval.tokens], sort_keys=True)
 
 
@@ -57,11 +58,12 @@ def _compare_config(config: Config, row: Row, summary: dict, folder: Path) -> No
         return
     try:
         before, now = (_shared(one) for one in (read_config(folder / row.run), config))
-        changes = [f"{key} was {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]
+        if not (changes := [f"{key} was {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]):
+            return      # an older version of this code counted pair_id otherwise
     except ConfigError:
-        changes = []
+        changes = [f"its pair_id was {its}, now {pair_id(config)}"]
     raise ConfigError(f"{row.config} no longer says what {row.run}, which is done, was trained with: "
-                      f"{', '.join(changes) or f'its pair_id was {its}, now {pair_id(config)}'}; no law goes through both: "
+                      f"{', '.join(changes)}; no law goes through both: "
                       f"undo that change, or give the changed study another name=")
 
 

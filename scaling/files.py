@@ -49,6 +49,25 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def read_study(root: Path) -> dict:
+    """The study.json of a folder of runs; {} where there is none. Raises RecordError where it cannot be read."""
+    path = root / "study.json"
+    if not path.is_file():
+        return {}
+    study = read_json(path)
+    runs, held = study.get("runs", []), study.get("held_out", [])
+    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
+        raise RecordError(f"{path}: held_out must be a list of runs' names; write it anew: scaling/sweep.py")
+    if not isinstance(runs, list) or not all(isinstance(run, dict) and isinstance(run.get("run"), str) for run in runs):
+        raise RecordError(f"{path}: runs must be a list of objects, each with its run's name; write it anew: scaling/sweep.py")
+    for run in runs:
+        parent, step = run.get("parent"), run.get("parent_step")
+        if not (parent is None or isinstance(parent, str) and isinstance(step, int)):
+            raise RecordError(f"{path}: {run['run']} has the parent {parent!r} at step {step!r}; expected a run's name and a "
+                              "whole number, or null; write it anew: scaling/sweep.py")
+    return study
+
+
 def write(path: Path, content: bytes) -> None:
     """Write by a temporary name, so that a reader finds the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

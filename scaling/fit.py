@@ -55,6 +55,7 @@ RUNS = {
     "seed_sd": "standard deviation of ln(loss) between seeds, a floor under the residuals in the intervals (default: estimated "
                "from runs that differ in the seed alone)",
     "predict": "NAME of a run to come: freezes its prediction in DIR",
+    "commit": "HASH of this code, which the prediction names where there is no git",
     "score": "no value: compares the predictions in DIR with the runs that have come",
 }
 TABLE = {
@@ -136,6 +137,8 @@ def _check(paths, options) -> None:
                                   "their folders")
         if "n" in options and options["n"] not in CONVENTIONS:
             raise RecordError(f"n={options['n']!r} must be total or nonembed; as a column it wants its table, --points FILE")
+        if "commit" in options and "predict" not in options:
+            raise RecordError(f"commit={options['commit']} wants --predict NAME: only a prediction names its commit")
         options.setdefault("loss", "bf16")
         if options["loss"] not in ("bf16", "as_trained"):
             raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
@@ -223,7 +226,7 @@ def _fit_runs(paths, options) -> None:
     figure = draw(groups, found, loss_key, ray if on_one_ray(ray) else None)
     more = [tables.seeds(noise), tables.pairs(found), _wrote(folder)]
     if "predict" in options:
-        frozen = predict.freeze(options["predict"], groups, folder, loss_key, roots=roots)
+        frozen = predict.freeze(options["predict"], groups, folder, loss_key, roots=roots, commit=options.get("commit"))
         more.append("\n".join(predict.describe(frozen)))
     if "score" in options:
         more.append("\n".join(predict.score(folder, everything)))

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scaling.files import read_study
 from scaling.records import CONVENTIONS, RecordError, read_json
 
 UTC = "%Y-%m-%dT%H:%M:%SZ"
@@ -114,20 +115,6 @@ def is_at(record, goal: dict) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
-
-
-def read_study(root: Path) -> dict:
-    """The study.json of a folder of runs; {} where there is none. Raises RecordError where it cannot be read."""
-    path = root / "study.json"
-    if not path.is_file():
-        return {}
-    study = read_json(path)
-    runs, held = study.get("runs", []), study.get("held_out", [])
-    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
-        raise RecordError(f"{path}: held_out must be a list of runs' names; write it anew: scaling/sweep.py")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) and isinstance(run.get("run"), str) for run in runs):
-        raise RecordError(f"{path}: runs must be a list of objects, each with its run's name; write it anew: scaling/sweep.py")
-    return study
 
 
 def digest(content: dict) -> str:

@@ -14,14 +14,14 @@ from scaling.captions import KIND
 from scaling.figures import RC, human, page
 from scaling.gap import running_mean, window_of
 from scaling.gap_tables import ARMS, freedom, name_of
+from scaling.panels import styles
 from scaling.published import PRECISION_LAWS
 from scaling.records import read_curve
 
-# Okabe-Ito, one colour, marker for each recipe; BF16 is blue in every figure of this project.
-BF16_COLOR = "#0072B2"
-STYLES = (("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"))
+BF16_COLOR, FP8_COLOR = "#0072B2", "#D55E00"     # Okabe-Ito; BF16 is blue in every figure of this project
 LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
+BANDS = 2                   # recipes, at most, whose common gaps are drawn as bands: more cover each other
 ASIDE = 0.05                # of N, at most: beside laws over N a point must stand at its N
 
 
@@ -36,8 +36,8 @@ def draw_precision(result: dict):
     ratios = [row["tokens"] / row["params_total"] for row in sizes]     # as the published laws count
     ratio = float(np.exp(np.mean(np.log(ratios))))
     parts = [f"Both arms evaluated {ARMS[arm]}." if arm == "bf16" else "Each arm evaluated as it was trained.",
-             "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis. "
-             "Coloured bands: the common gap's interval."]
+             "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis."
+             + " Coloured bands: the common gap's interval." * (len(recipes) <= BANDS)]
     different = len({row["N"] for row in sizes})
     if len({(row["N"], row["tokens"]) for row in sizes}) > different:
         parts.append("Left, at each size further right: more tokens per parameter.")
@@ -110,6 +110,12 @@ def _reach(sizes, arm, margin, nulls) -> tuple[float, list]:
     return max([limit, *(1.15 * one["band"] for one in fitting)]), fitting
 
 
+def _looks(recipes):
+    """(recipe, (colour, marker)) of each, as in the loss figure."""
+    looks = [(style["color"], style["marker"]) for style in styles(["bf16", *recipes])[1:]]
+    return list(zip(recipes, looks, strict=True))
+
+
 def _shade(name: str, null: dict, bands) -> str:
     return name if null in bands else "Not drawn, beyond the axis"
 
@@ -122,8 +128,8 @@ def _draw_percent(panel, sizes, place, arm, common, margin, bands, limit):
             panel.axhline(y, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1,
                           label=None if i else f"margin, ±{margin.percent:g} %")
     panel.axhline(0, color=BF16_COLOR, linewidth=1.2, zorder=2.5)
-    for recipe, (color, marker) in zip(common, itertools.cycle(STYLES), strict=False):
-        if common[recipe][arm].half:
+    for recipe, (color, marker) in _looks(common):
+        if common[recipe][arm].half and len(common) <= BANDS:
             panel.axhspan(common[recipe][arm].low, common[recipe][arm].high, color=color, alpha=0.25, linewidth=0, zorder=2)
         rows = [(x, row[arm]) for x, row in zip(place, sizes, strict=True) if row["recipe"] == recipe]
         panel.errorbar([x for x, _ in rows], [found.mean for _, found in rows], yerr=[found.half or 0 for _, found in rows],
@@ -141,7 +147,7 @@ def _draw_percent(panel, sizes, place, arm, common, margin, bands, limit):
 
 def _draw_nats(panel, sizes, place, recipes, ratio):
     shown, values = [], []
-    for recipe, (color, marker) in zip(recipes, itertools.cycle(STYLES), strict=False):
+    for recipe, (color, marker) in _looks(recipes):
         for x, row in zip(place, sizes, strict=True):
             found = row["nats"]
             high = found.mean if found.high is None else found.high
@@ -200,15 +206,15 @@ def draw_pair(pair):
                               sharex=True, gridspec_kw={"height_ratios": (1.5, 1)})
         top, below = panels[:, 0]
         for values, color, width, dash, name in ((loss[0], BF16_COLOR, 2.4, "-", f"BF16: {pair.bf16.run_id}"),
-                                                 (loss[1], STYLES[0][0], 1.1, (0, (3.2, 1.6)), f"FP8: {pair.fp8.run_id}")):
+                                                 (loss[1], FP8_COLOR, 1.1, (0, (3.2, 1.6)), f"FP8: {pair.fp8.run_id}")):
             top.plot(tokens, running_mean(values), color=color, linewidth=width, linestyle=dash, label=name)
         smooth = [running_mean(values)[late] for values in loss]
         low, high = min(map(np.min, smooth)), max(map(np.max, smooth))
         top.set(ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)), ylabel="training loss\n[nats/token]")
         top.legend(loc="upper right", frameon=False)
         below.axhline(0, color="#444444", linewidth=0.8)
-        below.plot(tokens, gap, color=STYLES[0][0], alpha=0.25, linewidth=0.5)
-        below.plot(tokens, running_mean(gap), color=STYLES[0][0], linewidth=1.4)
+        below.plot(tokens, gap, color=FP8_COLOR, alpha=0.25, linewidth=0.5)
+        below.plot(tokens, running_mean(gap), color=FP8_COLOR, linewidth=1.4)
         ends = [pair.in_bf16.nats, pair.as_trained.nats]
         for nats, face in zip(ends, (BF16_COLOR, "none"), strict=True):
             below.plot(tokens[-1], nats, "D", color=BF16_COLOR, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=4)

@@ -86,7 +86,8 @@ def ranking(result: dict) -> str:
     text = [found["reason"]] + [f"Not ranked: {one['recipe']} ({one['reason']})." for one in found["left_out"]]
     if found["recipes"]:
         text.insert(0, "Gap and difference: pairs at the largest budget of each size, the same sizes and seeds for all, ± half a "
-                       "95 % t-interval; a tie: the interval of the difference holds 0, or there is none.")
+                       "95 % t-interval; a tie: the interval of the difference holds 0, or there is none. With a few pairs "
+                       "almost any recipe ties, and speed decides where it means something.")
     return "\n".join([*lines * bool(found["recipes"]), ""] + [" ".join(text)]).strip()
 
 

@@ -157,7 +157,7 @@ def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]
     Recipes and branches of one size and seed share their data and most of their training: they add no freedom."""
     alike, seeds = {}, {}
     for record in records:
-        key = (record.recipe, record.params_total, record.params_matmul, record.tokens, record.parent_step)
+        key = (record.recipe, record.params_total, record.params_matmul, record.tokens, record.decays_from)
         alike.setdefault(key, []).append(math.log(getattr(record, loss_key)))
         seeds.setdefault(record.params_total, set()).add(record.seed)
     squares = sum(float(np.sum((np.array(some) - np.mean(some)) ** 2)) for some in alike.values())

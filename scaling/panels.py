@@ -4,6 +4,8 @@ A group (groups.Group) is one precision. Colour family, marker and dash tell pre
 sizes apart. Precisions of a pair lie on top of each other, so the first is drawn wide and hollow underneath.
 """
 
+import itertools
+
 import matplotlib
 import numpy as np
 from matplotlib.collections import LineCollection
@@ -36,15 +38,17 @@ STYLES = (
     {"color": "#CC79A7", "shades": "RdPu", "marker": "^", "markersize": 4.0, "linestyle": (0, (1, 1.2)), "linewidth": 1.2},
     {"color": "#000000", "shades": "Greys", "marker": "v", "markersize": 4.0, "linestyle": (0, (3, 3)), "linewidth": 1.0},
 )
+RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "auto")       # of STYLES, in their order
 MANY = 60               # from this many points on, they are drawn small, translucent where they are of one group
 LABEL = 9               # points
 FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
 HALO = [withStroke(linewidth=2.2, foreground="white")]
 
 
-def styles(groups) -> list[dict]:
-    """A style per group; beyond the fifth they repeat."""
-    return [STYLES[i % len(STYLES)] for i in range(len(groups))]
+def styles(recipes) -> list[dict]:
+    """A style per recipe: each of RECIPES has its own in every figure, others take what is left and then repeat."""
+    left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=True) if name not in recipes] or STYLES)
+    return [STYLES[RECIPES.index(name)] if name in RECIPES else next(left) for name in recipes]
 
 
 def shade(style, size: float, sizes) -> tuple:
@@ -57,7 +61,7 @@ def shade(style, size: float, sizes) -> tuple:
 def draw_losses(panel, groups, axis: str) -> None:
     """Final losses, laws with their bands, held-out runs; over compute every training curve and their envelope too."""
     grid, sizes = _start(panel, groups, axis), sizes_of(groups)
-    for group, style in zip(groups, styles(groups), strict=True):
+    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         if axis == "C":
             _draw_curves(panel, group, style, sizes)
         if forms := group.bands.get(axis):
@@ -121,7 +125,7 @@ def label_sizes(panel, groups, axis: str) -> None:
 def draw_reducible(panel, groups, axis: str) -> None:
     """What `reducible` leaves of every loss, with the one straight line that the law makes of it."""
     grid, sizes = _start(panel, groups, axis), sizes_of(groups)
-    for group, style in zip(groups, styles(groups), strict=True):
+    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         if floor_of(group) is None:
             continue
         x, N, D, loss, *_ = law_lines(group, axis, grid)[0]     # any of the panel's lines: they become one
@@ -138,7 +142,7 @@ def draw_reducible(panel, groups, axis: str) -> None:
 def draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     """FP8 minus BF16 of each pair in percent, with one standard error of the evaluation."""
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
-    for group, style in zip(groups, styles(groups), strict=True):
+    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         order = {record.run_id: i for i, record in enumerate(group.records)}
         chosen = [pair for pair in pairs if pair.fp8.run_id in order]
         gaps = [pair.in_bf16 if loss_key == "loss_bf16" else pair.as_trained for pair in chosen]
@@ -156,7 +160,7 @@ def draw_predictions(panel, groups, axis: str, reduced: bool = False) -> None:
     """Frozen predictions as bars with a tick at the predicted loss; arrow heads where a bar leaves the axis, which must stand."""
     bottom, top = panel.get_ylim()
     for i, x, middle, low, high in predictions(groups, axis, reduced):
-        style = styles(groups)[i]
+        style = styles([group.recipe for group in groups])[i]
         wide = style.get("hollow")
         thick = 1.4 if wide else 1
         look = {"color": style["color"], "markeredgewidth": thick, "markersize": 12 if wide else 7, "linestyle": "none"}
@@ -260,7 +264,7 @@ def _draw_curves(panel, group, style, sizes):
 def legend(groups) -> list:
     """Legend: a group's marker and line, then in grey what is alike in all of them."""
     handles, grey = [], "#666666"
-    for group, style in zip(groups, styles(groups), strict=True):
+    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         hollow = style.get("hollow") and not is_cloud(groups)
         handles.append(Line2D([], [], marker=style["marker"], markersize=style["markersize"], linestyle=style["linestyle"],
                               linewidth=style["linewidth"], color=style["color"], markeredgewidth=1.4 if hollow else 0,

@@ -43,10 +43,12 @@ FORMAT_VERSION = 1
 VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
 
 
-def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), configs=ROOT / "configs") -> Prediction:
+def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), configs=ROOT / "configs",
+           commit: str | None = None) -> Prediction:
     """Predict the run `target` from the group of its recipe and write folder/prediction_<target>.json.
 
     target: a run of a study.json (in `roots` or beside the groups' runs), else a config in the folder `configs`.
+    commit: of this code, where git cannot tell it.
     An FP8 run is predicted from FP8 runs of its recipe alone: BF16 runs know nothing of FP8's gap at the target's size.
     Raises RecordError where a prediction or the run is there already, where the runs were counted or tokenised in
     another way than the target, and where no law reaches it."""
@@ -71,7 +73,7 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
     said["parts"]["conventions"] = _by_convention(said["headline"], group, goal)
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
-        "git_commit": _commit(), "loss_key": loss_key, "loss_unit": "nats per token", "level": 0.95,
+        "git_commit": _commit() or commit, "loss_key": loss_key, "loss_unit": "nats per token", "level": 0.95,
         "convention": group.convention, **said,
         "tokenizer_sha256": group.records[0].tokenizer_sha256, "val_sha256": group.records[0].val_sha256,
         "inputs": [{"run_id": record.run_id, "summary_sha256": record.summary_sha256, "N": record.N,

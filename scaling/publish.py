@@ -4,15 +4,18 @@
     python scaling/publish.py results/study_h100 out/h100       and back, where the study goes on elsewhere
 
 Of each run that has ended its record, losses, log and probes (the last two gzipped), samples and figures; study.json, the
-laws and the sources of the data. No checkpoints, no env.json, which names machines. summary.json keeps its bytes, since
-predictions name it by its hash. A run arrives whole or not at all. What is there already must say the same: a run, a frozen
-prediction or a declaration that differs is refused and named, the rest is copied, and the exit code is 2. Only what is
+laws and the sources of the data. Of a run that has failed what it printed last and its diagnosis, into TO/failed/ until it
+has finished, the machine's paths cut short. No checkpoints, no env.json, which names machines. summary.json keeps its bytes,
+since predictions name it by its hash. A run arrives whole or not at all. What is there already must say the same: a run, a
+frozen prediction or a declaration that differs is refused and named, the rest is copied, and the exit code is 2. Only what is
 computed from runs, laws and figures, is replaced.
 """
 
 import contextlib
 import gzip
 import os
+import platform
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,11 +24,15 @@ if __name__ == "__main__":      # as in fit.py: siblings under one name, from a 
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scaling.command import run
-from scaling.files import RecordError, read_bytes, read_json, write
+from scaling.files import RecordError, read_bytes, read_json, read_text, write
 from scaling.records import LAW_FOLDER
 
 STUDY, SUMMARY = "study.json", "summary.json"
 FILES = ("config.json", "val_losses.npz", "metrics.jsonl", "probe.jsonl", "samples.txt")     # of a run, beside its summary
+FAILED, ENDED = "failed", "sweep.py: exit code "        # grid.py's last line of a log, with the code
+LOG_TAIL = 2**16        # characters of a failed run's log that are kept
+# Folders of an absolute path; no address of the web, no share such as tok/s.
+MACHINE_PATH = re.compile(r"(?<![\w./])(?<!:/)/(?!/)(?:[^\s\"'`,;()<>]*/(?=(?:site|dist)-packages/)|(?:[^\s\"'`,;()<>/]+/)+)")
 GZIPPED = ("metrics.jsonl", "probe.jsonl")
 WANTED = ("config.json", "val_losses.npz", "metrics.jsonl")     # a finished run has them
 DERIVED = (f"{LAW_FOLDER}/*.json", f"{LAW_FOLDER}/*.png", "*/figures/*.png", "data.json")       # from the study's folder
@@ -72,13 +79,15 @@ def publish(source: Path, target: Path) -> tuple[list[str], list[str]]:
             if lacking := [file for file in WANTED if _content(source / name, file) is None]:
                 notes.append(f"{source / name} has no {', '.join(lacking)}")
     there = _finished(target)
+    failed = _publish_failed(source, target, there)
     for path in sorted(path for pattern in DERIVED for path in source.glob(pattern)):
         place = path.relative_to(source)
         if place.parent.name != "figures" or place.parts[0] in there:       # those of a run that goes on wait for it
             with _refusing(refused):
                 _publish_derived(path, target / place)
     return [f"published {len(new)} runs from {source} into {target}" + f": {', '.join(new)}" * bool(new)
-            + f"; {len(runs) - len(new)} are there already" * (len(runs) > len(new)), *notes], refused
+            + f"; {len(runs) - len(new)} are there already" * (len(runs) > len(new)),
+            *[f"what {name} told of its failure is in {target / FAILED}" for name in failed], *notes], refused
 
 
 def _finished(folder: Path) -> list[str]:
@@ -120,6 +129,37 @@ def _publish_run(source: Path, target: Path) -> bool:
             raise RecordError(f"{_path(target, name)} differs from {_path(source, name)}: one of them was edited, or the run was "
                               "trained twice; restore the true one, or move one of the two runs away")
     return False
+
+
+def _publish_failed(source: Path, target: Path, finished: list[str]) -> list[str]:
+    """Names of the runs that have failed in `source`; of those that finished, in the end, nothing is kept of their failure."""
+    failed = []
+    for path in sorted(source.glob("*.log")):
+        *others, told, code = ["", *read_text(path).split(ENDED)]
+        told = told.partition("\n")[2] if others[1:] else told      # after the code of the attempt before
+        if path.stem not in finished and code.strip() != "0" and code.strip().lstrip("-").isdigit():
+            failed.append(path.stem)
+            (target / FAILED).mkdir(exist_ok=True)
+            _replace(target / FAILED / path.name, f"{told.strip()[-LOG_TAIL:]}\n{ENDED}{code.strip()}\n")
+            if diagnosis := read_text(source / path.stem / "diagnosis.json"):
+                _replace(target / FAILED / f"{path.stem}.diagnosis.json", diagnosis)
+    for path in (target / FAILED).glob("*"):
+        if path.name.removesuffix(".log").removesuffix(".diagnosis.json") in finished:
+            path.unlink()
+    return failed
+
+
+def _nameless(text: str) -> str:
+    """Without what names the machine: of an absolute path the part that is ours or a package's is left, else its last name."""
+    text = text.replace(f"{Path(__file__).resolve().parents[1]}/", "")
+    text = re.sub(rf"\b{re.escape(platform.node() or 'localhost')}\b", "HOST", text)
+    return MACHINE_PATH.sub(".../", text)
+
+
+def _replace(path: Path, text: str) -> None:
+    content = _nameless(text).encode()
+    if not path.is_file() or path.read_bytes() != content:
+        write(path, content)
 
 
 def _put(source: Path, target: Path, name: str, content: bytes) -> None:

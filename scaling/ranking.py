@@ -4,6 +4,9 @@ Ranked is every recipe that converts a Linear in each of its pairs and ran in al
 largest budget of each size, where more than half of the recipes ran. First is the lowest common gap (FP8 minus BF16, with its
 sign). A recipe whose gap exceeds the first's by no more than chance would (the paired difference's 95 % interval holds 0, or
 one pair gives none) ties with it, and of those that tie the fastest is the best; where speed means nothing, the first is.
+
+With a few pairs the interval is wide and almost any recipe ties, so speed will mostly decide. Once a recipe is chosen, extend
+the larger sizes by it alone: where two of three recipes ran there, those sizes are compared too, and the third is not ranked.
 """
 
 import math

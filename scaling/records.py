@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scaling.files import RecordError, read_json, read_text
+from scaling.files import RecordError, read_study, read_text
+from scaling.files import read_json as read_json
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
@@ -58,6 +59,7 @@ class Record:
     t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
     repeat: int = 0                     # above 0: the same run once more, only rounded otherwise; a null, in no fit
     convention: str = "total"           # of CONVENTIONS: what the study beside the run counts its budgets by
+    planned: tuple[str, int] | None = None      # trunk and step that the study beside the run has it branch off
 
     @property
     def N(self) -> int:
@@ -66,8 +68,15 @@ class Record:
 
     @property
     def trunk(self) -> str:
-        """The run that this one shares its training with: branches of one trunk are one cluster, not several runs."""
-        return self.parent_run or self.run_id
+        """The run that this one shares its training with: branches of one trunk are one cluster, not several runs.
+
+        A branch whose trunk's checkpoint was gone is trained from scratch, on its trunk's seed, data and schedule."""
+        return self.parent_run or (self.planned[0] if self.planned else self.run_id)
+
+    @property
+    def decays_from(self) -> int | None:
+        """Step of the trunk's checkpoint that this run left, or would have left; None for a trunk."""
+        return self.parent_step or (self.planned[1] if self.planned else None)
 
 
 def read_runs(paths) -> tuple[list[Record], list[str]]:
@@ -140,16 +149,19 @@ def read_record(folder) -> Record:
     if ("parent_run" in values) != ("parent_step" in values):
         raise RecordError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
     return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
-                  is_compiled=is_compiled, weights=weights, convention=_convention(Path(folder)), **values)
+                  is_compiled=is_compiled, weights=weights, **values, **_studied(Path(folder), values["run_id"]))
 
 
-def _convention(folder: Path) -> str:
-    """What the study.json beside a run says its budgets count; "total" where there is none, or one from before the choice."""
-    path = folder.absolute().parent / "study.json"
-    said = read_json(path).get("params", CONVENTIONS[0]) if path.is_file() else CONVENTIONS[0]
+def _studied(folder: Path, run: str) -> dict:
+    """What the study.json beside a run says of it: its convention, "total" in one from before the choice, and its trunk."""
+    root = folder.absolute().parent
+    study = read_study(root)
+    said = study.get("params", CONVENTIONS[0])
     if said not in CONVENTIONS:
-        raise RecordError(f"{path}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: scaling/sweep.py")
-    return said
+        raise RecordError(f"{root / 'study.json'}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
+                          "scaling/sweep.py")
+    row = next((row for row in study.get("runs", []) if row["run"] == run), {})
+    return {"convention": said, "planned": (row["parent"], row["parent_step"]) if row.get("parent") else None}
 
 
 def _utc(text: str) -> datetime | None:

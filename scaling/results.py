@@ -65,7 +65,8 @@ def read_results(folder: Path) -> Results:
     return Results(
         folder, study, records, {record.run_id: read_json(record.folder / "summary.json") for record in records},
         fitted, gap_tables.read_result(said["precision"]) if said["precision"].exists() else {}, load(law),
-        {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law.glob("score_*.json"))}, notes)
+        {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law.glob("score_*.json"))}, notes,
+        results_tables.read_slices(folder))
 
 
 def page(results: Results) -> str:
@@ -74,6 +75,7 @@ def page(results: Results) -> str:
     config = f"configs/study_{study}.py" if study else "STUDY.py"
     declared = len(results.study.get("runs", []))
     of = f" of {declared} declared on {results.study.get('declared')}" if declared else ""
+    of += f", {len(results.given_up)} given up" if results.given_up else ""
     parts = [f"{MARK}\n# {f'The study {study}' if study else folder}: results",
              f"{len(results.records)} finished runs{of}. This page: `python scaling/results.py {folder}`."]
     if not declared:

@@ -1,5 +1,6 @@
 """Lay out what a study's other commands found: laws, prediction, gap, learning rate, all of it in short."""
 
+import html
 from pathlib import Path
 
 from scaling import gap_tables, results_tables
@@ -19,16 +20,25 @@ def short(results: Results) -> str:
     lines = []
     for recipe, group in results.law.get("groups", {}).items():
         fit = group["laws"][group["headline"]["form"]]
-        formula, runs, ends, _ = _law(fit)
+        formula, runs, ends, residuals = _law(fit)
         ends = f" ({ends}, 95 %)" if ends else ""
-        lines.append(f"Law of {recipe}: {formula}{ends}; {runs} run{'s' * (runs != '1')}, N counts {_counted(results)}"
-                     + ("." if fit["identified"] else f"; not identified: {fit['reason']}."))
+        lines.append(f"Law of {recipe}: {formula}{ends}; {runs} run{'s' * (runs != '1')}, "
+                     + (f"residuals {residuals} %, " if residuals else "") + f"N counts {_counted(results)}"
+                     + (f"; not identified: {fit['reason']}." if not fit["identified"] else "." if fit["form"] == "chinchilla"
+                        else "; in place of L(N, D), for the reason given under Laws."))
     for one in results.predictions:
         score = results.scores.get(one.target, {"runs": []})
         for ran in score["runs"]:
             lines.append(f"Predicted before it was run, {one.target}: {score['predicted']:.4f} ({score['low']:.4f} to "
                          f"{score['high']:.4f}) nats per token; measured {ran['loss']:.4f} in {ran['run_id']}, "
                          f"{'inside' if ran['inside'] else '**outside**'} the interval, error {ran['error_percent']:+.2f} %.")
+    lines += [_verdict(results)] if _verdict(results) else []
+    null = results.precision.get("null", {})
+    for what, pooled in (("another seed", null.get("pooled")), ("the same seed, only rounded otherwise,",
+                                                                null.get("same_seed", {}).get("pooled"))):
+        if pooled:
+            lines.append(f"The null: BF16 once more with {what} differs by {pooled['sd_percent']:.3f} % (SD of the difference, "
+                         f"{gap_tables.freedom(pooled['dof'])}).")
     for recipe, one in results.precision.get("common", {}).items():
         found = one[results.precision["loss"]]
         lines.append(f"Gap of {recipe} to BF16: {found.mean:+.3f}" + (f" ± {found.half:.3f}" if found.half is not None else "")
@@ -63,6 +73,8 @@ def laws(results: Results) -> str:
         table(["recipe", "N counts", "law", "runs", "exponents, 95 %", "residuals [%]", "identified", ""], rows),
         "\n".join(f"- {', '.join(dict.fromkeys(names))}: {one_line(why)}" for why, names in reasons.items()),
         table(["power law's slope -dlnL/dlnx, x counted as", *groups], slopes),
+        "Slope: of a power law in this count alone (FLOPs: times the tokens), through all the runs at once: it mixes size and "
+        "data, belongs to this grid, and is here to show what the counting changes.",
         " ".join([f"The study counts {_counted(results)}; {said['loss']}, nats per token. Noise of seeds: {seeds}.",
                   *_stale(results, results.law, "law.json")])])
 
@@ -85,33 +97,70 @@ def _law(fit: dict) -> list[str]:
 
 
 def prediction(results: Results) -> str:
-    """Each frozen prediction as it was frozen, and what came of it."""
+    """The frozen predictions, what came of each, and each as it was frozen."""
+    folder = results.folder.as_posix()
     if not results.predictions:
-        return missing("a frozen prediction", f"python scaling/fit.py {results.folder.as_posix()} --predict RUN")
-    parts = []
+        return missing("a frozen prediction", f"python scaling/fit.py {folder} --predict RUN")
+    frozen, rows, details = [], [], []
     for one in results.predictions:
-        commit, lines = one.content.get("git_commit") or "not known", describe(one)
-        parts.append(f"Frozen on {one.date}, at commit {commit}; sha256 `{one.sha256[:12]}`; from {len(one.content['inputs'])} "
-                     f"runs.\n\n" + fenced("\n".join(line for line in lines if not line.startswith("wrote "))))
-        score = results.scores.get(one.target)
-        if score is None:
-            parts.append(missing(f"the score of {one.target}", f"python scaling/fit.py {results.folder.as_posix()} --score"))
-            continue
-        if score.get("prediction_sha256") != one.sha256:
-            raise RecordError(f"{results.folder / LAW_FOLDER}/score_{one.target}.json judges another prediction than the one "
-                              "that lies beside it: score again")
-        there = {record.run_id: record.summary_sha256 for record in results.records}
-        if changed := [ran["run_id"] for ran in score["runs"] if there.get(ran["run_id"]) != ran["summary_sha256"]]:
-            raise RecordError(f"{results.folder / LAW_FOLDER}/score_{one.target}.json judges {', '.join(changed)} by another "
-                              "summary.json than the one in this folder: score again")
-        ends = f"{score['low']:.4f} to {score['high']:.4f}"
-        rows = [[ran["run_id"], ran["t_start"], results_tables.commit(results.summaries[ran["run_id"]]), f"{ran['loss']:.4f}",
-                 f"{score['predicted']:.4f}", ends, f"{ran['error_nats']:+.4f}", f"{ran['error_percent']:+.2f}",
-                 "inside" if ran["inside"] else "**outside**",
-                 ", ".join(row["form"] for row in ran["forms"] if row["inside"]) or "none"] for ran in score["runs"]]
-        parts.append(table(["run", "began (UTC)", "its commit", "measured [nats]", "predicted", "95 % interval", "error [nats]",
-                            "[%]", "interval", "forms whose interval holds it"], rows))
-    return "\n\n".join(parts)
+        low, high = (100 * (end / one.loss - 1) for end in (one.low, one.high))
+        around = f"{one.low:.4f} to {one.high:.4f} ({low:+.1f} to {high:+.1f} %)"
+        frozen.append([one.target, one.date, _frozen_at(results, one), f"`{one.sha256[:12]}`", f"{len(one.content['inputs'])}",
+                       shown(told(one.content, "extrapolation"), ".3g"), f"{one.loss:.4f}", around, one.headline])
+        rows += _scored(results, one)
+        lines = "\n".join(line for line in describe(one) if not line.startswith("wrote "))
+        summary = f"<summary>{html.escape(one.target)}, as it was frozen</summary>"
+        details.append(f"<details>{summary}\n\n{fenced(lines)}\n\n</details>")
+    lacking = [one.target for one in results.predictions if one.target not in results.scores]
+    return "\n\n".join(part for part in [
+        table(["run", "frozen (UTC)", "at commit", "sha256", "from runs", "compute, largest of them is 1",
+               "predicted [nats]", "95 % interval", "by"], frozen),
+        "Dates are of the machines' own clocks: that a prediction is older than its run is shown by a commit that holds the "
+        "file and not the run, and by nothing on this page.",
+        table(["run", "began (UTC)", "its commit", "measured [nats]", "predicted", "95 % interval",
+               "error, predicted minus measured [nats]", "[%]", "interval", "forms whose interval holds it"], rows),
+        _verdict(results),
+        missing(f"the score of {', '.join(lacking)}", f"python scaling/fit.py {folder} --score") if lacking else "",
+        *details] if part)
+
+
+def _scored(results: Results, one) -> list[list[str]]:
+    """A row per run that a prediction was scored against. Raises RecordError: it was another prediction, or another run."""
+    score = results.scores.get(one.target)
+    if score is None:
+        return []
+    name = f"{results.folder / LAW_FOLDER}/score_{one.target}.json"
+    if score.get("prediction_sha256") != one.sha256:
+        raise RecordError(f"{name} judges another prediction than the one that lies beside it: score again")
+    there = {record.run_id: record.summary_sha256 for record in results.records}
+    if changed := [ran["run_id"] for ran in score["runs"] if there.get(ran["run_id"]) != ran["summary_sha256"]]:
+        raise RecordError(f"{name} judges {', '.join(changed)} by another summary.json than the one in this folder: score again")
+    ends = f"{score['low']:.4f} to {score['high']:.4f}"
+    return [[ran["run_id"], ran["t_start"], results.commit(ran["run_id"]), f"{ran['loss']:.4f}",
+             f"{score['predicted']:.4f}", ends, f"{ran['error_nats']:+.4f}", f"{ran['error_percent']:+.2f}",
+             "inside" if ran["inside"] else "**outside**",
+             ", ".join(row["form"] for row in ran["forms"] if row["inside"]) or "none"] for ran in score["runs"]]
+
+
+def _verdict(results: Results) -> str:
+    """How many of several scored runs lie inside their intervals, and whether all errors point one way; "" for fewer than two."""
+    runs = [ran for one in results.predictions for ran in results.scores.get(one.target, {"runs": []})["runs"]]
+    if len(runs) < 2:
+        return ""
+    errors = [ran["error_percent"] for ran in runs]
+    way = "low" if max(errors) < 0 else "high" if min(errors) > 0 else None
+    return (f"{sum(ran['inside'] for ran in runs)} of {len(runs)} scored runs lie inside their intervals; errors "
+            f"{min(errors):+.2f} to {max(errors):+.2f} %"
+            + (f", all one way: predicted too {way}" if way else "")
+            + ". Runs that share a trunk, or a seed, are not independent tests.")
+
+
+def _frozen_at(results: Results, one) -> str:
+    """The commit that a prediction names, else that of the slice in which it was frozen."""
+    if one.content.get("git_commit"):
+        return results_tables.commit(one.content)
+    return results_tables.commit(next(
+        (row for row in results.slices if str(row.get("start")) <= one.date <= str(row.get("end"))), {}))
 
 
 def precision(results: Results) -> str:

@@ -10,7 +10,8 @@ FAR = 1e9           # parameters of the models that people train FP8 for
 
 def limits(results: Results) -> str:
     """A list, each line with the number that it rests on."""
-    found = [*_reach(results), *_fp8(results), *_gaps(results), *_predicted(results), *_text(results), *_conditions(results)]
+    found = [*_reach(results), *_fp8(results), *_gaps(results), *_predicted(results), *_given_up(results), *_text(results),
+             *_conditions(results)]
     return "\n".join(f"- {line}" for line in found)
 
 
@@ -59,6 +60,9 @@ def _gaps(results: Results) -> list[str]:
     lines = []
     for recipe, one in results.precision.get("common", {}).items():
         found, seen = one[results.precision["loss"]], one["smallest_seen"]
+        if one["converted"] == [0, 0]:
+            lines.append(f"**Anything of {recipe}.** It converted no Linear at these sizes: its runs are BF16 once more.")
+            continue
         lines.append(f"**A small gap of {recipe}.** {found.n} independent pair{'s' * (found.n != 1)} over {one['sizes']} "
                      f"size{'s' * (one['sizes'] != 1)} "
                      + (f"would have seen a common gap of {seen:.2g} % four times in five, not a smaller one." if seen is not None
@@ -74,14 +78,25 @@ def _gaps(results: Results) -> list[str]:
 
 
 def _predicted(results: Results) -> list[str]:
-    lines = []
-    for one in results.predictions:
-        factor = told(one.content, "extrapolation")
-        lines.append(f"**How far predictions hold.** {one.target} was predicted over a factor of "
-                     + ("unknown size" if factor is None else f"{factor:.3g}") + " in compute; "
-                     + ("one run scored against one interval says little about how often such intervals hold."
-                        if one.target in results.scores else "nothing has been scored yet."))
-    return lines
+    if not results.predictions:
+        return []
+    factors = [told(one.content, "extrapolation") for one in results.predictions]
+    known = [factor for factor in factors if factor is not None]
+    ends = f"{min(known):.3g} to {max(known):.3g}" if len(set(known)) > 1 else f"{known[0]:.3g}" if known else "unknown"
+    sizes = {one.N for one in results.predictions}
+    scored = sum(len(results.scores.get(one.target, {"runs": []})["runs"]) for one in results.predictions)
+    runs = len(factors)
+    return [f"**How far predictions hold.** {runs} run{'s' * (runs != 1)} of {len(sizes)} size{'s' * (len(sizes) != 1)}, "
+            f"predicted at {ends} times the largest compute that was fitted; "
+            + (f"{scored} scored: so few, branches of one trunk among them, say little about how often such intervals hold."
+               if scored > 1 else "one scored: it says little about how often such intervals hold." if scored
+               else "nothing has been scored yet.")]
+
+
+def _given_up(results: Results) -> list[str]:
+    lost = list(results.given_up)
+    return [f"**What became of the runs that were given up.** {len(lost)} of {len(results.study.get('runs', [])) or 'the'} runs "
+            f"declared are in no law and no gap: what is here speaks of runs that ended."] if lost else []
 
 
 def _text(results: Results) -> list[str]:
@@ -95,7 +110,9 @@ def _text(results: Results) -> list[str]:
                "worth, more so in longer runs."] if often else []),
             "**Other text, or what a model can do.** All losses are over "
             + ("validation text" if None in tokens else f"{human(sum(tokens))} validation tokens") +
-            f" split off the training sources, in this tokenizer ({run.vocab_size:,} ids). No benchmark was run."]
+            f" split off the training sources, in this tokenizer ({run.vocab_size:,} ids). No benchmark was run.",
+            "**Text that is new.** Validation documents may have near twins in training, which are not counted on this page: "
+            "`python prepare_data.py --twins`, where the data are."]
 
 
 def _conditions(results: Results) -> list[str]:

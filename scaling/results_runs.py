@@ -21,21 +21,30 @@ def speed(results: Results) -> str:
     for key, some in results.groups(record for record in _longest(results) if record.parent_run is None).items():
         for record in some:
             grouped.setdefault((*key, record.device, record.n_gpu, record.is_compiled), []).append(record)
-    rates = {key: median(record.tok_per_s_median for record in some) for key, some in grouped.items()}
+    rates, again = {key: median(record.tok_per_s_median for record in some) for key, some in grouped.items()}, []
     devices = dict.fromkeys(record.device for record in results.records)
     for (size, recipe, *machine), some in grouped.items():
         # A null run may be a BF16 run that was not compiled: its ratio then tells what that costs.
-        base = rates.get((size, "bf16", *machine)) or recipe == NULL and rates.get((size, "bf16", *machine[:2], True))
+        own = rates.get((size, "bf16", *machine))
+        base = own or recipe == NULL and rates.get((size, "bf16", *machine[:2], True))
         middle = [_middle([told(results.summaries[r.run_id], key) for r in some]) for key in (
             "mfu_bf16", "compile_s", "wall_s", "mem_peak_gib")]
-        rate = rates[size, recipe, *machine]
+        rate, every = rates[size, recipe, *machine], [record.tok_per_s_median for record in some]
+        # A null run is another computation, whose speed may be its own.
+        if own and recipe not in ("bf16", NULL) and not any(told(results.summaries[r.run_id], "params_fp8") for r in some):
+            again.append(rate / own)
         rows.append([size, recipe, *([machine[0]] if len(devices) > 1 else []), "yes" if machine[2] else "no", str(len(some)),
-                     f"{rate:,.0f}", f"{rate / base:.3f}" if base else "no BF16 run", *(
+                     f"{rate:,.0f}", f"{min(every):,.0f} to {max(every):,.0f}" if len(some) > 1 else "",
+                     "no GPU" if machine[0].startswith("cpu") else f"{rate / base:.3f}" if base else "no BF16 run", *(
                          shown(value, form) for value, form in zip(middle, (".1%", ".1f", ".0f", ".1f"), strict=True))])
-    text = table(["size", "recipe", *(["device"] if len(devices) > 1 else []), "compiled", "runs", "tokens/s", "against BF16",
-                  "MFU (BF16 peak)", "compile [s]", "whole run [s]", "memory, peak [GiB]"], rows)
+    text = table(["size", "recipe", *(["device"] if len(devices) > 1 else []), "compiled", "runs", "tokens/s",
+                  "lowest to highest", "against BF16", "MFU (BF16 peak)", "compile [s]", "whole run [s]", "memory, peak [GiB]"],
+                 rows)
     words = ["Medians over the longest runs of each size; tokens/s is a run's median step. MFU counts attention, against the "
              "BF16 peak whatever the recipe."]
+    if again:
+        words.append(f"A recipe that converted no Linear is BF16 again, and ran {min(again):.3f} to {max(again):.3f} times as "
+                     "fast: others' ratios are known no better.")
     if any(device.startswith("cpu") for device in devices):
         words.append("A CPU has no FP8 units: its speeds say nothing about a GPU.")
     return f"{text}\n\n{' '.join(words)}"
@@ -56,27 +65,30 @@ def _middle(values) -> float | None:
 
 def bits(results: Results) -> str:
     """Validation bits per byte of each source, of the largest budget of each size, both arms through BF16 matmuls."""
-    sources, rows = list(results.largest.weights), []
-    for (size, recipe), some in results.groups(_longest(results)).items():
-        cells = []
+    sources, rows, longest = list(results.largest.weights), [], _longest(results)
+    for (size, recipe), some in results.groups(longest).items():
+        cells, seeds = [], sorted(record.seed for record in some)
+        same = {r.seed: r.loss_bf16 for r in longest if r.recipe == "bf16" and not r.repeat and r.N == some[0].N}
+        beside = f"{mean(same[seed] for seed in seeds):.4f}" if set(seeds) <= set(same) else "no BF16 run"
         for name in sources:
             values = [told(results.summaries[r.run_id], "sources", name, "bpb_bf16") for r in some]
             cells.append(NOT_TOLD if None in values else f"{mean(values):.4f}")
-        rows.append([size, recipe, human(some[0].tokens), str(len(some)), f"{mean(r.loss_bf16 for r in some):.4f}",
-                     f"{mean(r.loss_as_trained for r in some):.4f}", *cells])
-    return table(["size", "recipe", "tokens", "runs", "loss in BF16 [nats/token]", "as trained",
+        rows.append([size, recipe, human(some[0].tokens), ", ".join(map(str, seeds)),
+                     f"{mean(r.loss_bf16 for r in some):.4f}", beside, f"{mean(r.loss_as_trained for r in some):.4f}", *cells])
+    return table(["size", "recipe", "tokens", "seeds", "loss in BF16 [nats/token]", "BF16 runs of these seeds", "as trained",
                   *(f"{name} [bits/byte]" for name in sources)], rows) + (
-        "\n\nMeans over seeds. Bits per byte: weights evaluated through BF16 matmuls.")
+        "\n\nMeans over the seeds named; rows of other seeds differ by the seed's noise too. Bits per byte: weights evaluated "
+        "through BF16 matmuls.")
 
 
 def dynamics(results: Results) -> str:
     """What the probes saw: per recipe the largest run that was probed, its operands at the last probe and at their worst."""
-    rows, blocks, notes, figures = [], [], [], []
+    rows, blocks, notes, figures, unprobed = [], [], [], [], []
     for recipe in sorted({r.recipe for r in results.records}, key=lambda name: (name != "bf16", name)):
         probed = [r for r in results.records if r.recipe == recipe and not r.repeat and any(
             (r.folder / name).is_file() for name in ("probe.jsonl", "probe.jsonl.gz"))]
         if not probed:
-            notes.append(f"No probes of {recipe} (train with probe.every=STEPS).")
+            unprobed.append(recipe)
             continue
         record = max(probed, key=lambda r: (r.N, r.tokens, -r.seed))
         probe, more = read_probe(record.folder / "probe.jsonl")
@@ -102,7 +114,7 @@ def dynamics(results: Results) -> str:
              table(["recipe", "size", "step", "largest attention logit", "largest SwiGLU output"], blocks),
              "Underflow: share of values not zero that FP8 rounds to zero; saturated: share beyond the format's largest; "
              "worst: of any Linear at any probe; error: of the rounded tensor, relative." if rows else "",
-             " ".join(notes), *figures]
+             f"No probes of {', '.join(unprobed)} (train with probe.every=STEPS)." if unprobed else "", " ".join(notes), *figures]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -143,7 +155,15 @@ def fenced(text: str) -> str:
 
 
 def notable(results: Results) -> str:
-    """Every run that diverged, left out a step or was rolled back."""
+    """Every run that was given up or failed, with what is kept of it, then each that diverged, left out or took back a step."""
+    lost, folder = [], results.folder
+    there = {record.run_id for record in results.records}
+    for row in results.study.get("runs", []):
+        own = [path for path in (folder / "failed" / (row["run"] + end) for end in (".log", ".diagnosis.json")) if path.is_file()]
+        if row["run"] in results.given_up or own and row["run"] not in there:
+            since = results.given_up.get(row["run"])
+            links = ", ".join(f"[{path.name}]({path.relative_to(folder).as_posix()})" for path in own)
+            lost.append([row["run"], f"given up, slice {since}" if since else "failed", links or "nothing is kept of it"])
     rows = []
     for record in results.records:
         summary = results.summaries[record.run_id]
@@ -151,6 +171,10 @@ def notable(results: Results) -> str:
         if record.status != "ok" or skipped or rollbacks or not record.is_annealed:
             rows.append([record.run_id, record.status, *("not told" if n is None else f"{n:g}" for n in (skipped, rollbacks)),
                          "yes" if record.is_annealed else "no", f"{record.loss_bf16:.4f}"])
+    parts = [table(["run without an end", "", "what is kept of it"], lost)] if lost else []
     if not rows:
-        return f"None: of {len(results.records)} runs none diverged, left out a step or was rolled back."
-    return table(["run", "status", "steps left out", "rollbacks", "learning rate annealed", "loss in BF16 [nats/token]"], rows)
+        return "\n\n".join([*parts, f"None: of {len(results.records)} {'finished ' * bool(lost)}runs none diverged, left out a "
+                            "step or was rolled back."])
+    parts.append(table(["run", "status", "steps left out", "rollbacks", "learning rate annealed", "loss in BF16 [nats/token]"],
+                       rows))
+    return "\n\n".join([*parts, "A branch counts what its trunk did before it left: rows of one trunk may tell of one event."])

@@ -5,6 +5,7 @@ Each table takes a Results and gives Markdown. What a file does not tell is said
 
 import json
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,11 +30,28 @@ class Results:
     predictions: list               # of frozen.Prediction
     scores: dict[str, dict]         # target -> law/score_<target>.json
     notes: list[str]                # of read_runs
+    slices: list[dict]              # of slices.jsonl
 
     def size(self, record: Record) -> str:
         """The size's name in the study, else its parameters."""
         names = {row.get("params_total"): row["size"] for row in self.study.get("runs", []) if row.get("size")}
         return str(names.get(record.params_total, f"N {human(record.N)}"))
+
+    @property
+    def given_up(self) -> dict[str, int]:
+        """Run -> the slice, from 1, that first went on without it; of the runs that are not there."""
+        there, found = {record.run_id for record in self.records}, {}
+        for n, row in enumerate(self.slices, 1):
+            for name in row.get("skipped") or ():
+                if name not in there:
+                    found.setdefault(str(name), n)
+        return found
+
+    def commit(self, run_id: str) -> str:
+        """The code of a run: by its own summary, else by the slice in which it finished."""
+        summary = self.summaries[run_id]
+        row = next((row for row in self.slices if run_id in row["runs"]), {})
+        return commit(summary if summary.get("git_commit") else row)
 
     @property
     def largest(self) -> Record:
@@ -101,12 +119,23 @@ def preparation(results: Results) -> str:
     out = f" out={said['dir']}" if isinstance(said, dict) and said.get("dir") else ""
     commands = []
     for name, index in corpus(results).items():
-        dataset = str(index.get("dataset"))
-        files = re.match(r"local: (.*?)(?:; |$)", dataset)
+        dataset, license = str(index.get("dataset")), index.get("license")
+        local = re.match(r"local: (.*?)(?:; column (.*))?$", dataset)
         kind = "demo" if dataset == "installed" else "installed" if dataset.startswith("installed ") else None
-        commands += [f"prepare_data.py {kind}{out}"] if kind else []
-        commands += [f"prepare_data.py local {files[1]} name={name}{out}"] if files else []
-    return "` and `python ".join(dict.fromkeys(commands)) or f"prepare_data.py{out}"
+        share, same = re.search(r"% (\d+) < (\d+)", str(index.get("split_rule"))), out
+        if index.get("tokenizer"):
+            same += " tokenizer=" + str(index["tokenizer"]).replace("folder", "FOLDER")
+        same += f" val_share={int(share[2]) / int(share[1]):g}" if share and int(share[1]) else ""
+        # What two sources of one command are asked for, the mixture divides.
+        budget = _sum([told(one, "budget") for one in corpus(results).values() if one.get("dataset") == dataset]
+                      if kind else [told(index, "budget")])
+        same += "" if budget is None else f" tokens={budget:.0f}"
+        commands += [f"prepare_data.py {kind}{same}"] if kind else []
+        if local:
+            same += {None: "", "text": ""}.get(local[2], " instruct=true" if " and " in str(local[2]) else f" column={local[2]}")
+            same += " " + shlex.quote(f"license={license}") if license and license != "not stated" else ""
+            commands.append(f"prepare_data.py local {local[1].replace(', ', ' ')} name={name}{same}")
+    return "` and `python ".join(one_line(one).replace("`", "'") for one in dict.fromkeys(commands)) or f"prepare_data.py{out}"
 
 
 def _made_of(results: Results) -> list[str]:
@@ -119,7 +148,7 @@ def _made_of(results: Results) -> list[str]:
         dropped = _sum([told(duplicates, key) for key in duplicates]) if isinstance(duplicates, dict) else None
         rows.append([name, index.get("dataset") or NOT_TOLD, shown(both[0], ",.0f"),
                      NOT_TOLD if both[1] is None else f"{both[1] / 1e6:,.1f}", shown(counts["train", "tokens"], ",.0f"),
-                     shown(counts["val", "tokens"], ",.0f"), shown(dropped, ",.0f"), _short(index.get("license")),
+                     shown(counts["val", "tokens"], ",.0f"), shown(dropped, ",.0f"), index.get("license") or NOT_TOLD,
                      _short(index.get("revision"))])
         selection = index.get("selection")
         left_out = selection.get("left_out") if isinstance(selection, dict) else None
@@ -163,44 +192,58 @@ def sizes(results: Results) -> str:
     counted = "non-embedding parameter" if results.study.get("params") == "nonembed" else "parameter, all counted"
     text = table(["size", "layers x width, ffn", "parameters", "non-embedding", "vocabulary", f"tokens per {counted}",
                   "most tokens", "seeds", "recipes", "peak learning rate", "runs done"], rows)
-    lacking = [row["run"] for row in results.study.get("runs", []) if row["run"] not in done]
-    rest = f" and {len(lacking) - LISTED} more" if len(lacking) > LISTED else ""
-    more = [f"Not there yet: {', '.join(lacking[:LISTED])}{rest}."] if lacking else []
+    lacking = [row["run"] for row in results.study.get("runs", []) if row["run"] not in {**done, **results.given_up}]
+    more = [f"Not there yet: {_listed(lacking)}."] if lacking else []
+    more += [f"**Given up:** {_listed(list(results.given_up))}; see Steps that went wrong."] if results.given_up else []
     return "\n\n".join([text, *more, *(note + "." for note in results.notes if "unfinished" in note)])
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:LISTED]) + (f" and {len(names) - LISTED} more" if len(names) > LISTED else "")
 
 
 def _values(rows, key: str) -> str:
     return ", ".join(f"{value:g}" for value in sorted({told(row, key) for row in rows} - {None}))
 
 
-def origin(results: Results) -> str:
-    """The slices in which the study was run, and what the runs say of the code and the machine that made them."""
-    path, rows, kinds, spent = results.folder / "slices.jsonl", [], {}, 0.0
+def read_slices(folder: Path) -> list[dict]:
+    """The rows of slices.jsonl, [] without one. Raises RecordError for a line that is none."""
+    path, rows = folder / "slices.jsonl", []
     for n, line in enumerate(read_text(path).splitlines(), 1):
         try:
             row = json.loads(line)
-            ran = row["runs"]
-            assert isinstance(ran, list)
-        except (ValueError, KeyError, TypeError, AssertionError):
+            named = (row["runs"], row.get("skipped") or [])
+            assert all(isinstance(some, list) and set(map(type, some)) <= {str} for some in named)
+        except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
             raise RecordError(f"{path}, line {n} is no slice: expected an object with start, seconds, commit, runs; restore "
                               "the file") from None
+        rows.append(row)
+    return rows
+
+
+def origin(results: Results) -> str:
+    """The slices in which the study was run, and what the runs say of the code and the machine that made them."""
+    rows, kinds, spent = [], {}, 0.0
+    for n, row in enumerate(results.slices, 1):
         spent += told(row, "seconds") or 0
-        rows.append([str(len(rows) + 1), row.get("start") or NOT_TOLD, shown((told(row, "seconds") or 0) / 60, ".1f"),
-                     commit(row), str(len(ran)), shown(told(row, "exit"), ".0f")])
+        rows.append([str(n), row.get("start") or NOT_TOLD, shown((told(row, "seconds") or 0) / 60, ".1f"),
+                     commit(row), str(len(row["runs"])), str(len(row.get("skipped") or [])), shown(told(row, "exit"), ".0f")])
         machine = ", ".join(f"{key} {row[key]}" for key in ("device", "driver", "python", "torch", "torchao", "triton", "cuda")
                             if row.get(key))
         kinds.setdefault(machine, []).append(rows[-1][0])
-    lines = [table(["slice", "began (UTC)", "minutes", "commit", "runs finished", "exit"], rows), ""] if rows else [
+    head = ["slice", "began (UTC)", "minutes", "commit", "runs finished", "runs given up", "exit"]
+    lines = [table(head, rows), ""] if rows else [
         missing("slices.jsonl, which tells when, where and from which commit the runs came", "scaling/slice.py"), ""]
     lines += [f"- slice {', '.join(which)}: {one_line(machine)}" for machine, which in kinds.items()]
-    lines += ["", f"{len(rows)} slice{'s' * (len(rows) != 1)}, {spent / 60:.0f} minutes in all.", ""] if rows else []
+    lines += ["", f"{len(rows)} slice{'s' * (len(rows) != 1)}, {spent / 60:.0f} minutes in all. Exit 0: nothing was left to do; "
+              "3: something was; 1: something failed.", ""] if rows else []
     seen = {}
     for record in results.records:
         summary = results.summaries[record.run_id]
         where = ", ".join(str(part) for part in (
             f"{record.n_gpu} x {record.device}", *(f"{key} {summary[key]}" for key in ("torch", "torchao", "cuda")
                                                    if summary.get(key)),
-            "commit " + commit(summary)))
+            "commit " + results.commit(record.run_id)))
         seen.setdefault(where, []).append(record)
     return "\n".join(lines + [f"- {len(some)} runs: {one_line(where)}" for where, some in seen.items()])
 

@@ -122,6 +122,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
                 one.ask()
         for one in running.values():
             if 0 < one.spared_until < time.monotonic():
+                say("asking the runs to save and leave")
                 one.ask()
         if asked and options.gpus == 1:     # torchrun has a patience of its own, and told twice it would leave its workers behind
             urge(running, folder)

@@ -11,23 +11,22 @@ learning rates ends in learning_rate.py instead.
     results=DIR         what is kept of the study (publish.py); a row in DIR/slices.jsonl tells of each slice
     limit=SECONDS       of the whole command (default: none)
     jobs=1 start=60     as in sweep.py: runs at a time; seconds assumed of a run's start
-    skip=NAME,PATTERN   runs that are given up, such as one that diverges each time: the rest does not wait for them
-    commit=HASH         of the code, where there is no git to tell it
+    skip=NAME,PATTERN   runs that are given up, such as one that diverges each time, a trunk with its branches: the rest does
+                        not wait for them, and the slice's row names them
+    commit=HASH         where there is no git: the commit that this code and RESULTS are; without it no held-out run begins there
     out=out             runs lie in out/<study>/<run>/
 
 Ctrl-C or SIGTERM has the runs save and leave, a second one at once; what has finished is copied all the same.
+What a run that failed told last lies in RESULTS/failed/ until it has finished.
 Exit code: 0 all is done, 1 something failed, 2 a mistake in the command or refused files, 3 not all is done.
 """
 
 import fnmatch
 import math
 import os
-import shlex
 import signal
-import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
@@ -36,7 +35,8 @@ if __name__ == "__main__":      # as in fit.py: siblings under one name, from a 
 from runtime.checkpoint import latest
 from runtime.config import ConfigError, load_config
 from scaling import command
-from scaling.provenance import now, uncommitted, write_row, write_sources
+from scaling.calls import END_S, Ended, Slice, call, do, is_finished, shown
+from scaling.provenance import is_ignored, now, read_lines, slices, uncommitted, write_row, write_sources
 from scaling.records import LAW_FOLDER, RecordError
 from scaling.study import ROOT, Row, expand, load_study
 from scaling.sweep import read_options
@@ -50,39 +50,7 @@ OPTIONS = {
     "commit": "HASH of the code",
     "out": "folder of the folders of runs",
 }
-END_S = 20.0        # of the limit, for copying what has finished
-POLL_S = 0.1
-KILL_S = 5.0        # after a command was told to leave for lack of time
 SAMPLE = ("n=4", "tokens=150", "seed=1")
-
-
-class Ended(Exception):
-    """The slice ends here with this exit code."""
-
-    def __init__(self, code: int):
-        self.code = code
-
-
-@dataclass
-class Slice:
-    """One call of the command: what is asked for, the time that is left, how often it was asked to leave."""
-    study: str
-    rows: list[Row]
-    folder: Path                # of the study's runs
-    results: Path
-    limit: float = math.inf
-    more: list[str] = field(default_factory=list)       # options that sweep.py gets as they are
-    is_whole: bool = True       # no run of the study is given up
-    commit: str | None = None
-    began: float = field(default_factory=time.monotonic)
-    asked: int = 0
-
-    def left(self) -> float:
-        """Seconds until the end has to begin."""
-        return self.limit - END_S - (time.monotonic() - self.began)
-
-    def finished(self) -> list[str]:
-        return [row.run for row in self.rows if (self.folder / row.run / "summary.json").exists()]
 
 
 def main(arguments: list[str]) -> int:
@@ -100,7 +68,13 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, ask)
-    return go_on(this)
+    try:
+        return go_on(this)
+    except BrokenPipeError:
+        raise       # command.run's: nobody reads
+    except OSError as error:
+        print(f"slice.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
+        return 1
 
 
 def read_slice(arguments: list[str]) -> Slice:
@@ -129,17 +103,22 @@ def read_slice(arguments: list[str]) -> Slice:
         if not (found := fnmatch.filter([row.run for row in rows], pattern)):
             raise RecordError(f"skip={pattern!r} matches no run of {paths[0]}: sweep.py {paths[0]} lists them")
         given_up |= set(found)
-    return Slice(paths[0], [row for row in rows if row.run not in given_up], Path(options.get("out", "out")) / study.name,
-                 results, limit, more, not given_up, options.get("commit"))
+    given_up |= {row.run for row in rows if row.parent in given_up}     # sweep.py would run the trunk for them
+    if not (left := [row for row in rows if row.run not in given_up]):
+        raise RecordError(f"skip={options['skip']!r} gives up every run of {paths[0]}: nothing is left")
+    return Slice(paths[0], left, Path(options.get("out", "out")) / study.name, results, limit, more, sorted(given_up),
+                 commit=options.get("commit"))
 
 
 def go_on(this: Slice) -> int:
     """One slice, from what is kept to what is kept; returns the exit code."""
-    start, before, code, is_analysed = now(), set(), 1, False
+    start, code, is_analysed = now(), 1, False
+    # All others are named by this slice's row: also those that a killed slice, or sweep.py by hand, has finished here.
+    named = {run for row in slices(read_lines(this.folder)) for run in row.get("runs") or [] if is_finished(this.folder, run)}
+    named |= {row.run for row in this.rows if is_finished(this.results, row.run)}
     try:
         if this.results.is_dir():
             do(this, "scaling/publish.py", this.results, this.folder)
-        before = set(this.finished())
         write_sources(this.folder, load_config(ROOT / this.rows[0].config).data)
         if any(row.lr for row in this.rows):
             code = judge_rates(this)
@@ -151,13 +130,17 @@ def go_on(this: Slice) -> int:
     finally:    # whatever ended it
         kept = call(this, "scaling/publish.py", this.folder, this.results, is_last=True) if this.folder.is_dir() else 0
         code = kept or code
-        new = [run for run in this.finished() if run not in before]
-        write_row(this.results, start, time.monotonic() - this.began, this.commit, new, code)
+        new = [run for run in this.finished() if run not in named]
+        if new or this.predicted or code != 2:      # of a mistake in the command nothing needs to be kept
+            write_row(this.results, this.folder, start, time.monotonic() - this.began, this.commit, runs=new,
+                      predicted=this.predicted, exit=code,
+                      skipped=[run for run in this.skipped if not is_finished(this.folder, run)])
     if is_analysed:
         page = call(this, "scaling/results.py", this.results, is_last=True)
         code = code or page
     print(f"slice.py: {time.monotonic() - this.began:.0f} s, {len(new)} runs finished in them, "
-          f"{len(this.rows) - len(this.finished())} of {len(this.rows)} are left, exit code {code}", flush=True)
+          f"{len(this.rows) - len(this.finished())} of {len(this.rows)} are left, "
+          + f"{len(this.skipped)} given up, " * bool(this.skipped) + f"exit code {code}", flush=True)
     return code
 
 
@@ -165,23 +148,34 @@ def go_on(this: Slice) -> int:
 
 def train(this: Slice) -> None:
     """All runs that are missing, those held out once their predictions are frozen and committed. Raises Ended."""
-    if code := sweep(this, [row.run for row in this.rows if not row.held_out]):
-        raise Ended(code)
-    samples(this)       # of what an earlier slice has finished on this machine, which may be another one by the end
-    held = [row.run for row in this.rows if row.held_out and row.run not in this.finished()]
-    files = {run: f"{LAW_FOLDER}/prediction_{run}.json" for run in held}
-    if missing := [run for run in held if not (this.folder / files[run]).exists()]:
+    stage(this, [row.run for row in this.rows if not row.held_out])
+    held = [row for row in this.rows if row.held_out and row.run not in this.finished()]
+    files = {row.run: f"{LAW_FOLDER}/prediction_{row.run}.json" for row in held}
+    if missing := [run for run in files if not (this.folder / files[run]).exists()]:
         do(this, "scaling/precision.py", this.folder)
         for run in missing:
-            do(this, "scaling/fit.py", this.folder, "--predict", run)
+            do(this, "scaling/fit.py", this.folder, "--predict", run, *([f"commit={this.commit}"] if this.commit else []))
+            this.predicted.append(run)
         missing = [files[run] for run in missing]
     else:
-        missing = uncommitted(this.results, list(files.values()))
+        missing = uncommitted(this.results, list(files.values()), this.commit)
     if missing:
         print(f"slice.py: commit {', '.join(f'{this.results}/{name}' for name in missing)}: only a commit shows that a "
-              f"prediction is older than its run. The same command then goes on with {held[0]}", flush=True)
+              f"prediction is older than its run. The same command then goes on with {held[0].run}; where there is no git, "
+              "with commit=HASH of that commit", flush=True)
         raise Ended(3)
-    if code := sweep(this, held, by_name=True):
+    if is_ignored(this.results, list(files.values())):
+        print(f"slice.py: git ignores {this.results}: nothing but the files' own dates shows that the predictions are older than "
+              "their runs", flush=True)
+    for is_trunk in (True, False):      # trunks first: they are what samples are taken of
+        stage(this, [row.run for row in held if (row.parent is None) == is_trunk], by_name=True)
+
+
+def stage(this: Slice, runs: list[str], by_name: bool = False) -> None:
+    """What sweep() does, then samples at once: a later slice may have a machine without the checkpoints. Raises Ended."""
+    code = sweep(this, runs, by_name)
+    samples(this)
+    if code:
         raise Ended(code)
 
 
@@ -191,7 +185,7 @@ def sweep(this: Slice, runs: list[str], by_name: bool = False) -> int:
         return 0
     if this.left() < 1:
         return 3
-    only = [f"only={','.join(missing)}"] if by_name or not this.is_whole else []
+    only = [f"only={','.join(missing)}"] if by_name or this.skipped else []
     limit = [f"limit={int(this.left())}"] if math.isfinite(this.limit) else []
     return call(this, "scaling/sweep.py", this.study, "--run", *this.more, *only, *limit)
 
@@ -206,6 +200,8 @@ def judge_rates(this: Slice) -> int:
 def analyse(this: Slice) -> int:
     """Everything that the finished runs have to tell; the first exit code that is not 0. Raises Ended for lack of time."""
     codes = samples(this)
+    if silent := [row.run for row in _speakers(this) if latest(this.folder / row.run) is None]:
+        print(f"slice.py: no sample of {', '.join(silent)}: the checkpoints are not on this machine", flush=True)
     score = ["--score"] if list((this.folder / LAW_FOLDER).glob("prediction_*.json")) else []
     codes += [call(this, "scaling/fit.py", this.folder, *score), call(this, "scaling/precision.py", this.folder)]
     probed = {row.recipe: row.run for row in sorted(this.rows, key=lambda row: row.params_total) if row.parent is None
@@ -218,64 +214,24 @@ def analyse(this: Slice) -> int:
 
 def samples(this: Slice) -> list[int]:
     """What the largest models have to say, into samples.txt of each run, where its checkpoint is still there; exit codes."""
+    return [sample(this, row) for row in _speakers(this) if latest(this.folder / row.run) is not None]
+
+
+def _speakers(this: Slice) -> list[Row]:
     largest = max(row.params_total for row in this.rows)
-    return [sample(this, row) for row in this.rows if row.parent is None and row.params_total == largest
+    return [row for row in this.rows if row.parent is None and row.params_total == largest
             and row.run in this.finished() and not (this.folder / row.run / "samples.txt").exists()]
 
 
 def sample(this: Slice, row: Row) -> int:
     folder = this.folder / row.run
-    if latest(folder) is None:
-        print(f"slice.py: no sample of {row.run}: its checkpoints are not on this machine", flush=True)
-        return 0
     temporary, words = folder / ".samples.txt", ["-m", "eval.sample", folder, *SAMPLE]
     with open(temporary, "w") as file:
-        print(f"$ {_shown(words)}\n", file=file, flush=True)
+        print(f"$ {shown(words)}\n", file=file, flush=True)
         code = call(this, *words, stdout=file)
     if code == 0:
         os.replace(temporary, folder / "samples.txt")
     return code
-
-
-# ------------------------------------------------------------------------------------------------------------- commands
-
-def do(this: Slice, *words) -> None:
-    """A command of this repository. Raises Ended where it does not end with exit code 0."""
-    if code := call(this, *words):
-        raise Ended(code)
-
-
-def call(this: Slice, *words, stdout=None, is_last: bool = False) -> int:
-    """Exit code of a command; 3 where it was told to leave, or not begun, for a signal to this process or for lack of time.
-
-    is_last: it belongs to the end, which no signal and no limit may cut."""
-    if not is_last and (this.asked or this.left() <= 0):
-        return 3
-    print(f"$ {_shown(words)}", flush=True)
-    is_module = words[0] == "-m"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
-    # A session of its own: a terminal's Ctrl-C reaches this process alone, which passes it on once.
-    process = subprocess.Popen([sys.executable, *([] if is_module else [ROOT / words[0]]), *map(str, words[not is_module:])],
-                               stdout=stdout, start_new_session=True, env=env if is_module else None)
-    passed_on, is_late = 0, False
-    while process.poll() is None:
-        time.sleep(POLL_S)
-        if is_last:
-            continue
-        if not is_late and this.left() < -END_S / 2:    # sweep.py has a limit of its own and leaves before
-            is_late = True
-            process.terminate()
-        elif is_late and this.left() < -END_S / 2 - KILL_S:
-            process.kill()
-        for _ in range(passed_on, passed_on := this.asked):
-            process.terminate()
-    code = process.returncode if process.returncode in (0, 1, 2, 3) else 1
-    is_cut = not is_last and (this.asked or is_late)
-    return 3 if is_cut and process.returncode not in (1, 2) else code
-
-
-def _shown(words) -> str:
-    return shlex.join(["python", *map(str, words)])
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Build a study's folder as publish.py leaves it, of known numbers, for the tests of its page of results."""
 
+import functools
 import gzip
 import json
 import math
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -105,6 +107,17 @@ def write_study(folder: Path) -> None:
         "start": f"2026-11-20T0{n}:00:00Z", "end": "", "seconds": 540 - n, "commit": "abcdef0123456", "dirty": n == 1,
         "device": "NVIDIA H100 80GB HBM3", "driver": "580.1", "python": "3.12.3", "torch": "2.11.0+cu130", "torchao": "0.18.0",
         "triton": "3.6", "cuda": "13.0", "runs": ["a", "b"][n:], "exit": 3 - 3 * n}) + "\n" for n in (0, 1)))
+
+
+@functools.cache
+def whole(base: Path) -> Path:
+    """A study that is done, made once for all tests below pytest's own folder."""
+    write_study(folder := base / "whole_study")
+    return folder
+
+
+def copied(factory, tmp_path) -> Path:
+    return Path(shutil.copytree(whole(factory.getbasetemp()), tmp_path / "tiny"))
 
 
 def page_of(folder) -> str:

@@ -103,3 +103,18 @@ def write_branches(folder, sizes=(30_000, 60_000, 120_000, 240_000, 480_000), ra
                               tokens=params * ratio, loss=loss, gap=gap if recipe != "bf16" else 0.0, **lineage,
                               **{"curve": is_trunk, **changes})
     return folder
+
+
+def declare_branches(folder):
+    """Write the study.json that declares the runs of write_branches, with the trunk that each branch leaves."""
+    summaries = [json.loads(path.read_text()) for path in sorted(folder.glob("*/summary.json"))]
+    rows = [{"run": one["run_id"], "parent": one["parent_run"], "parent_step": one["parent_step"]} for one in summaries]
+    (folder / "study.json").write_text(json.dumps({
+        "margin_percent": 0.25, "declared": "2026-11-19T00:00:00Z", "runs": rows}))
+    return folder
+
+
+def cut(folder, names="*"):
+    """Make branches look as if they had been trained from scratch."""
+    for path in folder.glob(f"{names}/summary.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"parent_run": None, "parent_step": None}))

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from runtime.metrics import read_rows
 from tests.conftest import ROOT, write_config
-from tests.test_slice import SENTENCE
+from tests.slice_cases import SENTENCE
 
 
 def test_a_true_study_cut_and_gone_on_with_elsewhere(tiny, tmp_path):
@@ -29,12 +29,12 @@ def test_a_true_study_cut_and_gone_on_with_elsewhere(tiny, tmp_path):
     command = [sys.executable, str(ROOT / "scaling/slice.py"), str(tmp_path / "study.py"), f"results={kept}",
                f"out={tmp_path}/out", "limit=900", "start=1"]
 
-    def begin():
-        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    def begin(*words):
+        return subprocess.Popen([*command, *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                                 env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"})
 
-    def again():
-        process = begin()
+    def again(*words):
+        process = begin(*words)
         told = process.communicate(timeout=600)[0]
         return process.returncode, told
 
@@ -58,6 +58,8 @@ def test_a_true_study_cut_and_gone_on_with_elsewhere(tiny, tmp_path):
     prediction = json.loads((kept / f"law/prediction_{target}.json").read_text())
     shutil.rmtree(out)
     code, told = again()
+    assert code == 3 and SENTENCE in told and not (out / target).exists(), told
+    code, told = again("commit=abc")
     assert code == 0, told
     score = json.loads((kept / f"law/score_{target}.json").read_text())
     assert score["prediction_sha256"] == prediction["sha256"] and score["runs"][0]["run_id"] == target
@@ -67,5 +69,6 @@ def test_a_true_study_cut_and_gone_on_with_elsewhere(tiny, tmp_path):
     for name in ("law/law.json", "law/precision.json", "law/figure.png", "law/precision.png", "README.md", "study.json",
                  "data.json", "a_tensorwise_t1_s1337/figures/fp8_scales.png"):
         assert (kept / name).stat().st_size, name
-    assert [row["exit"] for row in map(json.loads, (kept / "slices.jsonl").read_text().splitlines())] == [3, 3, 0]
+    assert [row["exit"] for row in map(json.loads, (kept / "slices.jsonl").read_text().splitlines())] == [3, 3, 3, 0]
+    assert sum((json.loads(line)["runs"] for line in (kept / "slices.jsonl").read_text().splitlines()), []).count(target) == 1
     assert not [path for path in kept.rglob("*") if path.name == "env.json" or "checkpoints" in path.parts]

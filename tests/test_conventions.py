@@ -296,7 +296,7 @@ def test_recipes_without_a_law_are_named_and_not_drawn(tmp_path):
     figure = draw(groups, found, "loss_bf16", None)
     assert len(figure.axes) == 6            # losses and what the law leaves of them: no gaps of a recipe that is not drawn
     text = " ".join(text.get_text() for text in figure.texts).replace("\N{NO-BREAK SPACE}", " ").replace("\n", " ")
-    assert "Not drawn, because their points identify no such law: FP8 rowwise (n = 6)." in text
+    assert "Not drawn, because their points are of fewer sizes or identify no such law: FP8 rowwise (n = 6)." in text
     assert text.startswith("Loss after training in BF16, evaluated in BF16 (n = 9)")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import SIZES, law, write_branches, write_ladder, write_run
+from scaling_runs import SIZES, cut, declare_branches, law, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.groups import fit_group, fit_points, seed_noise
@@ -210,6 +210,19 @@ def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
     assert fit_group(records, seed_sd=0.5, resamples=0).seed_sd == 0.5
 
 
+def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_path):
+    """Of one seed alone: it is still alike to the other seed's branch, and its noise is its trunk's."""
+    folder = declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), curve=False))
+    before = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
+    cut(folder, "*_1_d*")
+    after = [record for record in read_runs([folder])[0] if record.recipe == "bf16"]
+    assert sum(record.parent_run is None for record in before) == 6 and sum(record.parent_run is None for record in after) == 15
+    assert seed_noise(after) == seed_noise(before) and seed_noise(before)[1] == 3
+    fits = [fit_group(records, resamples=0) for records in (before, after)]
+    assert fits[0].points.cluster.tolist() == fits[1].points.cluster.tolist()
+    assert fits[0].laws["power_c"].ci95 == fits[1].laws["power_c"].ci95
+
+
 def test_group_keeps_seeds_apart(tmp_path):
     for seed in (1, 2):
         for size in SIZES:
@@ -336,7 +349,7 @@ def test_published_chinchilla_points(tmp_path):
                                  "its own --where)"),
     (["good", "out=r", "los=bf16"], "'los=bf16' is no option; did you mean loss?"),
     (["good", "out=r", "--drop-higest=2"], "'--drop-higest=2' is no option; did you mean drop-highest?"),
-    (["good", "out=r", "--wombat", "3"], "'--wombat' is no option; there are out, n, loss, seed_sd, predict, score, points"),
+    (["good", "out=r", "--wombat", "3"], "'--wombat' is no option; there are out, n, loss, seed_sd, predict, commit, score"),
     (["good", "out=r", "--score=yes"], "'--score=yes': score takes no value"),
     (["good", "out=r", "n=N"], "n='N' must be total or nonembed; as a column it wants its table, --points FILE"),
     (["good", "out=r", "d=D"], "d is for a table of points (--points FILE): its column of training tokens: C = 6 N D"),

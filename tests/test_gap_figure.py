@@ -10,7 +10,8 @@ from scipy.stats import t as student
 
 from scaling.equivalence import Margin
 from scaling.figures import render
-from scaling.gap_figure import ASIDE, STYLES, draw_pair, draw_precision
+from scaling.gap_figure import ASIDE, FP8_COLOR, draw_pair, draw_precision
+from scaling.panels import styles
 from scaling.precision import analyse, pairs
 from scaling.published import kumar_gap, sun_gap
 from scaling.records import read_runs
@@ -75,7 +76,7 @@ def test_null_band_and_margin_are_where_they_belong(folder):
     assert reach == pytest.approx(student.ppf(0.975, 3) * result["null"]["pooled"]["sd_percent"])
     assert band.get_label() == f"null, ±{reach:.2g} %" and left.get_ylim()[1] > reach
     assert (band.get_y(), band.get_y() + band.get_height()) == pytest.approx((-reach, reach))
-    common = next(patch for patch in left.patches if patch.get_facecolor()[:3] == matplotlib.colors.to_rgb("#009E73"))
+    common = next(patch for patch in left.patches if patch.get_facecolor()[:3] == matplotlib.colors.to_rgb(FP8_COLOR))
     found = result["common"]["tensorwise"]["bf16"]
     assert (common.get_y(), common.get_y() + common.get_height()) == pytest.approx((found.low, found.high))
     heights = {tuple(line.get_ydata())[0] for line in left.lines if line.get_linestyle() == "--"}
@@ -87,11 +88,26 @@ def test_null_band_and_margin_are_where_they_belong(folder):
     assert "Margin not declared before the runs" in words
 
 
+def test_a_recipe_has_one_colour_in_both_figures_and_bands_never_cover_each_other(folder, tmp_path):
+    """Also where one figure leaves a recipe out, as a law does that its points do not identify."""
+    for recipe, *gaps in (("rowwise", 0.004, 0.005), ("tensorwise", 0.002, 0.003), ("auto", 0.001, 0.002), ("own", 0.003, 0.001)):
+        write_pairs(tmp_path, 40_000, gaps, recipe)
+    figure = draw_precision(analysed(tmp_path))
+    drawn = {one.get_label().removeprefix("FP8 "): one.lines[0].get_color() for one in figure.axes[0].containers}
+    for names in (["bf16", *drawn], ["bf16", "tensorwise"], ["bf16", "auto", "tensorwise"]):
+        looks = {name: style["color"] for name, style in zip(names, styles(names), strict=True)}
+        assert looks == {name: drawn.get(name, "#0072B2") for name in names}
+    assert len({*drawn.values(), "#0072B2"}) == 5
+    greys = {patch.get_facecolor()[:3] for patch in figure.axes[0].patches}
+    assert all(red == green == blue for red, green, blue in greys) and "Coloured bands" not in texts(figure)
+    assert "Coloured bands" in texts(draw_precision(analysed(folder)))      # two recipes
+
+
 def test_a_null_band_far_beyond_the_gaps_does_not_flatten_them(tmp_path):
     result = analysed(write_pairs(tmp_path, 40_000, [0.0010, 0.0012]), margin=None)
     left = draw_precision(result).axes[0]
     assert left.get_ylim()[1] < 0.1
-    assert {patch.get_facecolor()[:3] for patch in left.patches} == {matplotlib.colors.to_rgb(STYLES[0][0])}    # no grey panel
+    assert {patch.get_facecolor()[:3] for patch in left.patches} == {matplotlib.colors.to_rgb(FP8_COLOR)}    # no grey panel
     figure = draw_precision(result)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert f"null, ±{result['null']['pooled']['band']:.2g} % (beyond the axis)" in names

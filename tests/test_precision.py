@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scaling_runs import write_branches, write_ladder, write_run
+from scaling_runs import cut, declare_branches, write_branches, write_ladder, write_run
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
@@ -343,3 +343,15 @@ def test_help_lists_the_options(capsys):
     assert precision.main(["--help"]) == 0 and precision.main([]) == 2
     output = capsys.readouterr().out
     assert "margin" in output and "loss" in output and "out" in output
+
+
+@pytest.mark.parametrize("names", ["*", "*_tensorwise_1_*", "*_bf16_*", "*_d5"])
+def test_branches_that_were_trained_from_scratch_are_no_pairs_of_their_own(tmp_path, capsys, names):
+    """Without their trunk's checkpoint they share its seed, data and schedule all the same."""
+    folder = declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000), seeds=(1, 2), curve=False))
+    _, branched = run(capsys, folder)
+    cut(folder, names)
+    _, result = run(capsys, folder)
+    for key in ("common", "null", "sizes", "ranking"):
+        assert result[key] == branched[key]
+    assert result["common"]["tensorwise"]["bf16"]["n"] == 4 and result["common"]["tensorwise"]["pairs"] == 16

@@ -13,7 +13,7 @@ import torch
 
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
-from scaling import frozen, predict
+from scaling import fit, frozen, predict
 from scaling.laws import Points
 from scaling.records import RecordError, read_runs
 from tests.conftest import ROOT
@@ -75,6 +75,18 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert f"{made.loss:.4f}" in text and f"{made.low:.4f} to {made.high:.4f}" in text and "counting convention" in text
     assert all(row["form"] in text for row in made.forms)
     assert [one.sha256 for one in predict.load(tmp_path / "law")] == [made.sha256] and predict.load(tmp_path / "none") == []
+
+
+def test_a_prediction_names_its_commit_where_git_cannot_tell_it(study, tmp_path, monkeypatch, capsys):
+    words = [str(study), "--out", str(tmp_path), "--predict", "big", "commit=" + "ab" * 20]
+    for told, named in ((None, "ab" * 20), ("cd" * 20, "cd" * 20)):
+        monkeypatch.setattr(predict, "_commit", lambda told=told: told)
+        assert fit.main(words) == 0
+        (made,) = predict.load(tmp_path)
+        assert made.content["git_commit"] == named
+        made.path.unlink()
+    assert fit.main([str(study), "--out", str(tmp_path), "commit=ab"]) == 2
+    assert "commit=ab wants --predict NAME" in capsys.readouterr().err
 
 
 def test_an_fp8_run_is_predicted_from_its_own_recipe_alone(study, tmp_path):

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from scaling_runs import write_run
 
 from scaling import publish as room
+from scaling.grid import ENDED
 from scaling.publish import main, publish
 from scaling.records import read_curve, read_runs
 from tests.conftest import ROOT
@@ -240,3 +242,34 @@ def test_it_runs_as_a_script_without_torch_or_matplotlib(out, tmp_path):
     assert done.returncode == 0, done.stderr
     done = subprocess.run([sys.executable, "scaling/publish.py", "--help"], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, "python scaling/publish.py out/h100 results/study_h100" in done.stdout) == (0, True)
+
+
+def test_what_a_failed_run_told_is_kept_without_the_machines_names(out, tmp_path, monkeypatch):
+    """Its diagnosis and the end of its log, for both go with the machine; until it has finished all the same."""
+    assert room.ENDED == ENDED
+    monkeypatch.setattr(room.platform, "node", lambda: "box7")
+    (out / "b_bf16.log").write_text(
+        f"first try\n{ENDED}-9\nstarting, 8.1k tok/s, see https://a.org/b/c\n"
+        f"  File \"/opt/py/site-packages/torch/nn/x.py\", line 1\n  File \"{ROOT}/train.py\", line 2\n"
+        f"train.py: loss nan on box7:1\nmore in /home/me/out/b_bf16/diagnosis.json\n{ENDED}1\n")
+    (out / "b_bf16/diagnosis.json").write_text('{"problems": ["/home/me/a: boxes"], "step": 7}\n')
+    (out / "c_bf16.log").write_text(f"one failure\n{ENDED}1\ngoes on\n")       # it is running
+    (out / "d_bf16.log").write_text(f"asked to leave\n{ENDED}0\n")
+    (out / "a_bf16.log").write_text(f"one failure\n{ENDED}1\n")                 # it has finished
+    target = tmp_path / "to"
+    told, refused = publish(out, target)
+    assert told[1:] == [f"what b_bf16 told of its failure is in {target}/failed"] and not refused
+    got = files(target / "failed")
+    assert got.keys() == {"b_bf16.log", "b_bf16.diagnosis.json"}
+    assert got["b_bf16.log"].decode() == (
+        "starting, 8.1k tok/s, see https://a.org/b/c\n  File \".../site-packages/torch/nn/x.py\", line 1\n"
+        f"  File \"train.py\", line 2\ntrain.py: loss nan on HOST:1\nmore in .../diagnosis.json\n{ENDED}1\n")
+    assert json.loads(got["b_bf16.diagnosis.json"]) == {"problems": [".../a: boxes"], "step": 7}
+    assert publish(out, target)[1] == publish(target, tmp_path / "bare")[1] == [] and files(target / "failed") == got
+    assert not (tmp_path / "bare/failed").exists()
+    (out / "b_bf16.log").write_text("x" * 10**6 + f"\n{ENDED}1\n")
+    publish(out, target)
+    assert 60_000 < len(files(target / "failed")["b_bf16.log"]) < 70_000
+    shutil.rmtree(out / "b_bf16")
+    write_run(out / "b_bf16", params=50_000)
+    assert len(publish(out, target)[0]) == 1 and not files(target / "failed")

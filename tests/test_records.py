@@ -57,6 +57,32 @@ def test_branches_know_their_trunk(tmp_path):
     assert trunk.t_start == "2026-11-20T09:00:00Z"
 
 
+def test_a_branch_that_was_trained_from_scratch_belongs_to_the_trunk_that_its_study_names(tmp_path):
+    """So it is where the trunk was published without its checkpoint: same seed, same data, same schedule."""
+    write_run(tmp_path / "long", params=106_624)
+    write_run(tmp_path / "short", params=106_624, tokens=10**6)
+    rows = [{"run": "long", "parent": None, "parent_step": None}, {"run": "short", "parent": "long", "parent_step": 400}]
+    assert read_record(tmp_path / "short").trunk == "short"         # nothing tells of a trunk
+    (tmp_path / "study.json").write_text(json.dumps({"runs": rows}))
+    trunk, branch = (read_record(tmp_path / name) for name in ("long", "short"))
+    assert (branch.trunk, branch.decays_from) == ("long", 400) and (trunk.trunk, trunk.decays_from) == ("long", None)
+    assert (branch.parent_run, branch.parent_step) == (None, None)      # its own metrics.jsonl begins at step 1
+    write_run(tmp_path / "other", params=106_624, tokens=10**6, parent_run="elsewhere", parent_step=7)
+    rows.append({"run": "other", "parent": "long", "parent_step": 400})
+    (tmp_path / "study.json").write_text(json.dumps({"runs": rows}))
+    other = read_record(tmp_path / "other")
+    assert (other.trunk, other.decays_from) == ("elsewhere", 7)     # what was done counts more than what was planned
+
+
+@pytest.mark.parametrize("row", [{"parent": 3, "parent_step": 4}, {"parent": "long"}, {"parent": "long", "parent_step": "4"},
+                                 {"parent": ["long"], "parent_step": 4}])
+def test_a_study_that_names_no_proper_trunk_is_refused(tmp_path, row):
+    write_run(tmp_path / "short")
+    (tmp_path / "study.json").write_text(json.dumps({"runs": [{"run": "short"} | row]}))
+    with pytest.raises(RecordError, match=r"study\.json: short has the parent .*expected a run's name and a whole number"):
+        read_record(tmp_path / "short")
+
+
 def test_a_law_leaves_out_what_went_on_with_an_imported_model(tmp_path):
     write_run(tmp_path / "scratch", params=106_624)
     write_run(tmp_path / "llama", params=38_912, continued_from="llama31_8b")

@@ -4,27 +4,20 @@ import json
 import math
 import re
 import shutil
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import results_study as tiny
-from results_study import HELD, cells, page_of, section, write_one, write_study
+from results_study import HELD, cells, copied, page_of, section, write_one
 from test_learning_rate import write_sweep
 
 from scaling import learning_rate, results
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    write_study(folder := tmp_path_factory.mktemp("results") / "tiny")
-    return folder
-
-
 @pytest.fixture
-def study(whole, tmp_path):
-    return Path(shutil.copytree(whole, tmp_path / "tiny"))
+def study(tmp_path, tmp_path_factory):
+    return copied(tmp_path_factory, tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------------------ what it says
@@ -42,49 +35,6 @@ def test_the_page_of_a_whole_study_has_every_section_and_lacks_nothing_but_the_o
     for link in re.findall(r"\]\(([^)]*)\)", text):
         assert (study / link).is_file(), link
     assert text.count("```") % 2 == 0
-
-
-def test_the_data_are_counted_for_the_run_of_most_tokens(study):
-    text = section(page_of(study), "Data")
-    tokens = 20 * tiny.nonembed("l")
-    row = cells(text, "python", "0.800")
-    assert row[2:5] == [f"{0.8 * tokens / 1e6:.3g}M", "500k", f"{0.8 * tokens / 5e5:.3g}"]
-    assert row[6] == "4.00"
-    row = cells(text, "python", "installed source code")
-    assert row[2:] == ["945", "2.5", "500,000", "100,000", "8", "PSF-2.0", "CPython 3.12"]
-    assert cells(text, "docs", "local: prose.jsonl.xz; column text")[6:] == ["not told"] * 3
-    assert "- left out of python, large: above 1,000,000 bytes" in text
-    assert text.startswith("\nMade by `python prepare_data.py installed out=data/tiny` and "
-                           "`python prepare_data.py local prose.jsonl.xz name=docs out=data/tiny`.\n")
-    (study / "data.json").write_text('{"c": {"dataset": "installed"}}')
-    text = section(page_of(study), "Data")
-    assert "Made by `python prepare_data.py demo out=data/tiny`." in text
-    assert cells(text, "c", "installed")[2:] == ["not told"] * 7
-
-
-def test_the_sizes_are_counted_both_ways(study):
-    text = section(page_of(study), "Sizes")
-    row = cells(text, "s")
-    share = 1 - tiny.nonembed("s") / tiny.SIZES["s"]
-    assert row[1:5] == ["4 x 256, 704", "60,000", f"{tiny.nonembed('s'):,}", f"{share:.0%}"]
-    assert row[5] == "5, 10, 20" and row[7:9] == ["1, 2", "bf16, tensorwise"] and row[-1] == "15 of 15"
-    assert cells(text, "l (held out)")[-1] == "1 of 1"
-    assert "tokens per non-embedding parameter" in text
-    shutil.rmtree(study / "m_bf16_t5_s1")
-    text = section(page_of(study), "Sizes")
-    assert cells(text, "m")[-1] == "11 of 12" and "Not there yet: m_bf16_t5_s1." in text
-    for path in study.glob("s_*"):
-        shutil.rmtree(path)
-    assert re.search(r"Not there yet: (\w+, ){11}\w+ and 4 more\.", page_of(study))
-
-
-def test_the_slices_are_told_with_commit_and_machine(study):
-    text = section(page_of(study), "Where the runs come from")
-    assert cells(text, "1")[1:] == ["2026-11-20T00:00:00Z", "9.0", "abcdef012", "2", "3"]
-    assert cells(text, "2")[3:] == ["abcdef012, edited", "1", "0"]
-    assert "slice 1, 2: device NVIDIA H100 80GB HBM3, driver 580.1, python 3.12.3" in text
-    assert f"2 slices, {(540 + 539) / 60:.0f} minutes in all" in text
-    assert f"- {len(tiny.declared())} runs: 1 x NVIDIA H100 80GB HBM3, torch 2.11.0+cu130, cuda 13.0, commit 000000000" in text
 
 
 def test_the_laws_are_those_of_law_json_under_both_counts(study):
@@ -107,7 +57,9 @@ def test_the_laws_are_those_of_law_json_under_both_counts(study):
 def test_the_prediction_stands_beside_what_came_of_it(study):
     score = json.loads((study / "law" / f"score_{HELD}.json").read_text())
     text = page_of(study)
-    row = cells(section(text, "Prediction"), HELD)
+    dates = score["predicted_on"], score["runs"][0]["t_start"]
+    frozen, row = (cells(section(text, "Prediction"), HELD, date) for date in dates)
+    assert frozen[6] == row[4] and frozen[7].startswith(f"{row[5]} (-") and frozen[4] == "12"
     measured = json.loads((study / HELD / "summary.json").read_text())["loss_bf16"]
     assert row[3:6] == [f"{measured:.4f}", f"{score['predicted']:.4f}", f"{score['low']:.4f} to {score['high']:.4f}"]
     assert row[6] == f"{score['predicted'] - measured:+.4f}" and row[8] == "inside"
@@ -120,7 +72,7 @@ def test_a_prediction_that_failed_says_so_twice(study):
     score["runs"][0]["inside"] = False
     path.write_text(json.dumps(score))
     text = page_of(study)
-    assert cells(section(text, "Prediction"), HELD)[8] == "**outside**"
+    assert cells(section(text, "Prediction"), HELD, score["runs"][0]["t_start"])[8] == "**outside**"
     assert "**outside** the interval" in section(text, "In short")
 
 
@@ -152,25 +104,42 @@ def test_the_probes_are_read_packed_and_their_worst_values_found(study):
 def test_speed_is_a_ratio_to_bf16_of_the_same_machine(study):
     write_one(study, "m", "tensorwise", 20, 3, device="NVIDIA H200")
     text = section(page_of(study), "Speed")
-    assert cells(text, "s", "tensorwise")[3:] == ["yes", "2", "9,000", "0.750", "12.3%", "30.2", "61", "11.5"]
-    assert cells(text, "s", "bf16, null")[3:7] == ["no", "1", "4,000", "0.333"]
-    assert cells(text, "m", "tensorwise", "NVIDIA H200")[6] == "no BF16 run"
+    assert cells(text, "s", "tensorwise")[3:] == ["yes", "2", "9,000", "9,000 to 9,000", "0.750", "12.3%", "30.2", "61", "11.5"]
+    assert cells(text, "s", "bf16, null")[3:8] == ["no", "1", "4,000", "", "0.333"] and "BF16 again" not in text
+    assert cells(text, "m", "tensorwise", "NVIDIA H200")[7] == "no BF16 run"
     write_one(study, "m", "bf16", 20, 2, repeat=1, precision={"recipe": "bf16", "compile": True}, tok_per_s_median=9_600.0)
-    assert cells(section(page_of(study), "Speed"), "m", "bf16, null")[3:7] == ["yes", "1", "9,600", "0.800"]
+    text = section(page_of(study), "Speed")
+    assert cells(text, "m", "bf16, null")[3:8] == ["yes", "1", "9,600", "", "0.800"]
+    for seed in (1, 2, 3):
+        shutil.rmtree(study / f"m_tensorwise_t20_s{seed}")
+    write_one(study, "m", "tensorwise", 20, 1, params_fp8=0, tok_per_s_median=6_000.0)
+    assert "and ran 0.500 to 0.500 times as fast" in section(page_of(study), "Speed")
+    write_one(study, "l", "tensorwise", 20, 1, device="cpu")
+    assert cells(section(page_of(study), "Speed"), "l", "tensorwise")[7] == "no GPU"
 
 
 def test_what_is_no_number_is_not_told(study):
     for seed in (1, 2):
         shutil.rmtree(study / f"m_bf16_t20_s{seed}")
     write_one(study, "m", "bf16", 20, 1, compile_s=math.nan, wall_s=10**400, mem_peak_gib=True, mfu_bf16="12")
-    assert cells(section(page_of(study), "Speed"), "m", "bf16")[6:] == ["not told"] * 4
+    assert cells(section(page_of(study), "Speed"), "m", "bf16")[7:] == ["not told"] * 4
 
 
 def test_bits_per_byte_are_means_over_seeds(study):
     losses = [json.loads((study / f"m_bf16_t20_s{seed}" / "summary.json").read_text())["loss_bf16"] for seed in (1, 2)]
     row = cells(section(page_of(study), "Bits per byte"), "m", "bf16")
-    assert row[2:5] == [f"{20 * tiny.nonembed('m') / 1e6:.3g}M", "2", f"{np.mean(losses):.4f}"]
-    assert row[6] == f"{np.mean(losses) / math.log(2) / 4:.4f}"
+    assert row[2:6] == [f"{20 * tiny.nonembed('m') / 1e6:.3g}M", "1, 2", *[f"{np.mean(losses):.4f}"] * 2]
+    assert row[7] == f"{np.mean(losses) / math.log(2) / 4:.4f}"
+
+
+def test_a_row_of_one_seed_stands_beside_bf16_of_that_seed_alone(study):
+    write_one(study, "m", "bf16", 20, 2, repeat=1)
+    loss = json.loads((study / "m_bf16_t20_s2" / "summary.json").read_text())["loss_bf16"]
+    text = section(page_of(study), "Bits per byte")
+    assert cells(text, "m", "bf16, null")[3] == "2" and cells(text, "m", "bf16, null")[5] == f"{loss:.4f}"
+    assert cells(text, "m", "bf16")[4] != f"{loss:.4f}"
+    shutil.rmtree(study / "m_bf16_t20_s1")
+    assert cells(section(page_of(study), "Bits per byte"), "m", "tensorwise")[5] == "no BF16 run"
 
 
 def test_the_sweep_of_learning_rates_beside_the_study_is_shown(study, monkeypatch):
@@ -204,14 +173,34 @@ def test_steps_that_went_wrong_are_told(study):
 
 def test_what_it_cannot_show_is_counted(study):
     text = section(page_of(study), "What a study of this size cannot show")
+    assert "given up" not in text
     assert f"factor of {tiny.nonembed('l') / tiny.nonembed('s'):.3g} in parameters" in text
     assert f"reads python {0.8 * 20 * tiny.nonembed('l') / 5e5:.2g} times" in text and "docs" not in text
     assert "4 independent pairs over 2 sizes" in text
     prediction = json.loads((study / "law" / f"prediction_{HELD}.json").read_text())
-    assert f"predicted over a factor of {prediction['extrapolation']:.3g} in compute" in text
+    assert f"1 run of 1 size, predicted at {prediction['extrapolation']:.3g} times the largest compute that was fitted" in text
+    assert "one scored: it says little" in text
+    path = study / "law" / "precision.json"
+    path.write_text(path.read_text().replace('"converted": [', '"converted": [0, 0], "was": ['))
+    assert "**Anything of tensorwise.**" in page_of(study) and "A small gap of" not in page_of(study)
     flops = tiny.row_of("m", "bf16", 20, 1, 0)["flops_per_token"]
     share = 6 * 26_214 / flops
     assert f"{share:.0%} of the largest's" in text and f"{1 / (1 - share / 2):.3g} times as fast at best" in text
+
+
+def test_several_scores_are_counted_and_their_common_direction_told(study):
+    path = study / "law" / f"score_{HELD}.json"
+    score = json.loads(path.read_text())
+    assert "scored runs" not in page_of(study)
+    score["runs"].append(score["runs"][0] | {"error_percent": -0.5, "inside": False})
+    score["runs"][0]["error_percent"] = -1.25
+    path.write_text(json.dumps(score))
+    said = "1 of 2 scored runs lie inside their intervals; errors -1.25 to -0.50 %, all one way: predicted too low."
+    text = page_of(study)
+    assert said in section(text, "In short") and said in section(text, "Prediction")
+    score["runs"][0]["error_percent"] = 1.25
+    path.write_text(json.dumps(score))
+    assert "errors -0.50 to +1.25 %. Runs" in page_of(study)
 
 
 # ----------------------------------------------------------------------------------------------- what lacks, what is damaged
@@ -250,7 +239,8 @@ def test_a_folder_of_runs_alone_still_gives_a_page(study, tmp_path):
     (f"law/score_{HELD}.json", '{"runs": [], "prediction_sha256": "0"}', "judges another prediction"),
     (f"law/prediction_{HELD}.json", "{}", "prediction"), ("study.json", "{", "study.json"),
     ("study.json", '{"runs": 3}', "study.json"), ("slices.jsonl", '{"start": "x"}\n', "slices.jsonl, line 1"),
-    ("slices.jsonl", '{"runs": ["a"]}\n{"ru', "slices.jsonl, line 2"), ("data.json", "[1]", "data.json holds a list"),
+    ("slices.jsonl", '{"runs": ["a"]}\n{"ru', "slices.jsonl, line 2"), ("slices.jsonl", "[]", "slices.jsonl, line 1"),
+    ("slices.jsonl", '{"runs": [], "skipped": [3]}', "slices.jsonl, line 1"), ("data.json", "[1]", "data.json holds a list"),
     ("data.json", '{"python": 3}', "data.json must hold an object for each source"),
     ("s_bf16_t20_s1/summary.json", "{", "summary.json"),
     ("m_tensorwise_t20_s1/probe.jsonl.gz", "no gzip", "probe.jsonl.gz"), ("README.md", "mine", "not written by this command")])
@@ -292,12 +282,6 @@ def test_a_score_of_another_summary_is_refused(study, capsys):
     path.write_text(path.read_text() + "\n")
     assert results.main([str(study)]) == 2
     assert f"judges {HELD} by another summary.json" in capsys.readouterr().err
-
-
-def test_names_cannot_break_a_table(study):
-    (study / "data.json").write_text(json.dumps({"a|b\nc": {"dataset": "x|y", "license": "line\nbreak", "splits": {}}}))
-    row = next(line for line in section(page_of(study), "Data").splitlines() if line.startswith("| a\\|b c"))
-    assert "x\\|y" in row and "line break" in row and "not told" in row
 
 
 @pytest.mark.parametrize("arguments, code", [([], 2), (["--help"], 0), (["a", "b"], 2), (["lr=3"], 2), (["nowhere"], 2)])

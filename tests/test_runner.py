@@ -174,27 +174,33 @@ sys.exit(0)"""
     assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "1"
 
 
-EVALUATES = SLOW + "row(884); checkpoint(884)\n"
+EVALUATES = SLOW + "steps = {'a': 884, 'b': 1124}[run[0]]\nrow(steps); checkpoint(steps)\n"
 
 
-def test_a_run_that_has_done_its_steps_is_evaluated_though_the_limit_is_reached(fake, tmp_path):
-    code, told = fake(EVALUATES + "time.sleep(4)\nfinish()", "limit=3", "start=2", "only=a_bf16_t20_s1")
-    assert (code, "a_bf16_t20_s1 has done its steps and has up to 2 s to be evaluated" in told) == (0, True), told
+@pytest.fixture
+def eager(monkeypatch):
+    """However little time is left, a run is begun."""
+    monkeypatch.setattr(runner, "lacks_time", lambda *_: None)
+
+
+def test_a_run_that_has_done_its_steps_is_evaluated_though_the_limit_is_reached(fake, tmp_path, eager):
+    body = EVALUATES + "time.sleep(3)\nif run[0] == 'b': sys.exit('no memory')\nfinish()"
+    code, told = fake(body, "limit=2", "start=30", "jobs=2", "only=*_t20_s1")
+    assert "a_bf16_t20_s1 has done its steps and has up to 30 s to be evaluated" in told
+    assert (code, summaries(tmp_path).keys()) == (1, {"a_bf16_t20_s1"}), told
+    assert "failed: b_bf16_t20_s1" in told      # unlike one that was asked to leave
     assert not (tmp_path / "out/tiny/a_bf16_t20_s1/asked").exists() and "asking" not in told
-    # one that fails there has failed, unlike one that was asked to leave
-    code, told = fake(EVALUATES.replace("884", "1124") + "time.sleep(4)\nsys.exit('no')", "limit=3", "start=2", "only=b_bf16_t20_s1")
-    assert (code, "failed: b_bf16_t20_s1" in told) == (1, True), told
 
 
 @pytest.mark.parametrize("body, start", [
-    (EVALUATES + "time.sleep(60)", "start=1"), (EVALUATES.replace("884", "883") + "time.sleep(60)", "start=20"),
-    (EVALUATES + "time.sleep(3); os.kill(os.getppid(), signal.SIGTERM); time.sleep(60)", "start=20")],
+    (EVALUATES, "start=1"), (EVALUATES.replace("884", "883"), "start=60"),
+    (EVALUATES + "time.sleep(2.5); os.kill(os.getppid(), signal.SIGTERM)\n", "start=60")],
     ids=["no longer than a start", "not with steps to do", "not against a signal"])
-def test_but_it_is_not_evaluated_for_ever(fake, tmp_path, body, start):
+def test_but_it_is_not_evaluated_for_ever(fake, tmp_path, eager, body, start):
     began = time.monotonic()
-    code, told = fake(body, "limit=30", start, "only=a_bf16_t20_s1", began=began - 28)
-    assert (code, time.monotonic() - began < 15) == (3, True), told
-    assert ("has done its steps" in told) == ("884" in body) and "asking the runs to save and leave" in told
+    code, told = fake(body + "time.sleep(60)", "limit=2", start, "only=a_bf16_t20_s1")
+    assert (code, time.monotonic() - began < 30) == (3, True), told
+    assert ("has done its steps" in told, "asking the runs to save and leave" in told) == ("884" in body, True), told
     assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "2"
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import load_config
+from runtime.config import ConfigError, load_config
 from runtime.metrics import pair_id
 from scaling import command, sweep
+from scaling.data_check import check_data
 from scaling.frozen import digest
 from scaling.grid import state_of
 from scaling.study import expand
@@ -43,9 +44,13 @@ def test_runs_on_other_data_than_those_that_are_done_are_refused(fake, tmp_path)
     sound = "finish(data_sha256=DATA, val_sha256=VAL)"
     for train_sha256, val_sha256, what in (("0" * 64, None, "trained"), (None, "1" * 64, "validated")):
         assert fake(sound.replace("DATA", repr(train_sha256)).replace("VAL", repr(val_sha256)), "only=a_bf16_t20_s1")[0] == 0
-        code, told = fake("finish()", max_epochs=99)        # which may be raised, and says nothing of the tokens
+        code, told = fake("finish()")
         assert code == 2
         assert re.match(rf"sweep.py: .*/data\d* holds other tokens than a_bf16_t20_s1 was {what} on", told), told
+        rows = [replace(row, overrides=(*row.overrides, "data.max_epochs=99")) if row.size == "b" else row
+                for row in expand(sweep.load_study(tmp_path / "study_tiny.py"))]
+        with pytest.raises(ConfigError, match=f"than a_bf16_t20_s1 was {what} on"):     # more epochs are of the same tokens
+            check_data([row for row in rows if row.size == "b" or row.parent is None], tmp_path / "out/tiny")
         shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1")
     assert fake("finish()", "only=a_*")[0] == 0
 
@@ -67,11 +72,14 @@ def test_a_config_that_has_changed_since_a_run_was_done_is_refused(tiny, tmp_pat
     code, told = call(other, "finish()", "only=b_bf16_t20_s1")
     assert (code, len(summaries(tmp_path))) == (2, 2), told
     assert re.match(r"sweep.py: \S+/a_bf16.py no longer says what a_bf16_t10_s1, which is done, was trained with: "
-                    rf"optim.lr was {tiny.optim.lr}, now 0.007, optim.weight_decay was {tiny.optim.weight_decay}, now 0.3; no law",
+                    rf"optim.lr was {tiny.optim.lr}, now 0.007, optim.weight_decay was {tiny.optim.weight_decay}, now 0.3; ",
                     told), told
     (folder / "config.json").unlink()
     assert ", was trained with: its pair_id was " in call(other, "finish()")[1].replace("which is done, ", "")
     assert call(other, "", "only=a_*")[0] == 0        # nothing begins
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    summary = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(summary | {"pair_id": "of older code"}))
     moved = replace(tiny, data=replace(tiny.data, max_epochs=77), log=replace(tiny.log, every=7))
     code, told = call(moved, "finish()")        # what the weights do not depend on may change
     assert (code, len(summaries(tmp_path))) == (0, 4), told
