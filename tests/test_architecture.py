@@ -94,7 +94,8 @@ TOP = {"train", "prepare_data", *(f"eval.{room}" for room in (
     "streaming", "serve", "server", "precision", "weights", "export", "model_card",
     "hf_tokenizer", "float8", "from_hf"))}
 # Those rooms of scaling/ that start train.py as a process, or count what it would cost.
-STARTERS = {f"scaling.{room}" for room in ("sweep", "runner", "grid", "costs", "data_check", "slice", "calls", "provenance", "plan")}
+STARTERS = {f"scaling.{room}" for room in (
+    "sweep", "runner", "grid", "costs", "data_check", "slice", "calls", "provenance", "plan")}
 LONGEST = {"train.py": 400, "model.py": 350}
 
 
