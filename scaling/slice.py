@@ -154,7 +154,7 @@ def train(this: Slice) -> None:
     if missing := [run for run in files if not (this.folder / files[run]).exists()]:
         do(this, "scaling/precision.py", this.folder)
         for run in missing:
-            do(this, "scaling/fit.py", this.folder, "--predict", run, *([f"commit={this.commit}"] if this.commit else []))
+            do(this, "scaling/fit.py", this.folder, *([f"commit={this.commit}"] if this.commit else []), "--predict", run)
             this.predicted.append(run)
         missing = [files[run] for run in missing]
     else:

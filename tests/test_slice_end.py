@@ -95,7 +95,7 @@ if name == 'sweep':
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
     finish(runs[0])
-    os.kill(os.getppid(), signal.SIGTERM)
+    ask(signal.SIGTERM)
     end = time.time() + 30
     while not asked and time.time() < end: time.sleep(0.01)
     time.sleep(0.3)
@@ -105,7 +105,7 @@ if name == 'sweep':
     assert (code, calls(tmp_path)) == (3, ["sweep --run", "publish"]), told
     assert rows(tmp_path)[0]["runs"] == ["a_bf16_t20_s1", "a_bf16_t10_s1"]
     assert (tmp_path / "kept/a_bf16_t10_s1/summary.json").exists()
-    code, told = fake(body="if name == 'precision': os.kill(os.getppid(), signal.SIGINT); time.sleep(30)")
+    code, told = fake(body="if name == 'precision': ask(signal.SIGINT); time.sleep(30)")
     assert (code, calls(tmp_path)) == (3, ["publish", "precision", "publish"]), told
 
 
@@ -154,7 +154,7 @@ def test_one_analysis_that_fails_keeps_no_other_from_being_made(fake, tmp_path):
     assert code == 2, told
     assert calls(tmp_path)[-5:] == ["fit --score", "precision", "figures --fp8", "publish", "results"]
     assert fake(body="if name == 'results': sys.exit(1)")[0] == 1
-    code, told = fake(body="if '--score' in words: os.kill(os.getppid(), signal.SIGTERM); time.sleep(30)")
+    code, told = fake(body="if '--score' in words: ask(signal.SIGTERM); time.sleep(30)")
     assert (code, calls(tmp_path)) == (3, ["publish", "fit --score", "publish"]), told
     assert fake()[0] == 0       # again: everything is computed anew, nothing is trained
     assert calls(tmp_path)[:2] == ["publish", "fit --score"]
