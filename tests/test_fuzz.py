@@ -76,11 +76,11 @@ def check(arguments):
     return code
 
 
-def test_five_hundred_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path):
+def test_six_hundred_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path):
     rng = random.Random(4)
     path = str(write_config(tiny, tmp_path / "tiny.py"))
     known, codes = known_keys(), []
-    for i in range(500):
+    for i in range(600):
         count = rng.choice((1, 1, 2, 3))
         overrides = [f"{rng.choice(known if rng.random() < 0.9 else KEYS)}={rng.choice(VALUES)}" for _ in range(count)]
         if rng.random() < 0.1:
