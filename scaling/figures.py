@@ -8,6 +8,7 @@ window system is asked for, no global state is left behind. As a command it draw
 """
 
 import io
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -25,7 +26,7 @@ if __name__ == "__main__":      # as in fit.py: siblings under one name, from a 
 from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
 from scaling.curves import drawn, floor_of, loss_limits, reducible_limits
-from scaling.files import write  # noqa: F401 - of all that draws: a file is there whole or not at all
+from scaling.files import RecordError, write
 from scaling.panels import LABEL, draw_gaps, draw_losses, draw_predictions, draw_reducible, label_sizes, legend
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -130,10 +131,23 @@ def render(figure: Figure, form: str) -> bytes:
     return buffer.getvalue()
 
 
+def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: str) -> None:
+    """folder/name.png and .svg, then `content` as the JSON folder/as_file: whoever finds that finds all of it.
+
+    Raises RecordError where the folder cannot be written."""
+    text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for form in ("png", "svg"):
+            write(folder / f"{name}.{form}", render(figure, form))
+        write(folder / as_file, text)
+    except OSError as error:
+        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+
+
 def main(arguments=None) -> int:
     """Draw one run's figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
     from scaling import dynamics, run_figure  # here, because they import this module
-    from scaling.records import RecordError
     source, folder, draw_run, words = None, None, run_figure.draw_run, list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         print(__doc__)

@@ -13,7 +13,6 @@ given; writes figure.png, figure.svg, then law.json. A table is comma-, tab-, se
 its losses are taken as nats per token, its counts as they stand, and nothing is converted or guessed.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 
 from scaling import predict, robustness, tables
 from scaling.command import read_words, run
-from scaling.figures import draw, render, write
+from scaling.figures import draw, write_with
 from scaling.groups import COUNTS, allocation, fit_group, fit_points, on_one_ray, ray_of, seed_noise
 from scaling.laws import DELTA
 from scaling.points import read_points
@@ -178,7 +177,7 @@ def _fit_table(options) -> None:
     law = {"format_version": 2, "source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes,
            **_ray_json(ray), **_group_json(group, rows)}
     figure = draw([group], [], "loss", ray if on_one_ray(ray) else None)
-    _write(folder, figure, law)
+    write_with(figure, folder, "figure", law, "law.json")
     _print(["\n".join(chosen.notes)], [group], {group.recipe: rows}, [_wrote(folder)])
 
 
@@ -230,7 +229,7 @@ def _fit_runs(paths, options) -> None:
         more.append("\n".join(predict.describe(frozen)))
     if "score" in options:
         more.append("\n".join(predict.score(folder, everything)))
-    _write(folder, figure, law)
+    write_with(figure, folder, "figure", law, "law.json")
     shown = alone if len(alone) <= tables.PAIRS else [f"{len(alone)} runs without a partner of the other precision (law.json)"]
     _print(["\n".join(shown)], groups, variants, more)
 
@@ -267,17 +266,6 @@ def _group_json(group, rows) -> dict:
             "allocation": allocation(group),
             "by_convention": {name: fit.plain() for name, fit in group.by_convention.items()}, "robustness": rows}
 
-
-def _write(folder: Path, figure, law) -> None:
-    """The figure, then law.json: whoever finds law.json finds all of it."""
-    content = (json.dumps(law, indent=1, allow_nan=False) + "\n").encode()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name in ("png", "svg"):
-            write(folder / f"figure.{name}", render(figure, name))
-        write(folder / "law.json", content)
-    except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 if __name__ == "__main__":
     sys.exit(run(main))

@@ -15,7 +15,6 @@ fall more slowly: DeepSeek LLM (2401.02954) has C^-0.125, so N^-0.25, with a bat
 batch of N^0.70.
 """
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -27,7 +26,7 @@ if __name__ == "__main__":      # as in fit.py: siblings under one name, from a 
 
 from scaling.captions import human
 from scaling.command import read_words, run
-from scaling.figures import render, write
+from scaling.figures import write_with
 from scaling.files import RecordError
 from scaling.rate_figure import draw_rates
 from scaling.records import LAW_FOLDER
@@ -191,7 +190,7 @@ def main(arguments=None) -> int:
         trials, notes = read_trials(folder)
         found = analyse(trials, sizes)
         out = Path(options.get("out", folder / LAW_FOLDER))
-        _write(out, found, folder.resolve().name)
+        write_with(draw_rates(found, folder.resolve().name), out, "learning_rate", found, "learning_rate.json")
     except RecordError as error:
         print(f"scaling/learning_rate.py: {error}", file=sys.stderr)
         return 2
@@ -210,18 +209,6 @@ def _sizes(text: str) -> list[float]:
         if not 1 <= sizes[-1] < 1e15:
             raise RecordError(f"at={text!r}: {word!r} is no number of parameters; give such as at=6491520,12.8M")
     return sizes
-
-
-def _write(folder: Path, found: dict, name: str) -> None:
-    content = (json.dumps(found, indent=1, allow_nan=False) + "\n").encode()
-    figure = draw_rates(found, name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for form in ("png", "svg"):
-            write(folder / f"learning_rate.{form}", render(figure, form))
-        write(folder / "learning_rate.json", content)
-    except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): give another one with out=DIR") from None
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import pytest
 from scaling_runs import surface, write_run
 from test_dynamics import rows_of
 
-from scaling import fit, precision, results
+from scaling import figures, fit, precision, results
 
 SIZES = {"s": 60_000, "m": 120_000, "l": 240_000}       # all parameters
 SEEDS = {"s": (1, 2), "m": (1, 2), "l": (1,)}
@@ -82,9 +82,10 @@ def write_study(folder: Path) -> None:
         if one[0] != "l":
             write_one(folder, *one)
     with pytest.MonkeyPatch.context() as patch:
-        for command in (fit, precision):
-            patch.setattr(command, "render", lambda figure, form: form.encode())
-            patch.setattr(command, "draw" if command is fit else "draw_precision", lambda *_: object())
+        for room in (figures, precision):
+            patch.setattr(room, "render", lambda figure, form: form.encode())
+        patch.setattr(fit, "draw", lambda *_: object())
+        patch.setattr(precision, "draw_precision", lambda *_: object())
         patch.setattr(precision, "draw_pair", lambda *_: (object(), []))
         assert fit.main([str(folder), "--predict", HELD]) == 0
         later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 5))

@@ -192,7 +192,7 @@ def test_a_law_in_nonembedding_parameters_is_recovered_by_that_count_alone(tmp_p
 @pytest.fixture
 def no_figure(monkeypatch):
     monkeypatch.setattr(fit, "draw", lambda *_: None)
-    monkeypatch.setattr(fit, "render", lambda *_: b"")
+    monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
 def test_the_command_counts_as_the_study_does_and_freezes_that(tmp_path, capsys, no_figure):

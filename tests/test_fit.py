@@ -11,6 +11,7 @@ import pytest
 from scaling_runs import SIZES, cut, declare_branches, law, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
+from scaling.files import write
 from scaling.groups import fit_group, fit_points, seed_noise
 from scaling.laws import DELTA, Points, fit_power
 from scaling.records import read_runs
@@ -100,7 +101,7 @@ def test_same_runs_same_bytes(finished, capsys):
 def no_figure(monkeypatch):
     """For tests that do not look at it: drawing takes longer than fitting."""
     monkeypatch.setattr(cli, "draw", lambda *_: None)
-    monkeypatch.setattr(cli, "render", lambda *_: b"")
+    monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
 def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_figure):
@@ -419,7 +420,7 @@ def test_a_killed_fit_leaves_no_half_law(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return b"png"
 
-    monkeypatch.setattr(cli, "render", killed)
+    monkeypatch.setattr("scaling.figures.render", killed)
     with pytest.raises(KeyboardInterrupt):
         cli.main([str(tmp_path / "out")])
     assert sorted(path.name for path in (tmp_path / "out" / "law").iterdir()) == ["figure.png", "law.json"]

@@ -143,7 +143,7 @@ def test_a_row_of_one_seed_stands_beside_bf16_of_that_seed_alone(study):
 
 
 def test_the_sweep_of_learning_rates_beside_the_study_is_shown(study, monkeypatch):
-    monkeypatch.setattr(learning_rate, "render", lambda figure, form: form.encode())
+    monkeypatch.setattr("scaling.figures.render", lambda figure, form: form.encode())
     write_sweep(study.parent / "tiny_lr")
     assert learning_rate.main([str(study.parent / "tiny_lr")]) == 0
     found = json.loads((study.parent / "tiny_lr" / "law" / "learning_rate.json").read_text())
