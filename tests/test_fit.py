@@ -404,7 +404,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target.write_text("old")
     monkeypatch.setattr("scaling.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        cli.write(target, b"new")
+        write(target, b"new")
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]
 
 
