@@ -31,8 +31,12 @@ setup: .venv/installed      ## the virtual environment alone
 .venv/installed: requirements.txt requirements-dev.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "nanoFP8 needs Python 3.11 or later, this is " + sys.version.split()[0] + ": make PYTHON=python3.11 setup")'
 	$(PYTHON) -m venv .venv
+	@echo "setup: installing the packages of requirements.txt into .venv; one to five minutes, most of it torch"
 	$(PY) -m pip install --quiet --upgrade pip   # pip 23 fails on lm-eval's dependencies
-	$(PY) -m pip install --quiet -r requirements.txt -r requirements-dev.txt
+	@$(PY) -m pip install --progress-bar off -r requirements.txt -r requirements-dev.txt > .venv/install.log 2>&1 & pip=$$!; \
+	while kill -0 $$pip 2>/dev/null; do sleep 5; \
+	  printf 'setup: %s\n' "$$(grep -E '^(Collecting|Downloading|Installing)' .venv/install.log | tail -n 1 | cut -c1-100)"; done; \
+	wait $$pip || { tail -n 20 .venv/install.log; exit 1; }
 	touch $@
 
 clean:                      ## the demo's data and runs; .venv stays

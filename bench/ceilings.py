@@ -20,15 +20,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from runtime.quantize import scaled_mm
 from runtime.rows import to_line
 
 STRETCHES, STRETCH_S = 10, {"cuda": 0.02, "cpu": 0.001}      # of calls one behind the other
@@ -123,8 +120,7 @@ def _matmul(shape: dict, dtype: str, linear: str, which: str, device: torch.devi
         a = random(M, K, E4M3 if is_forward else E5M2)
         b = random(N, K, E4M3).t()
         one = [torch.ones(size, device=device) for size in (((M, 1), (1, N)) if is_rowwise else ((), ()))]
-        seconds = _time(lambda: torch._scaled_mm(a, b, scale_a=one[0], scale_b=one[1], out_dtype=out,
-                                                 use_fast_accum=is_forward), device)
+        seconds = _time(lambda: scaled_mm(a, one[0], b, one[1], out, is_forward), device)
     return {"M": M, "K": K, "N": N, "ms": seconds * 1e3, "tflops": 2 * M * K * N / seconds / 1e12}
 
 

@@ -23,10 +23,6 @@ import queue
 import sys
 import threading
 import traceback
-from pathlib import Path
-
-if __name__ == "__main__":      # `python bench/cell.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.orders import Cell, is_out_of_memory, one_line
 from bench.subject import Spec

@@ -28,9 +28,6 @@ from typing import ClassVar
 
 import torch
 
-if __name__ == "__main__":      # `python bench/checkpoint.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from eval.options import read_options
 from model import GPT, GPTConfig
 from runtime import optim

@@ -40,9 +40,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-if __name__ == "__main__":      # `python bench/data.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import data_plan, data_scale
 from bench.raw import Raw
 from bench.turns import ratios

@@ -28,9 +28,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-if __name__ == "__main__":      # `python bench/harness.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from eval import task_list
 from eval.options import read_options
 from eval.results import as_json, replace_file

@@ -18,16 +18,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from eval.options import read_options
 from model import GPT
-from runtime import fp8
+from runtime import fp8, fp8_linear
 from runtime.annotations import field_lines
 from runtime.build import COMPUTE_DTYPE
 from runtime.config import ConfigError, apply_overrides, load_config
@@ -148,6 +146,9 @@ def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int
     weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
     buffers = dict(model.named_buffers())
 
+    def on_gpu(a, a_inverse, b, b_inverse, dtype, fast=False):      # traced on CPU tensors, where it would be emulated
+        return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
     def step(h, y, *tensors):
         return torch.func.functional_call(model, dict(zip([*weights, *buffers], tensors, strict=True)), (h, y)).sum()
 
@@ -158,7 +159,8 @@ def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int
     def keep(graph, _):
         passes.append(graph)
         return make_boxed_func(graph)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
+    with (FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)),
+          mock.patch.object(fp8_linear, "scaled_mm", on_gpu)):
         shape = (micro_batch, config.model.n_ctx)
         tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
@@ -175,7 +177,7 @@ def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int
 def _model(config, n_layer: int) -> GPT:
     with torch.device("meta"):
         model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
-    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step)
+    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
     fp8.weights_changed(model)              # FP8 copies that last are made between the steps, not in them
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     return model

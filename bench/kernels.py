@@ -22,9 +22,6 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-if __name__ == "__main__":      # `python bench/kernels.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.turns import in_turns, ratios
 from eval.options import read_options
 from runtime.annotations import field_lines

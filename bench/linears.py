@@ -32,9 +32,6 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-if __name__ == "__main__":      # `python bench/linears.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench.turns import in_turns, ratios
 from eval.options import read_options
 from model import GPT, Linear, RMSNorm
@@ -195,7 +192,7 @@ def _step(cell: Cell, recipe: str, options: Options, x: torch.Tensor, g: torch.T
     nn.init.ones_(piece.norm.weight)
     nn.init.normal_(piece.linear[0].weight, std=cell.K ** -0.5)
     if recipe != "off":
-        fp8.convert(piece.linear, fp8.by_name(recipe))
+        fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
         fp8.weights_changed(piece)      # once, as in a step of many micro-batches
     if options.compile:
         piece.compile(dynamic=False, fullgraph=True)

@@ -21,9 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-if __name__ == "__main__":      # `python bench/roofline.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import evidence, fleet_model, step_model
 from bench.step_model import BUCKETS, CASTS, FP8, Casts, Ceilings, Moved, Shape, Step, shape_of, step
 from bench.suites import MICRO_BATCH, TOKENS_PER_STEP

@@ -9,17 +9,13 @@ micro-step with its compilation. Both starts of a label share a folder of caches
 compiled before nor another label helps. Seconds are this machine's; the ratio of the second start to the first is the result.
 """
 
+import json
 import os
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-
-if __name__ == "__main__":      # `python bench/start_up.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import json
 
 import torch
 

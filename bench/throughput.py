@@ -24,9 +24,6 @@ from typing import ClassVar, Literal
 
 import torch
 
-if __name__ == "__main__":      # `python bench/throughput.py` puts bench/ on sys.path, our modules lie beside it
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from bench import ceilings, loop, suites
 from bench.bookkeeping import Book, run_row
 from bench.children import Child, ChildError

@@ -1,8 +1,6 @@
 """Answer lm-eval's requests with our own model."""
 
 import importlib.metadata
-import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -14,6 +12,7 @@ from eval.ranks import Ranks
 from eval.sample import stream
 from model import GPT, KVCache
 from runtime.annotations import ConfigError
+from runtime.progress import Progress
 from runtime.tokenizer import Tokenizer
 
 # Logits kept at a time, in tokens. A matmul of 128 rows by 50304 hardly uses a CPU's second core (310 us a row), one of 512
@@ -111,11 +110,12 @@ class CheckpointLM(TemplateLM):
         """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
         ranks, own = self.ranks, {}
         mine = range(ranks.rank, len(batch_list), ranks.size)
-        progress = Progress(sum(sizes[i] for i in mine))
+        total, progress = sum(sizes[i] for i in mine), Progress("scored", "sequences", ranks.is_main)
+        progress.show(lambda: (0, 0.0))
         for i in mine:
             own[i] = work(batch_list[i])
-            progress.show(sum(sizes[j] for j in own))
-        progress.close()
+            progress.show(lambda: ((so_far := sum(sizes[j] for j in own)), so_far / total))
+        progress.clear()
         done = {i: answer for answers in ranks.gather(own) for i, answer in answers.items()}
         return [done[i] for i in range(len(batch_list))]
 
@@ -235,21 +235,3 @@ def _cut_at(text: str, until: list[str]) -> str:
     for stop in until:
         text = text.split(stop)[0] if stop else text
     return text
-
-
-class Progress:
-    """One live line on a terminal, nothing elsewhere."""
-
-    def __init__(self, n: int):
-        self.n, self.start, self.shown = n, time.perf_counter(), 0.0
-
-    def show(self, done: int) -> None:
-        now = time.perf_counter()
-        if sys.stderr.isatty() and (now - self.shown > 0.5 or done == self.n):
-            left = (now - self.start) / done * (self.n - done)
-            print(f"\r{done:,} of {self.n:,} sequences scored, {left:.0f} s left ", end="", file=sys.stderr, flush=True)
-            self.shown = now
-
-    def close(self) -> None:
-        if sys.stderr.isatty():
-            print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

@@ -145,7 +145,7 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
         raise ConfigError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, its model {config.model.vocab_size}: they "
                           f"are no pair, put back the tokenizer that the model was trained with")
     model = _load_newest(run_dir, where, getattr(torch, dtype))
-    layers = fp8.convert(model, settings)
+    layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
         if id(p) not in quantised:

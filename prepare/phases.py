@@ -12,9 +12,9 @@ from prepare.assemble import Assembly
 from prepare.job import HASH_STEPS, Job, alone, check_room, check_same, earlier, identity, is_committed, is_complete
 from prepare.parts import Parts
 from prepare.pool import Pool
-from prepare.progress import Progress
 from prepare.source import BadFile, Piece, Source
 from runtime.annotations import ConfigError
+from runtime.progress import Progress
 from runtime.shards import read_index, write_index
 
 SLACK = 1.002                   # more than is asked for, at first: a few documents always turn out to be copies
@@ -62,7 +62,7 @@ def tokenise(source: Source, parts: Parts, pool: Pool, job: Job, target: float |
     """Phase one: one input file after another until the pieces on disk hold `target` tokens. False: none was taken."""
     expected = source.tokens and source.tokens / max(1, len(parts.files))
     who = f"[{job.worker}/{job.workers}] {source.name}" if job.workers > 1 else source.name
-    progress, is_taken = Progress(who, not job.is_quiet), False
+    progress, is_taken = Progress(who, "tokens", not job.is_quiet), False
     while (number := parts.next_file(target, expected, job.worker, job.workers)) is not None:
         is_taken = True
         try:

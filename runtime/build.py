@@ -33,7 +33,7 @@ def build(config: Config, world: World) -> Built:
     with torch.device("meta"):
         model = GPT(config.model, COMPUTE_DTYPE)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
-    layers = fp8.convert(model, config.fp8, loss_scale)
+    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
     counts = model.counts()
     flags = parallel.set_torch_flags(config, world, fp8.by_layer(layers).values())
     if config.parallel.recompute:

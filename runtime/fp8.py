@@ -15,9 +15,9 @@ weight and hence every checkpoint stay as they are. The recipes, as data, are in
 
 All but cscale follow each operand's current largest magnitude (dynamic scaling). torchao computes the first five;
 amax, cscale: Training and inference of large language models using 8-bit floating point (2309.17224). mxfp8 runs on
-Blackwell through torchao; elsewhere its numerics are emulated in BF16. On a CPU the others run through torch's own
-float8 matmul: the numerics are real, the speed is not. fp8.kernels=true computes tensorwise, tensorwise_gw_hp and amax by
-runtime/fp8_linear.py instead: the same roundings, fewer passes over memory.
+Blackwell through torchao; on other GPUs its numerics are emulated in BF16. fp8.kernels=true computes tensorwise,
+tensorwise_gw_hp and amax by runtime/fp8_linear.py instead: the same roundings, fewer passes over memory. On a CPU every recipe
+is emulated: operands rounded to float8, dequantised, multiplied in fp32. The numerics are real, the speed is not.
 """
 
 import contextlib
@@ -129,10 +129,13 @@ def _timings():
         raise ConfigError(str(error)) from error
 
 
-def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0) -> list[Layer]:
+def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str | None = None) -> list[Layer]:
     """Swap the selected Linears of `model` in place; returns the verdict on every Linear. Errors: see select().
 
-    loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it."""
+    loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it.
+    device_type: where the model, still on the meta device perhaps, will run, "cuda" or "cpu"; None = a GPU where there is one.
+    """
+    is_on_cpu = (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu"
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     layers = select(model, config, gpu)
     before = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
@@ -142,14 +145,15 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0) -> lis
     theirs = [layer for layer in layers if layer.recipe and not layer.kernels]
     for name in dict.fromkeys(layer.recipe for layer in theirs):
         chosen = {layer.name for layer in theirs if layer.recipe == name}
-        if name in ("cscale", "mxfp8"):
+        # torchao alone can gather float8; its own emulation then multiplies.
+        if name in ("cscale", "mxfp8") or is_on_cpu and not config.all_gather:
             for layer in chosen:
                 module = model.get_submodule(layer)
                 module.__class__ = QuantisedLinear
                 module.recipe = for_loss_scale(RECIPES[name], loss_scale)
                 module.has_mx = name == "mxfp8" and _has_mx()
         else:
-            _float8().convert_to_float8_training(model, config=_torchao_config(name, config.all_gather),
+            _float8().convert_to_float8_training(model, config=_torchao_config(name, config.all_gather, is_on_cpu),
                                                  module_filter_fn=lambda _, fqn, chosen=chosen: fqn in chosen)
     done = {name for name, module in model.named_modules() if _is_converted(module)}
     chosen = {layer.name for layer in layers if layer.recipe}
@@ -163,18 +167,18 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
     return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
 
 
-def _torchao_config(recipe: str, all_gather: bool = False):
+def _torchao_config(recipe: str, all_gather: bool = False, emulate: bool = False):
     """torchao's words for a recipe; two of ours are its tensorwise with one thing changed."""
     Config, Cast = _float8().Float8LinearConfig, _float8().CastConfig
     if recipe == "amax":
-        return Config(round_scales_to_power_of_2=True)
-    if recipe == "tensorwise_gw_hp":
+        config = Config(round_scales_to_power_of_2=True)
+    elif recipe == "tensorwise_gw_hp":
         off = _float8().config.ScalingType.DISABLED
-        return Config(cast_config_input_for_grad_weight=Cast(scaling_type=off),
-                      cast_config_grad_output_for_grad_weight=Cast(scaling_type=off),
-                      enable_fsdp_float8_all_gather=all_gather)
-    config = Config.from_recipe_name(recipe)
-    return replace(config, enable_fsdp_float8_all_gather=True) if all_gather else config
+        config = Config(cast_config_input_for_grad_weight=Cast(scaling_type=off),
+                        cast_config_grad_output_for_grad_weight=Cast(scaling_type=off))
+    else:
+        config = Config.from_recipe_name(recipe)
+    return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate)
 
 
 def _has_mx() -> bool:
@@ -219,10 +223,10 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     lines.append(f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters, in FP8")
     if recipe == "auto" and not converted:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
-    if recipe == "mxfp8" and not _has_mx():
+    if converted and device_type == "cpu":
+        lines.append("fp8: emulated on this CPU: float8 values multiplied in fp32, real numerics, slower than BF16")
+    elif recipe == "mxfp8" and not _has_mx():
         lines.append("fp8: no MX units here (Blackwell has them): mxfp8 is emulated in BF16, real numerics, slower than BF16")
-    elif converted and device_type == "cpu":
-        lines.append("fp8: this CPU computes the float8 matmuls without FP8 units: real numerics, slower than BF16")
     return lines
 
 

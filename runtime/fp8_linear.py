@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from model import GPT
-from runtime.quantize import E4M3, E5M2, Operand, Recipe, scale_of
+from runtime.quantize import E4M3, E5M2, Operand, Recipe, scale_of, scaled_mm
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 NAMES = {format: name for name, format in FORMATS.items()}
@@ -108,7 +108,7 @@ def _rows(x: torch.Tensor, operand: Operand):
 
 def _multiply(a, a_inverse, bt, b_inverse, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
     """a (m, k), bt (n, k), both row-major -> a bt' (m, n); float8 matmuls want their second operand column-major."""
-    return torch._scaled_mm(a, bt.t(), scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+    return scaled_mm(a, a_inverse, bt.t(), b_inverse, dtype, fast)
 
 
 def _weight_rows(w, copies, recipe: Recipe):

@@ -106,10 +106,24 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
 
 def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
     """What the matmul sees of `x`: fp32 values of its shape, each one that the format holds, divided by the scale."""
+    x = x.float()
     if operand.format is None:
-        return x.float()
+        return x
     scale = scale_of(x, operand, dim)
-    return _cast(x, scale, operand.format).float() / scale
+    return _round(x * scale, operand.format).mul_(scale.reciprocal())
+
+
+def _round(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    """fp32 x, overwritten: saturated, rounded to the nearest value of `format`, ties to even; NaN stays.
+
+    Equal to x.clamp(-largest, largest).to(format).float() bit for bit, which a CPU computes value by value."""
+    largest = torch.finfo(format).max
+    lowest = torch.finfo(format).smallest_normal
+    x.clamp_(-largest, largest)
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=lowest)     # of two, at or below |x|
+    # fp32 keeps 23 bits behind the leading one: of the sum with 1.5 * 2^23 of the format's steps, none below a step.
+    shift = power.mul_(1.5 * 2**23 * torch.finfo(format).eps)
+    return x.add_(shift).sub_(shift)
 
 
 def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
@@ -117,7 +131,19 @@ def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Te
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
-# ------------------------------------------------------------------- Linears for what torchao has no float8 recipe for
+def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
+              fast: bool = False) -> torch.Tensor:
+    """Float8 a (M, K) and b (K, N, column-major), each times what undoes its scale, multiplied: (M, N) of `dtype`.
+
+    On a GPU torch's float8 matmul, with `fast` accumulation or without. On a CPU the dequantised values in fp32: torch's own
+    float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with AMX, hundreds of times slower.
+    """
+    if a.device.type == "cpu":
+        return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
+    return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+# ------------------------------------------------- Linears for CPUs, and for what torchao has no float8 recipe for
 
 class QuantisedLinear(nn.Linear):
     """A Linear without bias whose matmuls follow `recipe`, set by convert(); its weight stays what it was."""
@@ -126,7 +152,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])
-        if self.recipe.input.scaling == "constant":
+        if self.recipe.input.scaling == "constant" and x.is_cuda:
             y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
         elif self.has_mx and x.is_cuda:
             y = _torchao_mx(rows, self.weight)
@@ -143,7 +169,7 @@ class ConstantScaleMatmul(torch.autograd.Function):
         qx, qw = _constant(x, recipe.input), _constant(w, recipe.weight)
         ctx.save_for_backward(qx[0], w)     # w and not its FP8 copy: FSDP frees w between the passes
         ctx.recipe, ctx.dtype = recipe, x.dtype
-        return _scaled_mm(qx, (qw[0].t(), qw[1]), x.dtype, fast=True)
+        return scaled_mm(*qx, qw[0].t(), qw[1], x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
@@ -151,8 +177,8 @@ class ConstantScaleMatmul(torch.autograd.Function):
         recipe = ctx.recipe
         qx, qg = (x, _inverse(recipe.input, x)), _constant(g.contiguous(), recipe.grad)
         qw = _constant(w, recipe.weight_for_input_grad)
-        grad_x = _scaled_mm(qg, (_column_major(qw[0]), qw[1]), ctx.dtype, fast=False)
-        grad_w = _scaled_mm((qg[0].t().contiguous(), qg[1]), (_column_major(qx[0]), qx[1]), ctx.dtype, fast=False)
+        grad_x = scaled_mm(*qg, _column_major(qw[0]), qw[1], ctx.dtype)
+        grad_w = scaled_mm(qg[0].t().contiguous(), qg[1], _column_major(qx[0]), qx[1], ctx.dtype)
         return grad_x, grad_w.to(w.dtype), None
 
 
@@ -168,30 +194,45 @@ def _column_major(x):
     return x.t().contiguous().t()       # what float8 matmuls want of their second operand
 
 
-def _scaled_mm(a, b, dtype, fast: bool):
-    return torch._scaled_mm(a[0], b[0], scale_a=a[1], scale_b=b[1], out_dtype=dtype, use_fast_accum=fast)
-
-
 class EmulatedMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N): operands rounded as the recipe says, multiplied in x's dtype; numerics only.
+    """x (M, K), w (N, K) -> x w' (M, N): operands rounded as the recipe says, then multiplied; numerics only.
 
-    A value of E4M3 times a power of two is exact in BF16, so only sums round, as on real units.
+    On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
+    On a GPU in x's dtype, exact for the power-of-two scales of the one recipe that is emulated there (mxfp8).
     """
 
     @staticmethod
     def forward(ctx, x, w, recipe):
-        ctx.save_for_backward(x, w)
-        ctx.recipe = recipe
-        return fake_quantise(x, recipe.input).to(x.dtype) @ fake_quantise(w, recipe.weight).to(x.dtype).t()
+        qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
+        ctx.reuses_x = _is_same_in_both(recipe.input, recipe.input_for_weight_grad)
+        ctx.reuses_w = _is_same_in_both(recipe.weight, recipe.weight_for_input_grad)
+        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        return (qx @ qw.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
         x, w = ctx.saved_tensors
-        recipe, dtype = ctx.recipe, x.dtype
-        gx = fake_quantise(g, recipe.grad).to(dtype) @ fake_quantise(w, recipe.weight_for_input_grad, 0).to(dtype)
-        gw = (fake_quantise(g, recipe.grad_for_weight_grad, 0).to(dtype).t()
-              @ fake_quantise(x, recipe.input_for_weight_grad, 0).to(dtype))
-        return gx, gw.to(w.dtype), None
+        recipe, dtype = ctx.recipe, ctx.dtype
+        qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
+        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
+        qg = _emulated(g, recipe.grad, dtype)
+        qg_w = qg if _is_same_in_both(recipe.grad, recipe.grad_for_weight_grad) else _emulated(
+            g, recipe.grad_for_weight_grad, dtype, 0)
+        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None
+
+
+def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1) -> torch.Tensor:
+    """What is multiplied: `x` rounded as `operand` says, in fp32 on a CPU; in `dtype` on a GPU and where it stays BF16."""
+    if operand.format is None:
+        return x.to(dtype)
+    q = fake_quantise(x, operand, dim)
+    return q if x.device.type == "cpu" else q.to(dtype)
+
+
+def _is_same_in_both(one: Operand, other: Operand) -> bool:
+    """Whether a tensor's rounding for one matmul serves another that sums over its other axis."""
+    return one == other and one.scaling in ("tensor", "constant")
 
 
 def _torchao_mx(x, w):

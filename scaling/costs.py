@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runtime import metrics
+from runtime.progress import si
 from scaling.grid import placed, state_of, summary_of, tokens_left
 from scaling.study import Row
 
@@ -66,7 +67,7 @@ def table(rows: list[Row], folder: Path, options) -> list[str]:
     lines = [f"{'run':{width}}  {'N':>7} {'tok/N':>5} {'tokens':>7} {'from step':>9} {'FLOPs':>8} {unit:>9}  state"]
     for row, seconds in zip(whole, spent, strict=True):
         about = "" if costs[kind_of(row)].device else "~"
-        lines.append(f"{row.run:{width}}  {_si(row.params_total):>7} {row.tokens_per_param:>5g} {_si(row.tokens):>7} "
+        lines.append(f"{row.run:{width}}  {si(row.params_total):>7} {row.tokens_per_param:>5g} {si(row.tokens):>7} "
                      f"{row.parent_step or '-':>9} {row.own_flops:>8.2e} {about + _time(seconds / scale):>9}  "
                      f"{state_of(row, folder)}")
     own, apart = sum(row.own_flops for row in whole), sum(row.flops for row in rows)
@@ -102,15 +103,10 @@ def _sources(costs: dict[tuple[str, str], Cost], options) -> list[str]:
     if not all(cost.is_start_measured for cost in costs.values()):
         assumed.append(f"{options.start:g} s to start and end a run (start=)")
     return [*([f"~ assumed: {', '.join(assumed)}"] if assumed else []), *(
-        f"measured: {' '.join(kind)} {_si(cost.tok_per_s)} tokens/s on each {cost.device}"
+        f"measured: {' '.join(kind)} {si(cost.tok_per_s)} tokens/s on each {cost.device}"
         + (f", {cost.start_s:.3g} s to start and end ({UNSEEN_S:g} of them assumed)" if cost.is_start_measured else "")
         for kind, cost in costs.items() if cost.device)]
 
 
 def _time(value: float) -> str:
     return "<0.001" if 0 < value < 1e-3 else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
-
-
-def _si(value: float) -> str:
-    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-    return next((f"{value / scale:.3g}{unit}" for scale, unit in units if value >= scale), f"{value:.3g}")

@@ -20,9 +20,6 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
 from scaling.curves import drawn, floor_of, loss_limits, reducible_limits

@@ -18,9 +18,6 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    # `python scaling/fit.py` puts scaling/ on sys.path, tests put the repository root there. Adding the root for the
-    # script alone lets both import the siblings under one name; two names would mean two RecordError classes.
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -16,10 +16,6 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-
-if __name__ == "__main__":      # `python scaling/plan.py` puts scaling/ on sys.path, where it would find no sibling
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 from model import GPT

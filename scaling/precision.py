@@ -18,9 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from scaling.command import read_words, run
 from scaling.equivalence import clusters, fit_trend, judged, read_margin
 from scaling.figures import render, write

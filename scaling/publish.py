@@ -20,9 +20,6 @@ import shutil
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from scaling.command import run
 from scaling.files import RecordError, read_bytes, read_json, read_text, write
 from scaling.records import LAW_FOLDER

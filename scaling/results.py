@@ -9,9 +9,6 @@ command that makes its numbers; what is not there is said to be missing, in one 
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from scaling import gap_tables, results_laws, results_runs, results_tables
 from scaling.command import read_words, run
 from scaling.figures import write

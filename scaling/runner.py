@@ -16,6 +16,7 @@ from runtime.checkpoint import latest, step_of
 from runtime.config import ConfigError
 from scaling.costs import costs_of, kind_of
 from scaling.grid import ENDED, can_lock, has_trained, has_unsaved, placed, state_of, summary_of
+from scaling.progress import StudyProgress
 from scaling.study import ROOT, Row, checkpoint_of
 
 POLL_S = 0.2
@@ -90,53 +91,56 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
     say(f"{len(waiting)} of {len(chosen)} runs to do in {folder}" + (
         f"; {began + options.limit - time.monotonic():.1f} s are left of limit={options.limit:g}" if options.limit else ""))
 
-    while running or (waiting and not asked):
-        while not asked and len(running) < options.jobs and (row := next((r for r in waiting if is_ready(r, folder)), None)):
-            waiting.remove(row)
-            if options.limit and (reason := lacks_time(row, rows, folder, options, began)):
-                late.append(row.run)
-                if len(late) == 1:
-                    say(reason)
-                continue
-            slot = min(set(range(options.jobs)) - {one.slot for one in running.values()})
-            now = placed(row, folder)
-            if started := start(now, folder, options, slot, gpus):
-                running[row] = started
-                say(f"{row.run} {_beginning(row, now, folder)}")
-            else:
-                say(f"{row.run} is being run by another sweep: left to it")
-        if not running:
-            break
-        time.sleep(POLL_S)
-        if options.limit and not asked and time.monotonic() > began + options.limit - max(map(leave_s, running)):
-            asked.append(time.monotonic())
-            passed_on = 1
-            spare(running, rows, folder, options)
-            if leaving := [one for one in running.values() if not one.spared_until]:
+    with StudyProgress(rows, chosen, folder, options) as progress:
+        while running or (waiting and not asked):
+            while not asked and len(running) < options.jobs and (row := next((r for r in waiting if is_ready(r, folder)), None)):
+                waiting.remove(row)
+                if options.limit and (reason := lacks_time(row, rows, folder, options, began)):
+                    late.append(row.run)
+                    if len(late) == 1:
+                        say(reason)
+                    continue
+                slot = min(set(range(options.jobs)) - {one.slot for one in running.values()})
+                now = placed(row, folder)
+                if started := start(now, folder, options, slot, gpus):
+                    running[row] = started
+                    say(f"{row.run} {_beginning(row, now, folder)}")
+                else:
+                    say(f"{row.run} is being run by another sweep: left to it")
+            if not running:
+                break
+            progress.show(list(running))
+            time.sleep(POLL_S)
+            if options.limit and not asked and time.monotonic() > began + options.limit - max(map(leave_s, running)):
+                asked.append(time.monotonic())
+                passed_on = 1
+                spare(running, rows, folder, options)
+                if leaving := [one for one in running.values() if not one.spared_until]:
+                    say("asking the runs to save and leave")
+                for one in leaving:
+                    one.ask()
+            for _ in range(passed_on, passed_on := len(asked)):
                 say("asking the runs to save and leave")
-            for one in leaving:
-                one.ask()
-        for _ in range(passed_on, passed_on := len(asked)):
-            say("asking the runs to save and leave")
+                for one in running.values():
+                    one.ask()
             for one in running.values():
-                one.ask()
-        for one in running.values():
-            if 0 < one.spared_until < time.monotonic():
-                say("asking the runs to save and leave")
-                one.ask()
-        if asked and options.gpus == 1:     # torchrun has a patience of its own, and told twice it would leave its workers behind
-            urge(running, folder)
-        for row, one in list(running.items()):
-            if one.process.poll() is not None:
-                # One asked to leave before it could save has not failed.
-                code = 0 if asked and not one.spared_until else one.process.returncode
-                print(f"{ENDED}{code}", file=one.log, flush=True)
-                one.log.close()
-                del running[row]
-                state = state_of(row, folder)
-                failed += [row.run] if state.startswith("failed") else []
-                loss = f", validation loss {summary['loss_bf16']:.4f}" if (summary := summary_of(row, folder)) else ""
-                say(f"{row.run} {state}{loss} after {time.monotonic() - one.since:.0f} s")
+                if 0 < one.spared_until < time.monotonic():
+                    say("asking the runs to save and leave")
+                    one.ask()
+            if asked and options.gpus == 1:     # torchrun has a patience of its own; told twice, it leaves its workers behind
+                urge(running, folder)
+            for row, one in list(running.items()):
+                if one.process.poll() is not None:
+                    # One asked to leave before it could save has not failed.
+                    code = 0 if asked and not one.spared_until else one.process.returncode
+                    print(f"{ENDED}{code}", file=one.log, flush=True)
+                    one.log.close()
+                    del running[row]
+                    progress.run_ended()
+                    state = state_of(row, folder)
+                    failed += [row.run] if state.startswith("failed") else []
+                    loss = f", validation loss {summary['loss_bf16']:.4f}" if (summary := summary_of(row, folder)) else ""
+                    say(f"{row.run} {state}{loss} after {time.monotonic() - one.since:.0f} s")
     if late[1:]:
         say(f"nor are begun, for the same reason: {', '.join(late[1:])}")
     todo = [row.run for row in chosen if not summary_of(row, folder)]

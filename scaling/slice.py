@@ -29,9 +29,6 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":      # as in fit.py: siblings under one name, from a script as from a test
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from runtime.checkpoint import latest
 from runtime.config import ConfigError, load_config
 from scaling import command

@@ -30,8 +30,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import get_type_hints
 
-if __name__ == "__main__":      # `python scaling/sweep.py` puts scaling/ on sys.path, where it would find no sibling
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
 from runtime import metrics

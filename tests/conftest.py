@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 import train
 from model import GPTConfig
@@ -24,6 +25,7 @@ from runtime.config import (
     OptimConfig,
     ParallelConfig,
 )
+from runtime.quantize import scaled_mm
 from runtime.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +74,15 @@ def tiny(data_dir, tmp_path) -> Config:
         eval=EvalConfig(every=None, tokens=320),
         log=LogConfig(every=1),
     )
+
+
+@pytest.fixture
+def emulated_scaled_mm(monkeypatch):
+    """torchao's Linears as on a GPU, all but the multiplication: torch's own float8 matmul is slow on some CPUs."""
+    def multiply(a, b, scale_a, scale_b, out_dtype=None, use_fast_accum=False, **_):
+        return scaled_mm(a, scale_a, b, scale_b, out_dtype or torch.bfloat16, use_fast_accum)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
 def with_recipe(config: Config, recipe: str, **changes) -> Config:

@@ -17,7 +17,7 @@ from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import fp8, fp8_linear, parallel
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig, ParallelConfig
 from runtime.probe import Probe
-from runtime.quantize import RECIPES, fake_quantise, scale_of
+from runtime.quantize import RECIPES, fake_quantise, scale_of, scaled_mm
 from tests.conftest import ROOT
 from tests.test_fp8 import operands
 
@@ -27,10 +27,11 @@ COPIES = (None, None, None)
 
 
 def linear(w, recipe, kernels, refreshed=True):
+    """A Linear on our kernels, or torchao's, as on a GPU: with emulated_scaled_mm alone it runs here."""
     module = Linear(w.shape[1], w.shape[0])
     module.weight.data.copy_(w)
     holder = torch.nn.Sequential(module)
-    fp8.convert(holder, FP8Config(recipe=recipe, kernels=kernels))
+    fp8.convert(holder, FP8Config(recipe=recipe, kernels=kernels), device_type="cuda")
     if refreshed:
         fp8.weights_changed(holder)
     return holder
@@ -75,7 +76,7 @@ def distance(a, b):
 @pytest.mark.parametrize("refreshed", [True, False])
 @pytest.mark.parametrize("kind", ["random", "graded", "heavy", "zero", "outlier"])
 @pytest.mark.parametrize("recipe", KERNELS)
-def test_every_bit_is_torchaos(recipe, kind, refreshed):
+def test_every_bit_is_torchaos(recipe, kind, refreshed, emulated_scaled_mm):
     """Only that our fp32 weight gradient is not rounded to BF16 in between; rounded, it is theirs."""
     x, w, g = operands(kind)
     ours, theirs = passes(linear(w, recipe, True, refreshed), x, g), passes(linear(w, recipe, False), x, g)
@@ -124,7 +125,7 @@ def test_the_operators_are_sound_for_the_compiler():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["x", "w", "g"])
 @pytest.mark.parametrize("recipe", KERNELS)
-def test_what_is_not_finite_shows_as_it_does_with_torchao(recipe, where, bad):
+def test_what_is_not_finite_shows_as_it_does_with_torchao(recipe, where, bad, emulated_scaled_mm):
     x, w, g = operands("random")
     {"x": x, "w": w, "g": g}[where][5, 7] = bad
     ours, theirs = passes(linear(w, recipe, True), x, g), passes(linear(w, recipe, False), x, g)
@@ -135,14 +136,14 @@ def test_what_is_not_finite_shows_as_it_does_with_torchao(recipe, where, bad):
 
 def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
     """A CPU takes any layout; a GPU wants the second operand column-major, and fast accumulation changes its numbers alone."""
-    calls, real = [], torch._scaled_mm
+    calls = []
 
-    def spy(a, b, **options):
+    def spy(a, a_inverse, b, b_inverse, dtype, fast=False):
         assert a.is_contiguous() and b.t().is_contiguous() and all(n % 16 == 0 for n in (*a.shape, *b.shape))
-        calls.append((a.dtype, b.dtype, options["use_fast_accum"], options["out_dtype"]))
-        return real(a, b, **options)
+        calls.append((a.dtype, b.dtype, fast, dtype))
+        return scaled_mm(a, a_inverse, b, b_inverse, dtype, fast)
 
-    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    monkeypatch.setattr(fp8_linear, "scaled_mm", spy)
     e4m3, e5m2, bf16, fp32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
     want = [(e4m3, e4m3, True, bf16), (e5m2, e4m3, False, bf16), (e5m2, e4m3, False, fp32)]
     for refreshed in (True, False):
@@ -152,7 +153,7 @@ def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
         calls.clear()
 
 
-def test_without_gradients_nothing_is_transposed_and_the_output_is_the_same(monkeypatch):
+def test_without_gradients_nothing_is_transposed_and_the_output_is_the_same(monkeypatch, emulated_scaled_mm):
     x, w, g = operands("graded")
     holder = linear(w, "tensorwise", True)
     y = passes(holder, x, g)[0]
@@ -362,7 +363,7 @@ def kept():
         yield seen
 
 
-def test_bytes_kept_for_the_backward_pass():
+def test_bytes_kept_for_the_backward_pass(emulated_scaled_mm):
     """One Linear, eager: BF16 keeps x, 2 bytes a value, as torchao does; ours the FP8 transpose, 1."""
     x, w, _ = operands("random")
     sizes = {}

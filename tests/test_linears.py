@@ -101,7 +101,8 @@ def test_the_piece_is_differentiated_by_input_and_weights_and_fp8_differs_from_b
 
 def test_rows_of_kernels_are_timed_with_the_weight_quantised_beforehand(capsys, tmp_path, monkeypatch):
     built, convert = [], linears.fp8.convert
-    monkeypatch.setattr(linears.fp8, "convert", lambda module, config: built.append(module) or convert(module, config))
+    monkeypatch.setattr(linears.fp8, "convert",
+                        lambda module, *how, **where: built.append(module) or convert(module, *how, **where))
     out = tmp_path / "cpu.json"
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise+kernels")
     assert code == 0, said

@@ -14,7 +14,7 @@ import torch
 
 import train
 from runtime.metrics import read_rows
-from scaling import runner, sweep
+from scaling import progress, runner, sweep
 from scaling.grid import ENDED, state_of
 from scaling.study import expand
 from tests.conftest import ROOT
@@ -100,6 +100,61 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path
     ran = summaries(tmp_path)
     assert ran["a_bf16_t10_s1"]["began"] < ran["a_bf16_t20_s1"]["ended"]
     assert len(ran) == 2
+
+
+UNDER_WAY = """
+for step in range(1, 9):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": step, "loss": 4 - step / 8, "tok_per_s": 5000.0}) + "\\n")
+    time.sleep(0.05)
+if "t20" in run: time.sleep(0.5)
+finish()"""
+
+
+def test_a_study_tells_how_far_it_is_a_line_a_minute(fake, monkeypatch):
+    monkeypatch.setattr(progress, "LOG_S", 0.3)
+    code, told = fake(UNDER_WAY, "jobs=2", "only=a_*,b_bf16_t20*")
+    assert code == 0, told
+    lines = [line for line in told.splitlines() if "runs done" in line]
+    assert len(lines) >= 2 and "0 of 3 runs done" in lines[0]
+    last = next(line for line in lines if "8 / " in line)
+    assert re.search(r"\d of 3 runs done, \d+ \w+.* left, until \d\d:\d\d; "
+                     r"a_bf16_t\d0_s1 8 / \d+, loss 3.000, 5k tokens/s, \d+ \w.* left", last), last
+
+
+def test_on_a_terminal_the_runs_under_way_are_a_table_below_the_lines(fake, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")      # what a terminal says of itself
+    monkeypatch.setattr(progress, "LIVE_S", 0.1)
+    code, told = fake(UNDER_WAY, "only=a_*")
+    assert code == 0, told
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told)
+    assert re.search(r"run +step +loss +tokens/s +left", shown)
+    assert re.search(r"a_bf16_t20_s1 +8 / \d+ +3\.000 +5k +\d+ \w", shown)
+    assert "1 of 2 runs done" in shown and "a_bf16_t10_s1 starts from step" in shown
+
+
+def test_what_is_left_counts_every_run_at_the_speed_of_its_kind(tiny, tmp_path):
+    """Two of four runs are left, one under way: its own speed; the other's from the FLOPs of the kind that is nearest."""
+    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, budgets=(20,), recipes=("bf16", "tensorwise"))))
+    folder = tmp_path / "out"
+    by_name = {row.run: row for row in rows}
+    for run in ("a_bf16_t20_s1", "a_tensorwise_t20_s1"):
+        (folder / run).mkdir(parents=True)
+        (folder / run / "summary.json").write_text(json.dumps({
+            "status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "d",
+            "wall_s": 7 + by_name[run].tokens / 1000}))        # 7 s to start and end, and 5 that no summary tells
+    row, other = by_name["b_bf16_t20_s1"], by_name["b_tensorwise_t20_s1"]
+    (folder / row.run).mkdir()
+    (folder / row.run / "metrics.jsonl").write_text("".join(
+        json.dumps({"kind": "train", "step": step, "loss": 2.0, "tok_per_s": 500.0}) + "\n" for step in range(1, 11)) + '{"cut')
+    options = sweep.Options(study="s", jobs=1)
+    with progress.StudyProgress(rows, rows, folder, options) as shown:
+        left, share = shown._left({row.run: progress._State(row, folder)})
+    here = (row.steps - 10) * row.tokens_per_step
+    speed = 1000 * by_name["a_tensorwise_t20_s1"].flops_per_token / other.flops_per_token
+    assert left == pytest.approx(here / 500 + 12 + other.tokens / speed)
+    flops = sum(r.flops for r in rows)
+    assert share == pytest.approx(1 - (here * row.flops_per_token + other.flops) / flops)
 
 
 def test_a_limit_has_the_runs_save_and_leave(fake, tmp_path):

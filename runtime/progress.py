@@ -1,0 +1,66 @@
+"""Tell how far a long piece of work has come: one live line on a terminal, a line a minute in a log."""
+
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn
+from rich.progress import Progress as Bar
+
+LIVE_S, LOG_S = 0.5, 60.0       # between two looks
+
+
+class Progress:
+    """`name` and its `unit`, such as "tokens"; written to stderr. Nothing is shown where the work takes less than an interval."""
+
+    def __init__(self, name: str, unit: str, is_shown: bool = True):
+        self._name, self._unit, self._is_shown = name, unit, is_shown
+        self._console = Console(stderr=True)
+        self._began = self._looked = time.monotonic()
+        self._first: tuple[float, float] | None = None
+        self._bar: Bar | None = None
+
+    def show(self, state: Callable[[], tuple[float, float]]) -> None:
+        """`state` gives the units so far and the share of the work that is done, 0 to 1; asked only when a line is due."""
+        now, is_live = time.monotonic(), self._console.is_terminal
+        if not self._is_shown or (self._first and now - self._looked < (LIVE_S if is_live else LOG_S)):
+            return
+        self._looked = now
+        units, share = state()
+        if self._first is None:     # what lay there at the start is no speed of this run
+            self._first, self._began = (units, share), now
+            return
+        seconds, gained = now - self._began, share - self._first[1]
+        told = f"{si(units)} {self._unit}, {si((units - self._first[0]) / seconds)}/s"
+        if gained > 0:
+            told += f", {duration(seconds * (1 - share) / gained)} left"
+        if not is_live:
+            self._console.print(f"{self._name}: {share:.0%}, {told}", highlight=False, soft_wrap=True)
+            return
+        if self._bar is None:
+            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[told]}")
+            self._bar = Bar(*columns, console=self._console, transient=True, auto_refresh=False)
+            self._bar.add_task(self._name, total=1.0, told="")
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=share, told=told, refresh=True)
+
+    def clear(self) -> None:
+        """Take the live line away, for something else to be printed or at the end."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def duration(seconds: float) -> str:
+    """"45 s", "3 min 20 s", "5 h 07 min"."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {s:02d} s" if minutes else f"{s} s"
+
+
+def si(value: float) -> str:
+    """Three digits and k, M, B or T."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
