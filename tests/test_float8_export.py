@@ -35,7 +35,7 @@ def near(a, b):
 
 @torch.no_grad()
 @pytest.mark.parametrize("recipe, several", [("tensorwise", False), ("rowwise", True)])
-def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, recipe, several):
+def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, recipe, several, emulated_scaled_mm):
     monkeypatch.setattr(export, "FILE_BYTES", 60_000 if several else 10**9)
     fp8 = FP8Config(recipe=recipe, skip=("layers.1.attn.out",))
     config, ours = write_run(tmp_path / "run", fp8=fp8, n_kv_head=2, n_layer=2)
