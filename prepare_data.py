@@ -53,7 +53,7 @@ from prepare.options import KEYS, Options, read_options
 from prepare.parts import begun
 from prepare.phases import Unfinished, prepare
 from prepare.source import BadFile, Batch, Source, batches
-from runtime.annotations import ConfigError, nearest
+from runtime.cli import UserError, nearest
 from runtime.shards import read_index
 from runtime.tokenizer import clean, load_tokenizer
 
@@ -82,10 +82,10 @@ def demo_sources() -> list[Source]:
 
 
 def local_source(paths: list[str], options: Options) -> Source:
-    """Raises ConfigError: no name, no files, a missing file or one of another kind."""
+    """Raises UserError: no name, no files, a missing file or one of another kind."""
     name = _folder_name(options.name or "")
     if not paths:
-        raise ConfigError("no file is named: python prepare_data.py local FILE... name=mydata")
+        raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
     columns = PAIR if options.instruct else (options.column,)
     files = local_files(paths, *columns)
     stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
@@ -107,25 +107,25 @@ def _revision(folder: Path, dataset: str) -> str | None:
     try:
         found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder / "parts") or {}
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     return found["revision"] if found.get("dataset") == dataset else None
 
 
 def named_sources(names: list[str], options: Options) -> list[Source]:
-    """Values of configs/sources.py; one alone may get another name. Raises ConfigError for a name that is not there."""
+    """Values of configs/sources.py; one alone may get another name. Raises UserError for a name that is not there."""
     for name in names:
         if name not in SOURCES or names.count(name) > 1:
-            raise ConfigError(f"{name} is named twice" if name in SOURCES else
+            raise UserError(f"{name} is named twice" if name in SOURCES else
                               f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
                               f"commands of their own")
     if options.name and len(names) > 1:
-        raise ConfigError(f"name={options.name} can name one source, not {len(names)}")
+        raise UserError(f"name={options.name} can name one source, not {len(names)}")
     return [hub.hub_source(_folder_name(options.name or name), SOURCES[name]) for name in names]
 
 
 def _folder_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise ConfigError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as name=mydata")
+        raise UserError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as name=mydata")
     return name
 
 
@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> int:
         getattr(stream, "reconfigure", dict)(errors="backslashreplace")
     try:
         return _run(arguments)
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except Unfinished as error:
@@ -171,14 +171,14 @@ def _stop(*_) -> None:
 def _run(arguments: list[str]) -> int:
     words = [word for word in arguments if "=" not in word]
     if arguments and not words:
-        raise ConfigError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
+        raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
     command = (words[0] if words else "help").removeprefix("--")
     if command in ("help", "-h"):
         print(__doc__)
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:
-        raise ConfigError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
+        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
     first = arguments.index(words[0])
     options, words = read_options(kind, arguments[:first] + arguments[first + 1:])
     if kind == "show":
@@ -195,7 +195,7 @@ def _run(arguments: list[str]) -> int:
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
     if kind in ("demo", "installed", "hf") and words:
-        raise ConfigError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
+        raise UserError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
                                                                 ": it reads what is installed; your files are for `local`"))
     job = _job(options)     # what is wrong with the options is told before any server is asked
     load_backend(job.tokenizer.name, job.backend)
@@ -210,13 +210,13 @@ def _check_sources(names: list[str]) -> int:
     code = 0
     for name in names:
         if name not in SOURCES:
-            raise ConfigError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
+            raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
         try:
             for line in hub.check(name, SOURCES[name]):
                 print(line, flush=True)
-        except (ConfigError, OSError, BadFile) as error:
+        except (UserError, OSError, BadFile) as error:
             print(f"{name}: {error}", file=sys.stderr)
-            code = 2 if isinstance(error, ConfigError) else max(code, 1)
+            code = 2 if isinstance(error, UserError) else max(code, 1)
     return code
 
 
@@ -224,7 +224,7 @@ def _job(options: Options) -> Job:
     try:
         tokenizer = load_tokenizer(options.tokenizer)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     worker, workers = _worker(options.worker)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = options.processes or max(1, cores // (_from_torchrun("LOCAL_WORLD_SIZE") or 1))
@@ -241,7 +241,7 @@ def _worker(text: str | None) -> tuple[int, int]:
         return (1, 1) if rank is None or size is None else (rank + 1, size)
     worker, slash, workers = text.partition("/")
     if not (worker + workers).isascii() or not (worker.isdigit() and workers.isdigit() and 1 <= int(worker) <= int(workers)):
-        raise ConfigError(f"worker={text!r} must be this one's number, from 1, and how many there are, such as worker=3/16")
+        raise UserError(f"worker={text!r} must be this one's number, from 1, and how many there are, such as worker=3/16")
     return int(worker), int(workers)
 
 
@@ -258,7 +258,7 @@ def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
     weights = {name: MIXTURE.get(name) for name in names} if len(names) > 1 else {names[0]: 1.0}
     for name, weight in weights.items():
         if weight is None:
-            raise ConfigError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
+            raise UserError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
     return {name: max(1, round(tokens * weight / sum(weights.values()))) for name, weight in weights.items()}
 
 

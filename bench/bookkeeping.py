@@ -15,7 +15,7 @@ import torch
 from bench.clocks import describe_gpu
 from bench.journal import Journal
 from bench.suites import Cell
-from runtime.metrics import environment, peak_flops
+from runtime.log import environment, peak_flops
 
 NEW, FAILED, DONE = "new", "failed", "done"
 

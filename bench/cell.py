@@ -13,7 +13,7 @@ are timed in turns; between two orders one holds its weights alone: gradients, m
     {"do": "close"}
 
 label: bf16, bf16_eager, or a recipe of fp8.recipe with +kernels (fp8.kernels=true) or +head (fp8.head=true). The model is that
-of configs/gpt<size>_bf16.py with the keys of "model" changed, built by runtime/build.py as train.py builds it; with "peer"
+of configs/gpt<size>_bf16.py with the keys of "model" changed, built by runtime/parallel.py as train.py builds it; with "peer"
 it is bench/peers.py's. What is not timed here: reading data, the step's one host read, logs (bench/throughput.py's loop row).
 """
 
@@ -26,7 +26,7 @@ import traceback
 
 from bench.orders import Cell, is_out_of_memory, one_line
 from bench.subject import Spec
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from runtime.rows import to_line
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:
         traceback.print_exc()       # to stderr: the caller's log
         _say(answers, {"ok": False, "error": one_line(error), "oom": is_out_of_memory(error)})
-        return 2 if isinstance(error, ConfigError) else 1
+        return 2 if isinstance(error, UserError) else 1
 
 
 def _take_stdout():
@@ -86,7 +86,7 @@ def _spec(text: str) -> Spec:
     try:
         return Spec(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{text!r} is no cell: one JSON object with size, label, T, micro_batch, tokens_per_step ({error})"
+        raise UserError(f"{text!r} is no cell: one JSON object with size, label, T, micro_batch, tokens_per_step ({error})"
                           ) from error
 
 

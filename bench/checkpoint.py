@@ -31,10 +31,10 @@ import torch
 from eval.options import read_options
 from model import GPT, GPTConfig
 from runtime import optim
-from runtime.checkpoint import CheckpointError, load, newest_good
-from runtime.config import CheckpointConfig, Config, ConfigError, DataConfig
+from runtime.checkpoint import Saver, load, newest_good
+from runtime.cli import MachineError, UserError
+from runtime.config import CheckpointConfig, Config, DataConfig
 from runtime.parallel import World
-from runtime.saver import Saver
 
 HEAD = 64                       # channels a head; a model of width d has d / 64 blocks, as the ladder's have
 COMPUTE_DTYPE = torch.bfloat16
@@ -119,29 +119,29 @@ def main(arguments: list[str]) -> int:
     try:
         options = read_options(Options, arguments)
         if not (1e5 <= options.params <= 1e12 and options.tokens >= 1 and options.repeats >= 1):
-            raise ConfigError("params must lie between 1e5 and 1e12, tokens and repeats must be 1 or more")
+            raise UserError("params must lie between 1e5 and 1e12, tokens and repeats must be 1 or more")
         try:
             Path(options.out).mkdir(parents=True)
         except FileExistsError as error:
-            raise ConfigError(f"out={options.out} exists already: name a folder that can be made and removed") from error
+            raise UserError(f"out={options.out} exists already: name a folder that can be made and removed") from error
         except OSError as error:
-            raise ConfigError(f"out={options.out} cannot be made ({error.strerror}): name a folder on the disk to be measured, "
+            raise UserError(f"out={options.out} cannot be made ({error.strerror}): name a folder on the disk to be measured, "
                               f"which can be made and removed") from error
         try:
             bench(options)
         finally:
             shutil.rmtree(options.out, ignore_errors=True)
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/checkpoint.py: {error}", file=sys.stderr)
         return 2
-    except (CheckpointError, OSError) as error:
+    except (MachineError, OSError) as error:
         print(f"bench/checkpoint.py: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def bench(options: Options) -> None:
-    """Print the table. Raises CheckpointError where a save fails."""
+    """Print the table. Raises MachineError where a save fails."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     path = Path(options.out)
     config = Config(run=path.name, out=str(path.parent), steps=1, model=model_of(options.params, options.tokens),

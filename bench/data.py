@@ -45,8 +45,8 @@ from bench.raw import Raw
 from bench.turns import ratios
 from eval.options import read_options
 from prepare import harvest
-from runtime.config import ConfigError
-from runtime.metrics import device_name, write_atomically
+from runtime.cli import UserError
+from runtime.log import device_name, write_atomically
 from runtime.shards import read_index
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -78,21 +78,21 @@ def main(arguments: list[str]) -> int:
         options = read_options(Options, arguments)
         if not (options.mb >= 3 and min(options.processes, default=0) >= 1 and options.repeats >= 1 and options.scale >= 2e7
                 and options.backend and options.cores >= 1):
-            raise ConfigError("mb must be 3 or more, scale 2e7, processes, repeats and cores 1, backend at least one name")
+            raise UserError("mb must be 3 or more, scale 2e7, processes, repeats and cores 1, backend at least one name")
         if not Path("/proc/self/stat").exists():
-            raise ConfigError("bench/data.py reads memory and CPU time from /proc: run it on Linux")
+            raise UserError("bench/data.py reads memory and CPU time from /proc: run it on Linux")
         folder = Path(options.folder)
         try:
             folder.mkdir(parents=True)
         except OSError as error:
-            raise ConfigError(f"folder={folder} cannot be made ({error.strerror}): it must not exist and is removed") from error
+            raise UserError(f"folder={folder} cannot be made ({error.strerror}): it must not exist and is removed") from error
         try:
             results = bench(options, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if options.out:
             write_atomically(Path(options.out), json.dumps(results, indent=1).encode())
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/data.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -107,7 +107,7 @@ def bench(options: Options, folder: Path) -> dict:
     for name in set(options.backend) - set(backends):
         print(f"{name} is not installed and left out: pip install {name}")
     if not backends:
-        raise ConfigError("none of backend= is there: add tiktoken to it")
+        raise UserError("none of backend= is there: add tiktoken to it")
     results = {"machine": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores", "python": sys.version.split()[0],
                "packages": {name: _version(name) for name in ("numpy", "tiktoken", "gigatoken", "pyarrow", "datasets")}}
     print(json.dumps(results))

@@ -32,7 +32,7 @@ from eval import task_list
 from eval.options import read_options
 from eval.results import as_json, replace_file
 from eval.task_data import reading
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> int:
             record = bench(options, Path(scratch))
         if options.out:
             replace_file(Path(options.out), as_json(record))
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bench(options: Options, scratch: Path) -> dict:
-    """Run both commands in turns; {"wall_s", "cpu_s", "ratio", "scores", ..}. Raises ConfigError where scores differ."""
+    """Run both commands in turns; {"wall_s", "cpu_s", "ratio", "scores", ..}. Raises UserError where scores differ."""
     run = Path(options.run) if options.run else random_run(scratch / "random")
     names = task_list.expand(options.tasks)
     _call(["-m", "eval.export", str(run), str(scratch / "export"), "dtype=fp32"], options)
@@ -118,19 +118,19 @@ def random_run(folder: Path) -> Path:
     checkpoint = folder / "checkpoints" / "step_00000000"
     checkpoint.mkdir(parents=True)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    write_checkpoint(checkpoint, config, weights, {"updates": 0, "moved_on": 0})
+    write_checkpoint(checkpoint, config, weights, {})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return folder
 
 
 def _call(command: list[str], options: Options) -> tuple[float, float]:
-    """Seconds of `python command`: on the clock, and of all processors. Raises ConfigError where it fails."""
+    """Seconds of `python command`: on the clock, and of all processors. Raises UserError where it fails."""
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
     settings = {**os.environ, **offline, "OMP_NUM_THREADS": str(options.threads), "TOKENIZERS_PARALLELISM": "false"}
     started, before = time.perf_counter(), _cpu_s()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, env=settings)
     if done.returncode:
-        raise ConfigError(f"`python {' '.join(command)}` failed:\n{done.stderr[-2000:]}")
+        raise UserError(f"`python {' '.join(command)}` failed:\n{done.stderr[-2000:]}")
     return time.perf_counter() - started, _cpu_s() - before
 
 
@@ -141,13 +141,13 @@ def _cpu_s() -> float:
 
 
 def _compare(ours: dict, theirs: dict) -> dict[str, float]:
-    """{"piqa acc": ..}, of every metric that both report. Raises ConfigError where one differs."""
+    """{"piqa acc": ..}, of every metric that both report. Raises UserError where one differs."""
     scores = {}
     for task, row in ours.items():
         for metric in (key for key in row if f"{key}_se" in row):
             other = theirs[task][f"{metric},none"]
             if abs(row[metric] - other) > (0 if metric.startswith("acc") else 1e-5 * abs(other)):
-                raise ConfigError(f"{task} {metric}: eval.harness has {row[metric]}, lm_eval --model hf has {other}")
+                raise UserError(f"{task} {metric}: eval.harness has {row[metric]}, lm_eval --model hf has {other}")
             scores[f"{task} {metric}"] = row[metric]
     return scores
 

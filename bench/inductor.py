@@ -26,9 +26,9 @@ import torch.nn.functional as F
 from eval.options import read_options
 from model import GPT
 from runtime import fp8, fp8_linear
-from runtime.annotations import field_lines
-from runtime.build import COMPUTE_DTYPE
-from runtime.config import ConfigError, apply_overrides, load_config
+from runtime.cli import UserError, field_lines
+from runtime.config import apply_overrides, load_config
+from runtime.parallel import COMPUTE_DTYPE
 from runtime.rows import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ class Options:
     def __post_init__(self):
         for name in ("micro_batch", "context", "layers"):
             if (value := getattr(self, name)) is not None and not 1 <= value <= 2**20:
-                raise ConfigError(f"{name}={value} must be between 1 and {2**20}")
+                raise UserError(f"{name}={value} must be between 1 and {2**20}")
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> int:
         pretend_h100()
         depth = options.layers or config.model.n_layer
         plans = {n: read_step(config, n, options.micro_batch) for n in ({depth} if options.layers else {1, 2})}
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/inductor.py: {error}", file=sys.stderr)
         return 2
     tokens = options.micro_batch * options.context
@@ -133,7 +133,7 @@ def totals(kernels: list[Kernel]) -> dict[str, int]:
 def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int]:
     """The kernels of one micro-batch through `n_layer` blocks, head and loss; the bytes kept between the two passes.
 
-    pretend_h100() must have been called. Raises ConfigError where fp8 cannot be had."""
+    pretend_h100() must have been called. Raises UserError where fp8 cannot be had."""
     import torch._inductor.config as inductor
     from torch._functorch.aot_autograd import aot_function, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -178,7 +178,7 @@ def _model(config, n_layer: int) -> GPT:
     with torch.device("meta"):
         model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    fp8.weights_changed(model)              # FP8 copies that last are made between the steps, not in them
+    fp8.refresh_fp8_weights(model)              # FP8 copies that last are made between the steps, not in them
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     return model
 
@@ -255,7 +255,7 @@ def pretend_h100() -> None:
         import triton
         from triton.backends.compiler import GPUTarget
     except ImportError as error:
-        raise ConfigError("reading the compiler's kernels needs Triton: pip install triton") from error
+        raise UserError("reading the compiler's kernels needs Triton: pip install triton") from error
 
     inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
     joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers

@@ -8,26 +8,26 @@ import fcntl
 import os
 from pathlib import Path
 
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from runtime.rows import parse, to_line
 
 
 class Journal:
-    """The rows of `path`, which is made where there is none. Raises ConfigError where it cannot be a journal of ours."""
+    """The rows of `path`, which is made where there is none. Raises UserError where it cannot be a journal of ours."""
 
     def __init__(self, path: Path):
         if path.suffix != ".jsonl":
-            raise ConfigError(f"out={path} must end in .jsonl: it gets one JSON object a line")
+            raise UserError(f"out={path} must end in .jsonl: it gets one JSON object a line")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(path, "a+b", buffering=0)     # noqa: SIM115 - close() ends it
         except OSError as error:
-            raise ConfigError(f"out={path} cannot be written: {error.strerror}; give another file") from error
+            raise UserError(f"out={path} cannot be written: {error.strerror}; give another file") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             self._file.close()
-            raise ConfigError(f"out={path} is being written by another call: wait for its end, or give another file") from error
+            raise UserError(f"out={path} is being written by another call: wait for its end, or give another file") from error
         self.path = path
         self._file.seek(0)
         content = self._file.readall()

@@ -24,9 +24,8 @@ import torch
 
 from bench.turns import in_turns, ratios
 from eval.options import read_options
-from runtime.annotations import field_lines
-from runtime.config import ConfigError
-from runtime.metrics import environment, write_atomically
+from runtime.cli import UserError, field_lines
+from runtime.log import environment, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,9 +44,9 @@ class Options:
     def __post_init__(self):
         for name, value in (("repeats", self.repeats), ("budget", self.budget)):
             if value is not None and not 1 <= value <= 2**20:
-                raise ConfigError(f"{name}={value} must be between 1 and {2**20}")
+                raise UserError(f"{name}={value} must be between 1 and {2**20}")
         if self.out is not None and not Path(self.out).parent.is_dir():
-            raise ConfigError(f"out={self.out} must lie in a folder that exists")
+            raise UserError(f"out={self.out} must lie in a folder that exists")
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,7 @@ def main(arguments: list[str]) -> int:
             os.environ["TRITON_INTERPRET"] = "1"        # read when the kernels are defined, hence the late import
         from runtime import fp8_kernels
         return bench(options, fp8_kernels, device)
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/kernels.py: {error}", file=sys.stderr)
         return 2
     except (ImportError, OSError) as error:

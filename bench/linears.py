@@ -36,9 +36,9 @@ from bench.turns import in_turns, ratios
 from eval.options import read_options
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.annotations import field_lines, nearest
-from runtime.config import ConfigError, FP8Config, load_config
-from runtime.metrics import environment, read_rows, write_atomically
+from runtime.cli import UserError, field_lines, nearest
+from runtime.config import FP8Config, load_config
+from runtime.log import environment, read_rows, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,9 +58,9 @@ class Options:
     def __post_init__(self):
         for name, value, low in (("tokens", self.tokens, 16), ("repeats", self.repeats, 1), ("budget", self.budget, 1)):
             if value is not None and not low <= value <= 2**24:
-                raise ConfigError(f"{name}={value} must be between {low} and {2**24}")
+                raise UserError(f"{name}={value} must be between {low} and {2**24}")
         if self.tokens % 16:
-            raise ConfigError(f"tokens={self.tokens} must be a multiple of 16: FP8 matmuls need it for the weight gradient")
+            raise UserError(f"tokens={self.tokens} must be a multiple of 16: FP8 matmuls need it for the weight gradient")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
         return 0
     try:
         return bench(read_options(Options, arguments), shlex.join(["python", "bench/linears.py", *arguments]))
-    except (ConfigError, speed.SpeedError) as error:
+    except (UserError, speed.UserError) as error:
         print(f"bench/linears.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -102,7 +102,7 @@ def main(arguments: list[str]) -> int:
 
 
 def bench(options: Options, command: str) -> int:
-    """Time what the table lacks, then write it; returns the exit code. Raises ConfigError or SpeedError."""
+    """Time what the table lacks, then write it; returns the exit code. Raises UserError or UserError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = ROOT / options.out        # an absolute one stays as it is
     _check_place(options, out, device)
@@ -114,7 +114,7 @@ def bench(options: Options, command: str) -> int:
     old = table["gpus"].get(gpu)
     if old and (differs := [key for key in setup if old[key] != setup[key]]):
         key = differs[0]
-        raise ConfigError(f"{options.out} holds rows of this GPU with {key} {old[key]}, here it is {setup[key]}: rows of two "
+        raise UserError(f"{options.out} holds rows of this GPU with {key} {old[key]}, here it is {setup[key]}: rows of two "
                           f"setups do not mix; give out=ANOTHER.json, or take gpus[{gpu!r}] out of the file to time anew")
 
     journal = out.with_suffix(".jsonl")
@@ -193,7 +193,7 @@ def _step(cell: Cell, recipe: str, options: Options, x: torch.Tensor, g: torch.T
     nn.init.normal_(piece.linear[0].weight, std=cell.K ** -0.5)
     if recipe != "off":
         fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-        fp8.weights_changed(piece)      # once, as in a step of many micro-batches
+        fp8.refresh_fp8_weights(piece)      # once, as in a step of many micro-batches
     if options.compile:
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
@@ -217,7 +217,7 @@ def _shapes(options: Options) -> list[tuple[int, int]]:
     for text in options.shapes:
         pair = re.fullmatch(r"([1-9]\d{0,7})x([1-9]\d{0,7})", text)
         if not pair or any(int(n) % 16 for n in pair.groups()):
-            raise ConfigError(f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as 2048x11264")
+            raise UserError(f"shapes={text!r} is no shape: write inputs x outputs, both multiples of 16, as 2048x11264")
         shapes.append((int(pair[1]), int(pair[2])))
     return list(dict.fromkeys(shapes)) or shapes_of_configs()
 
@@ -229,11 +229,11 @@ def _recipes(options: Options, device: torch.device) -> list[str]:
     recipes = []
     for recipe in dict.fromkeys(options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES):
         if recipe not in known:
-            raise ConfigError(f"recipes={recipe!r} is no FP8 recipe{nearest(recipe, known)}")
+            raise UserError(f"recipes={recipe!r} is no FP8 recipe{nearest(recipe, known)}")
         try:
             fp8.check_hardware(fp8.by_name(recipe), device)
             recipes.append(recipe)
-        except ConfigError as error:
+        except UserError as error:
             if options.recipes:
                 raise
             print(f"{recipe} left out: {error}")
@@ -243,14 +243,14 @@ def _recipes(options: Options, device: torch.device) -> list[str]:
 # ----------------------------------------------------------------------------------------------------------- the table
 
 def _check_place(options: Options, out: Path, device: torch.device) -> None:
-    """Raise ConfigError where the rows must not, or cannot, go to `out`."""
+    """Raise UserError where the rows must not, or cannot, go to `out`."""
     if device.type == "cpu" and out.resolve() == speed.SHIPPED:
-        raise ConfigError(f"a CPU's timings say nothing about a GPU and stay out of {options.out}: run this on a GPU, or give "
+        raise UserError(f"a CPU's timings say nothing about a GPU and stay out of {options.out}: run this on a GPU, or give "
                           f"out=ANOTHER.json to rehearse")
     if device.type == "cuda" and not options.compile:
-        raise ConfigError("compile=false is for rehearsals on a CPU: uncompiled FP8 is several times slower than in training")
+        raise UserError("compile=false is for rehearsals on a CPU: uncompiled FP8 is several times slower than in training")
     if out.suffix != ".json" or not out.parent.is_dir():
-        raise ConfigError(f"out={options.out} must be a .json file in a folder that exists")
+        raise UserError(f"out={options.out} must be a .json file in a folder that exists")
 
 
 def _raw_table(out: Path) -> dict:

@@ -16,7 +16,7 @@ from bench import compiled
 from bench.buckets import ProfilerError, bucket_of, sums, trace
 from bench.subject import Spec, Subject, build_ours, config_of, gradient_norms, tokens_like_text
 from runtime import fp8
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 WARM_UP = 3             # micro-steps after the one that compiles
 UPDATES = 5             # timed by the order "optimizer"
@@ -38,7 +38,7 @@ class Cell:
     def __init__(self, spec: Spec):
         began, import_s = time.perf_counter(), _age_s()
         if spec.device == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device=cuda: torch sees no GPU here; give device=cpu to rehearse")
+            raise UserError("device=cuda: torch sees no GPU here; give device=cpu to rehearse")
         self.spec, self.device = spec, torch.device("cuda", 0) if spec.device == "cuda" else torch.device(spec.device)
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu:
@@ -82,11 +82,11 @@ class Cell:
     # ------------------------------------------------------------------------------------------------------- orders
 
     def obey(self, order: dict) -> dict:
-        """The answer to an order other than close. Raises ConfigError for one that does not exist."""
+        """The answer to an order other than close. Raises UserError for one that does not exist."""
         began = time.perf_counter()
         acts = {"turn": self.turn, "optimizer": self.optimizer, "sanity": self.sanity, "profile": self.profile}
         if order.get("do") not in acts:
-            raise ConfigError(f"do={order.get('do')!r} is no order: there are {', '.join(acts)} and close")
+            raise UserError(f"do={order.get('do')!r} is no order: there are {', '.join(acts)} and close")
         answer = acts[order["do"]](**{key: value for key, value in order.items() if key != "do"})
         self._release()
         return {**answer, "wall_s": time.perf_counter() - began, "recompiles": compiled.graphs() - self.graphs}
@@ -106,7 +106,7 @@ class Cell:
         rising rate; gradients count as if every micro-batch of a step were one of these. The first gradients' norms by kind."""
         parts, rest = divmod(sequences or self.spec.micro_batch, self.spec.micro_batch)
         if rest or not parts:
-            raise ConfigError(f"sequences={sequences} is no multiple of micro_batch={self.spec.micro_batch}")
+            raise UserError(f"sequences={sequences} is no multiple of micro_batch={self.spec.micro_batch}")
         losses, norms = self._patiently(lambda: self._learn(steps, self._batches(parts)), tries=3)
         return {"losses": losses, "gradient_norms": norms}
 
@@ -202,7 +202,7 @@ class Cell:
                 for p, value in zip(subject.model.parameters(), kept, strict=True):
                     p.copy_(value)
             if self.spec.peer is None:
-                fp8.weights_changed(subject.model)
+                fp8.refresh_fp8_weights(subject.model)
 
     def _compile(self) -> float:
         """Seconds of the first micro-step, without the pauses where others held the memory that it needs."""

@@ -34,8 +34,7 @@ import torch
 import torch.nn as nn
 
 from bench.subject import Subject
-from runtime.annotations import nearest
-from runtime.config import ConfigError
+from runtime.cli import UserError, nearest
 
 NAMES = ("nanogpt", "nanochat_bf16", "nanochat_fp8")
 # Sizes in the peers' own words. nanochat's depth d has width 64 d, rounded up to heads of 128.
@@ -73,19 +72,19 @@ WRITTEN_FOR = {"nanogpt": ("3adf61e", "7c01703240dbec5d554527dc666e35b3df8391d0b
 def check(name: str, folder: str) -> str:
     """What the checkout in `folder` is, in words, read without running it.
 
-    Raises ConfigError for an unknown name, and where the folder is no checkout or of a version that lacks what is used here."""
+    Raises UserError for an unknown name, and where the folder is no checkout or of a version that lacks what is used here."""
     peer = _peer(name)
     root = Path(folder).expanduser()
     for file, needed in USED[peer].items():
         if not (root / file).is_file():
-            raise ConfigError(f"{peer}={folder} is no checkout of {peer}: it has no {file}; give the folder that "
+            raise UserError(f"{peer}={folder} is no checkout of {peer}: it has no {file}; give the folder that "
                               f"git clone https://github.com/karpathy/{'nanoGPT' if peer == 'nanogpt' else peer} makes")
         try:
             defined = _defined(ast.parse((root / file).read_bytes()))
         except (SyntaxError, ValueError) as error:
-            raise ConfigError(f"{root / file} is no Python ({error}): check {peer} out anew") from error
+            raise UserError(f"{root / file} is no Python ({error}): check {peer} out anew") from error
         if missing := [n for n in needed if n not in defined]:
-            raise ConfigError(f"{root / file} is of a version that this benchmark does not know: it lacks {', '.join(missing)}; "
+            raise UserError(f"{root / file} is of a version that this benchmark does not know: it lacks {', '.join(missing)}; "
                               f"check out {peer} at commit {WRITTEN_FOR[peer][0]}")
     commit, digest = WRITTEN_FOR[peer]
     found = hashlib.sha256(b"".join((root / file).read_bytes() for file in USED[peer])).hexdigest()
@@ -98,14 +97,14 @@ def load(name: str, folder: str, size: str, micro_batch: int, T: int, device: to
 
     overrides: fields of the peer's GPTConfig, for rehearsals. Imports the checkout's code, sets the process's matmul
     precision as the peer does, and, for nanochat, two variables of the environment: meant for a process of its own.
-    Raises ConfigError: see check(); a size of another peer, an unknown field, a step that is no whole number of micro-batches.
+    Raises UserError: see check(); a size of another peer, an unknown field, a step that is no whole number of micro-batches.
     """
     version, peer = check(name, folder), _peer(name)
     sizes = [s for s in SIZES if s.startswith(peer)]
     if size not in sizes:
-        raise ConfigError(f"size={size!r} is no size of {name}{nearest(size, sizes)}")
+        raise UserError(f"size={size!r} is no size of {name}{nearest(size, sizes)}")
     if tokens_per_step % (micro_batch * T):
-        raise ConfigError(f"tokens_per_step={tokens_per_step} is not a whole number of micro-batches of {micro_batch} x {T} "
+        raise UserError(f"tokens_per_step={tokens_per_step} is not a whole number of micro-batches of {micro_batch} x {T} "
                           f"tokens: change either")
     accumulation = tokens_per_step // (micro_batch * T)
     torch.manual_seed(seed)
@@ -229,13 +228,13 @@ def _config(module: ModuleType, peer: str, values: dict):
     known = [f.name for f in fields(module.GPTConfig)]
     for key in values:
         if key not in known:
-            raise ConfigError(f"model.{key} is no field of {peer}'s GPTConfig{nearest(key, known)}")
+            raise UserError(f"model.{key} is no field of {peer}'s GPTConfig{nearest(key, known)}")
     return module.GPTConfig(**values)
 
 
 def _peer(name: str) -> str:
     if name not in NAMES:
-        raise ConfigError(f"peer {name!r} is none of {', '.join(NAMES)}")
+        raise UserError(f"peer {name!r} is none of {', '.join(NAMES)}")
     return name.partition("_")[0]
 
 
@@ -272,4 +271,4 @@ def _guarded(path: Path, run: Callable):
     try:
         return run()
     except Exception as error:      # whatever a stranger's file may do
-        raise ConfigError(f"{path} could not be imported: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} could not be imported: {type(error).__name__}: {error}") from error

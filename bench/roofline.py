@@ -26,9 +26,9 @@ from bench.step_model import BUCKETS, CASTS, FP8, Casts, Ceilings, Moved, Shape,
 from bench.suites import MICRO_BATCH, TOKENS_PER_STEP
 from eval.options import read_options
 from model import GPTConfig
-from runtime.annotations import field_lines, nearest
-from runtime.config import ConfigError, load_config
-from runtime.metrics import peak_flops, read_rows
+from runtime.cli import UserError, field_lines, nearest
+from runtime.config import load_config
+from runtime.log import peak_flops, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELS = ("bf16", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "auto", "tensorwise+kernels",
@@ -46,12 +46,12 @@ class Options:
 
     def __post_init__(self):
         if self.gpu not in step_model.GPUS:
-            raise ConfigError(f"gpu={self.gpu!r} has no ceilings here{nearest(self.gpu, step_model.GPUS)}")
+            raise UserError(f"gpu={self.gpu!r} has no ceilings here{nearest(self.gpu, step_model.GPUS)}")
         for size in self.sizes:
             if size not in MICRO_BATCH:
-                raise ConfigError(f"sizes={size!r} is none of {', '.join(MICRO_BATCH)}")
+                raise UserError(f"sizes={size!r} is none of {', '.join(MICRO_BATCH)}")
         if not 16 <= self.context <= 65_536 or self.context & (self.context - 1):
-            raise ConfigError(f"context={self.context} must be a power of two from 16 to 65536")
+            raise UserError(f"context={self.context} must be a power of two from 16 to 65536")
 
 
 def main(arguments: list[str]) -> int:
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     except BrokenPipeError:     # whoever read has read enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes once more at its end
         return 0
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/roofline.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report(options: Options) -> list[str]:
-    """All that the command prints, as lines. Raises ConfigError, OSError."""
+    """All that the command prints, as lines. Raises UserError, OSError."""
     c, rows = step_model.GPUS[options.gpu], []
     if options.results:
         rows = results(options.results, options.gpu)
@@ -88,16 +88,16 @@ def report(options: Options) -> list[str]:
 
 
 def results(path: str, gpu: str) -> list[dict]:
-    """The rows of a results file of this GPU. Raises ConfigError where it holds none."""
+    """The rows of a results file of this GPU. Raises UserError where it holds none."""
     file = next((f for f in (Path(path), ROOT / path) if f.is_file()), None)
     if not file:
-        raise ConfigError(f"there is no {path}: give results=FILE that bench/throughput.py has written")
+        raise UserError(f"there is no {path}: give results=FILE that bench/throughput.py has written")
     rows = [row for row in read_rows(file) if isinstance(row, dict)]
     if not any(row.get("kind") in ("copy", "matmul", "attention", "cell") for row in rows):
-        raise ConfigError(f"results={path} holds neither ceilings nor cells: give a file that bench/throughput.py has written")
+        raise UserError(f"results={path} holds neither ceilings nor cells: give a file that bench/throughput.py has written")
     names = {row.get("gpu") for row in rows if row.get("kind") == "run"}
     if not all(name and _is_a(gpu, name) for name in names):
-        raise ConfigError(f"results={path} was measured on {', '.join(sorted(str(n or 'a CPU') for n in names))}, not gpu={gpu}: "
+        raise UserError(f"results={path} was measured on {', '.join(sorted(str(n or 'a CPU') for n in names))}, not gpu={gpu}: "
                           f"give a file of that GPU, or its name")
     return rows
 
@@ -257,7 +257,7 @@ def against_measured(c: Ceilings, rows: list[dict]) -> list[str]:
         try:
             shape = shape_of(model_of(size, T))
             s = step(c, shape, label, micro_batch, row["tokens_per_step"])
-        except (ConfigError, KeyError, TypeError):      # peers and sizes that no config describes
+        except (UserError, KeyError, TypeError):      # peers and sizes that no config describes
             lines.append(f"  {size!s:8} {label!s:26} {'not modelled'}")
             continue
         base = step(c, shape, "bf16", micro_batch, row["tokens_per_step"])

@@ -22,9 +22,8 @@ import torch
 from bench import suites
 from bench.children import Child, ChildError
 from eval.options import read_options
-from runtime.annotations import field_lines, nearest
-from runtime.config import ConfigError
-from runtime.metrics import environment
+from runtime.cli import UserError, field_lines, nearest
+from runtime.log import environment
 from runtime.rows import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,11 +43,11 @@ class Options:
 
     def __post_init__(self):
         if self.size not in (*suites.MICRO_BATCH, *suites.TOY):
-            raise ConfigError(f"size={self.size} is no size{nearest(self.size, [*suites.MICRO_BATCH, *suites.TOY])}")
+            raise UserError(f"size={self.size} is no size{nearest(self.size, [*suites.MICRO_BATCH, *suites.TOY])}")
         if self.micro_batch is not None and self.micro_batch < 1:
-            raise ConfigError(f"micro_batch={self.micro_batch} must be at least 1")
+            raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
         if not self.labels or not self.limit > 0:
-            raise ConfigError("labels must name at least one label, limit must be positive")
+            raise UserError("labels must name at least one label, limit must be positive")
 
 
 def main(arguments: list[str]) -> int:
@@ -59,8 +58,8 @@ def main(arguments: list[str]) -> int:
     try:
         options = read_options(Options, arguments)
         if options.size in suites.MICRO_BATCH and not torch.cuda.is_available():
-            raise ConfigError(f"size={options.size} needs a GPU, torch sees none here: size=toy_s rehearses on a CPU")
-    except ConfigError as error:
+            raise UserError(f"size={options.size} needs a GPU, torch sees none here: size=toy_s rehearses on a CPU")
+    except UserError as error:
         print(f"bench/start_up.py: {error}", file=sys.stderr)
         return 2
     try:

@@ -1,6 +1,6 @@
 """What the benchmark times: one model in memory with its micro-step, its update.
 
-Ours is built, compiled and initialised by runtime/build.py as train.py does it, from the config that train.py would be
+Ours is built, compiled and initialised by runtime/parallel.py as train.py does it, from the config that train.py would be
 given; its micro-step and its update are train.py's lines. The peers' are in bench/peers.py.
 """
 
@@ -13,9 +13,9 @@ import torch
 import torch.nn as nn
 
 from runtime import fp8, optim, parallel
-from runtime.build import build
-from runtime.config import Config, ConfigError, apply_overrides, load_config
-from runtime.parallel import World
+from runtime.cli import UserError
+from runtime.config import Config, apply_overrides, load_config
+from runtime.parallel import World, build
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,11 +60,11 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 
 
 def config_of(spec: Spec) -> Config:
-    """The Config that train.py would be given for a cell of ours. Raises ConfigError: an unknown size, label or key."""
+    """The Config that train.py would be given for a cell of ours. Raises UserError: an unknown size, label or key."""
     base = ROOT / "configs" / f"gpt{spec.size}_bf16.py"
     if not base.is_file():
         if not spec.model:
-            raise ConfigError(f"size={spec.size!r}: there is no {base.relative_to(ROOT)}; take a size that has one, or give "
+            raise UserError(f"size={spec.size!r}: there is no {base.relative_to(ROOT)}; take a size that has one, or give "
                               f"the keys of another model")
         base = ROOT / "configs" / "gpt50m_bf16.py"
     changes = {f"model.{key}": value for key, value in (spec.model or {}).items()}
@@ -74,7 +74,7 @@ def config_of(spec: Spec) -> Config:
         changes["data.tokenizer"] = "./synthetic"       # whichever has so many tokens: nothing is read
     recipe, *extras = spec.label.split("+")
     if unknown := set(extras) - {"kernels", "head"}:
-        raise ConfigError(f"label={spec.label!r} ends in +{unknown.pop()}: there are +kernels and +head")
+        raise UserError(f"label={spec.label!r} ends in +{unknown.pop()}: there are +kernels and +head")
     if recipe == "bf16_eager":
         changes["parallel.compile"] = False
     elif recipe != "bf16":
@@ -95,7 +95,7 @@ def build_ours(config: Config, device: torch.device) -> Subject:
     model, step_scale, tokens = built.model, built.loss_scale, config.data.micro_batch * config.model.n_ctx
     built.optimizer.state.clear()       # other cells need the room
     model.init_weights(config.seed, built.assign)
-    fp8.weights_changed(model)
+    fp8.refresh_fp8_weights(model)
 
     def micro_step(x, y):
         micro_loss = model(x, y).sum()
@@ -111,7 +111,7 @@ def build_ours(config: Config, device: torch.device) -> Subject:
         parallel.clip_gradients(model, config.optim.clip)
         for optimizer in optimizers:
             optimizer.step()
-            fp8.weights_changed(model)
+            fp8.refresh_fp8_weights(model)
             optimizer.zero_grad()
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "flops_per_token_causal", "params_total", "params_matmul")}

@@ -32,8 +32,7 @@ from bench.group import OutOfBudget, Timer
 from bench.journal import Journal, rows_of
 from bench.suites import Group, Loop
 from eval.options import read_options
-from runtime.annotations import field_lines, nearest
-from runtime.config import ConfigError
+from runtime.cli import UserError, field_lines, nearest
 from runtime.rows import read_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -56,9 +55,9 @@ class Options:
 
     def __post_init__(self):
         if not 1 <= self.budget <= 1e6:
-            raise ConfigError(f"budget={self.budget} must be between 1 and 1,000,000 seconds")
+            raise UserError(f"budget={self.budget} must be between 1 and 1,000,000 seconds")
         if self.table and self.check:
-            raise ConfigError("--table and --check are two commands: give one of them")
+            raise UserError("--table and --check are two commands: give one of them")
 
 
 def main(arguments: list[str]) -> int:
@@ -74,7 +73,7 @@ def main(arguments: list[str]) -> int:
         if options.check:
             return check(out, Path(options.check))
         return measure(options, out, shlex.join(["python", "bench/throughput.py", *arguments]))
-    except ConfigError as error:
+    except UserError as error:
         print(f"bench/throughput.py: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -88,7 +87,7 @@ def main(arguments: list[str]) -> int:
 # ----------------------------------------------------------------------------------------------------------- measuring
 
 def measure(options: Options, out: Path, command: str) -> int:
-    """Time what is missing, within the budget. Raises ConfigError, OSError, KeyboardInterrupt; no child outlives it."""
+    """Time what is missing, within the budget. Raises UserError, OSError, KeyboardInterrupt; no child outlives it."""
     began = time.monotonic()
     suite, peers = _suite(options)
     jobs = _jobs(suite, options.cells)
@@ -131,10 +130,10 @@ def _suite(options: Options) -> tuple[suites.Suite, dict[str, str]]:
     """The suite, and what there is to say of the peers' checkouts."""
     if options.suite == "toy":
         if options.nanogpt or options.nanochat:
-            raise ConfigError("suite=toy has no peers: leave nanogpt and nanochat out, or take suite=h100")
+            raise UserError("suite=toy has no peers: leave nanogpt and nanochat out, or take suite=h100")
         return suites.toy(), {}
     if not torch.cuda.is_available():
-        raise ConfigError("suite=h100 needs a CUDA GPU, and torch sees none here: take suite=toy to rehearse on the CPU")
+        raise UserError("suite=h100 needs a CUDA GPU, and torch sees none here: take suite=toy to rehearse on the CPU")
     folders = {"nanogpt": options.nanogpt, "nanochat_bf16": options.nanochat}
     if any(folders.values()):
         from bench import peers
@@ -156,7 +155,7 @@ def _jobs(suite: suites.Suite, names: tuple[str, ...]) -> list[Group | Loop]:
     wanted: dict[Group, list] = {}
     for name in dict.fromkeys(names):
         if name not in known:
-            raise ConfigError(f"cells={name!r} is no cell of this suite{nearest(name, known)}")
+            raise UserError(f"cells={name!r} is no cell of this suite{nearest(name, known)}")
         at, cell = next((group, cell) for group in groups for cell in _cells(group) if f"{cell.size}/{cell.label}" == name)
         wanted.setdefault(at, []).append(cell)
     return [replace(group, members=tuple(cell for cell in cells if cell != group.baseline), beside=())
@@ -217,7 +216,7 @@ def table(out: Path) -> int:
     from bench.speed_table import table as lines
 
     if not out.is_file():
-        raise ConfigError(f"there is no {out}: nothing was measured into it; give out=FILE, from the working folder")
+        raise UserError(f"there is no {out}: nothing was measured into it; give out=FILE, from the working folder")
     rows = rows_of(read_bytes(out))
     print("\n".join(lines(rows)))
     try:
@@ -237,7 +236,7 @@ def check(accepted: Path, new: Path) -> int:
     rows = []
     for path in (accepted, new):
         if not path.is_file():
-            raise ConfigError(f"there is no {path}: --check NEW.jsonl holds NEW.jsonl against out=ACCEPTED.jsonl")
+            raise UserError(f"there is no {path}: --check NEW.jsonl holds NEW.jsonl against out=ACCEPTED.jsonl")
         rows.append(rows_of(read_bytes(path)))
     losses = compare(*rows)
     print("\n".join(map(str, losses)) if losses else f"{new} has lost nothing against {accepted}")

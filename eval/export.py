@@ -32,7 +32,8 @@ from eval.run_tokenizer import read_tokenizer
 from eval.sample import Recipe
 from eval.weights import DTYPES, newest_weights, write_safetensors, written
 from runtime.checkpoint import sync_folder
-from runtime.config import ConfigError, config_from_dict, read_config
+from runtime.cli import UserError
+from runtime.config import config_from_dict, read_config
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
 
@@ -51,15 +52,15 @@ class Options:
     def __post_init__(self):
         given = [f.name for f in fields(self) if f.name not in ("run", "from_hf") and getattr(self, f.name) != f.default]
         if self.from_hf is not None and given:
-            raise ConfigError("--from-hf takes a folder to read and the run to make, nothing else: "
+            raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
                               f"drop {', '.join(given)}; python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
-            raise ConfigError("the folder to write is missing: python -m eval.export out/RUN DIR")
+            raise UserError("the folder to write is missing: python -m eval.export out/RUN DIR")
         if self.float8 != "off" and self.dtype != "bf16":
-            raise ConfigError(f"float8={self.float8} multiplies into BF16, so dtype={self.dtype} cannot be had with it: drop one "
+            raise UserError(f"float8={self.float8} multiplies into BF16, so dtype={self.dtype} cannot be had with it: drop one "
                               f"of the two")
         if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license):
-            raise ConfigError(f"license={self.license!r} is no name that the Hub knows: expected one like apache-2.0 or mit")
+            raise UserError(f"license={self.license!r} is no name that the Hub knows: expected one like apache-2.0 or mit")
 
 
 def main(argv: list[str]) -> int:
@@ -78,10 +79,10 @@ def _export_or_import(options: Options) -> str:
 
 
 def export(options: Options) -> str:
-    """Writes the folder; returns the line that tells people of it. Raises ConfigError, OSError, MemoryError."""
+    """Writes the folder; returns the line that tells people of it. Raises UserError, OSError, MemoryError."""
     run_dir, folder = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
     if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ConfigError(f"{folder} is there already and not an empty folder: name a new one")
+        raise UserError(f"{folder} is there already and not an empty folder: name a new one")
     config, recipe = read_config(run_dir), options.float8
     chosen = float8.check(config, recipe) if recipe != "off" else []
     tokenizer = read_tokenizer(config, run_dir)
@@ -89,7 +90,7 @@ def export(options: Options) -> str:
     config = config_from_dict(manifest["config"])
     model = config.model
     if tokenizer.vocab_size > model.vocab_padded:
-        raise ConfigError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, but its model {model.vocab_padded} rows: "
+        raise UserError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, but its model {model.vocab_padded} rows: "
                           f"they do not belong together")
     tmp = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)

@@ -17,7 +17,8 @@ from eval.hf_layout import layout, to_hf
 from eval.sample import check_recipe
 from model import GPT, GPTConfig
 from runtime import fp8
-from runtime.config import Config, ConfigError
+from runtime.cli import UserError
+from runtime.config import Config
 from runtime.quantize import RECIPES, scale_of
 
 FORMAT = torch.float8_e4m3fn
@@ -28,11 +29,11 @@ MULTIPLE = 16       # rows and columns of a matrix that GPUs multiply in float8
 def check(config: Config, recipe: str) -> list[str]:
     """Names of the Linears to store as float8: those that the run converts, or the recipe's defaults, without the head.
 
-    Raises ConfigError where torchao's inference has no such scaling or a part's sizes do not fit.
+    Raises UserError where torchao's inference has no such scaling or a part's sizes do not fit.
     """
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FORMAT and r.weight.scaling in ("tensor", "row")]
     if recipe not in loadable:
-        raise ConfigError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
+        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
     settings = check_recipe(config, recipe, torch.device("cpu"))
     with torch.device("meta"):
         layers = fp8.select(GPT(config.model), settings)
@@ -40,7 +41,7 @@ def check(config: Config, recipe: str) -> list[str]:
     for name in chosen:
         for part, shape in layout(config.model)[f"{name}.weight"]:
             if any(n % MULTIPLE for n in shape):
-                raise ConfigError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need "
+                raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need "
                                   f"multiples of {MULTIPLE}; export without float8=")
     return chosen
 

@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 from eval.hf_layout import from_hf, gpt_config
 from model import GPTConfig
 from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of, sync_folder
-from runtime.config import Config, ConfigError, DataConfig, OptimConfig
-from runtime.folder import keep_tokenizer
-from runtime.tokenizer import load_tokenizer
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, OptimConfig
+from runtime.tokenizer import keep_tokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
@@ -43,14 +43,14 @@ UNSAFE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 def import_checkpoint(folder: str, run_dir: str) -> Path:
     """Write the run; returns the folder of its checkpoint. It appears by one rename: whole or not at all.
 
-    Raises ConfigError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed,
+    Raises UserError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed,
     MemoryError where the model does not fit: then nothing is left.
     """
     source, target = Path(folder), Path(run_dir)
     if not source.is_dir():
-        raise ConfigError(f"{source} is no folder: give the local folder of a downloaded model, the one that holds config.json")
+        raise UserError(f"{source} is no folder: give the local folder of a downloaded model, the one that holds config.json")
     if os.path.lexists(target):
-        raise ConfigError(f"{target} exists: choose another out/RUN, or remove that one")
+        raise UserError(f"{target} exists: choose another out/RUN, or remove that one")
     model = gpt_config(_read_json(source / "config.json"))
     files = _weight_files(source)
     tokenizer_sha256 = _check_tokenizer(source, model)
@@ -66,7 +66,7 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         _check_space(part, 4 * model.params_total)
         keep_tokenizer(part, folder)
         facts = _facts(source, files, tokenizer_sha256)
-        write_checkpoint(checkpoint, config, _read_weights(model, files), {"imported": facts, "updates": 0, "moved_on": 0})
+        write_checkpoint(checkpoint, config, _read_weights(model, files), {"imported": facts})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
         for path in [*part.glob("tokenizer/*"), part / "config.json"]:
             with open(path, "rb") as file:
@@ -90,29 +90,29 @@ def _read_json(path: Path) -> dict:
             raise ValueError("it holds no table")
         return content
     except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent} has no {path.name}: give the folder of a downloaded model") from error
+        raise UserError(f"{path.parent} has no {path.name}: give the folder of a downloaded model") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON of a model ({error}): download it again") from error
+        raise UserError(f"{path} is not JSON of a model ({error}): download it again") from error
 
 
 def _weight_files(source: Path) -> dict[str, Path]:
-    """The file of each tensor, by the index where there is one. Raises ConfigError: none, unsafe, damaged, not all there."""
+    """The file of each tensor, by the index where there is one. Raises UserError: none, unsafe, damaged, not all there."""
     if (source / INDEX).is_file():
         place = _read_json(source / INDEX).get("weight_map")
         if not isinstance(place, dict) or not place or not all(isinstance(name, str) for name in place.values()):
-            raise ConfigError(f"{source / INDEX} has no weight_map from tensors to files: download it again")
+            raise UserError(f"{source / INDEX} has no weight_map from tensors to files: download it again")
     elif (source / WHOLE).is_file():
         place = dict.fromkeys(_names(source / WHOLE), WHOLE)
     else:
         other = sorted(path.name for path in source.iterdir() if path.suffix in (*UNSAFE, ".gguf", ".safetensors"))
-        raise ConfigError(f"{source} has neither {WHOLE} nor {INDEX}" + (
+        raise UserError(f"{source} has neither {WHOLE} nor {INDEX}" + (
             f", but {', '.join(other[:3])}: pickles can run code and GGUF is no training format, so neither is read; get the "
             f"model as safetensors, under these names" if other else ": download the model's safetensors"))
     for name in set(place.values()):
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise ConfigError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
+            raise UserError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
         if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_names(source / name))):
-            raise ConfigError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
+            raise UserError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
     return {tensor: source / name for tensor, name in place.items()}
 
 
@@ -127,9 +127,9 @@ def _open(path: Path, ending: ExitStack):
     try:
         return ending.enter_context(safe_open(path, framework="pt"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path} is not there: the download is incomplete") from error
+        raise UserError(f"{path} is not there: the download is incomplete") from error
     except SafetensorError as error:
-        raise ConfigError(f"{path} is no whole safetensors file ({error}): download it again") from error
+        raise UserError(f"{path} is no whole safetensors file ({error}): download it again") from error
 
 
 def _check_tokenizer(source: Path, model: GPTConfig) -> str:
@@ -137,9 +137,9 @@ def _check_tokenizer(source: Path, model: GPTConfig) -> str:
     try:
         tokenizer = load_tokenizer(str(source))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     if tokenizer.vocab_size > model.vocab_size:
-        raise ConfigError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
+        raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
                           f"{model.vocab_size}: the two do not belong together")
     return tokenizer.sha256
 
@@ -174,7 +174,7 @@ def _read_weights(model: GPTConfig, files: dict[str, Path]) -> dict[str, torch.T
 def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor], state: dict) -> None:
     """Write the folder `path`, which is there and empty, as a checkpoint of step 0 with `weights` (our names) and no moments.
 
-    `state` is plain JSON. Raises OSError. As runtime/saver.py writes them from training, but for temporary name and rename.
+    `state` is plain JSON. Raises OSError. As runtime/checkpoint.py writes them from training, but for temporary name and rename.
     """
     tensors = {f"model.{name}": t for name, t in weights.items()}
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")      # one process is no mistake

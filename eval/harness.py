@@ -51,7 +51,8 @@ from eval.results import evaluate, table, write
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
 from eval.task_data import save_tasks
 from runtime.checkpoint import latest, step_of
-from runtime.config import ConfigError, read_config
+from runtime.cli import UserError
+from runtime.config import read_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +72,10 @@ class Options:
     def __post_init__(self):
         for name in ("limit", "micro_batch"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1")
+                raise UserError(f"{name}={value} must be at least 1")
         check_tasks(self.tasks, self.include)
         if self.public and self.fp8 != "off":
-            raise ConfigError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
+            raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
 
     @property
     def task_names(self) -> list[str]:
@@ -109,9 +110,9 @@ class TableOptions:
 
 def check_tasks(tasks: tuple[str, ...], include: str | None) -> None:
     if include is not None and not Path(include).is_dir():
-        raise ConfigError(f"include={include!r} is no folder: give one that holds task YAMLs")
+        raise UserError(f"include={include!r} is no folder: give one that holds task YAMLs")
     if not task_list.expand(tasks):
-        raise ConfigError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
+        raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
 
 
 # ---------------------------------------------------------------------------------------------------------------- score
@@ -120,7 +121,7 @@ def score(options: Options, inference: Inference | None = None, ranks: Ranks | N
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
     `inference`: the model that the options mean, where it is loaded already. With `ranks` they share the work, each returns
-    the record, and the first writes. Raises ConfigError: no such run or task, a damaged checkpoint, data that cannot be
+    the record, and the first writes. Raises UserError: no such run or task, a damaged checkpoint, data that cannot be
     had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
     """
     start, ranks = time.perf_counter(), ranks or Ranks()
@@ -128,12 +129,12 @@ def score(options: Options, inference: Inference | None = None, ranks: Ranks | N
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
     elif set(task_list.DEMO) & set(names):
-        raise ConfigError(f"the demo tasks are made from a run's own validation shards, which {options.run} has not")
+        raise UserError(f"the demo tasks are made from a run's own validation shards, which {options.run} has not")
     task_list.quiet(options.offline is not None or options.public is None and task_list.is_local(names, options.include))
     with _enough_memory("take a device with more, or dtype=bfloat16"):
         lm, loaded, inference, step = ranks.together(lambda: _prepare(options, inference, ranks))
     if len(set(ranks.gather(step))) > 1:
-        raise ConfigError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
+        raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
     with _enough_memory(f"give a smaller one than micro_batch={options.micro_batch}"):
         scores, samples = ranks.together(lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
@@ -166,7 +167,7 @@ def _prepare(options: Options, inference: Inference | None, ranks: Ranks) -> tup
     device = ranks.device(options.device)
     if options.public is not None:
         if ranks.size > 1:
-            raise ConfigError(f"{options.run} is scored by one process: start it without torchrun")
+            raise UserError(f"{options.run} is scored by one process: start it without torchrun")
         from eval.public import public_lm
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
     from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
@@ -197,7 +198,7 @@ def _folder(options: Options) -> Path:
 # ---------------------------------------------------------------------------------------------------------- entry point
 
 def fetch(options: FetchOptions) -> list[str]:
-    """Save the data of the tasks; a line for each. Raises ConfigError, OSError."""
+    """Save the data of the tasks; a line for each. Raises UserError, OSError."""
     task_list.quiet(offline=False)
     names = task_list.expand(options.tasks)
     made = [name for name in names if name in task_list.DEMO]
@@ -228,7 +229,7 @@ def main(arguments: list[str]) -> int:
             return results_table.main(list(options.paths), options.out)
         with joined() as ranks:
             lines = _main(arguments, ranks)
-    except ConfigError as error:
+    except UserError as error:
         lines, code = [str(error)], 2
     except OSError as error:        # the machine's fault: a full disk, a process that is gone
         lines, code = [f"{error.filename}: {error.strerror or error}" if error.filename else str(error)], 1

@@ -15,28 +15,28 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.config import ConfigError, read_config
-from runtime.folder import tokenizer_of
-from runtime.shards import CONTEXT as IS_CONTEXT
+from runtime.cli import UserError
+from runtime.config import read_config
+from runtime.shards import LOSS_MASK_BIT as IS_CONTEXT
 from runtime.shards import read_index
-from runtime.tokenizer import Tokenizer, load_tokenizer
+from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 DOCUMENTS = 32          # per source, val_ppl
 CHARACTERS = 4096       # of each document, val_ppl
 QUESTIONS = 100         # per source, val_cloze
-CONTEXT, CHOICE = 96, 32        # characters
+LOSS_MASK_BIT, CHOICE = 96, 32        # characters
 N_CHOICES = 4
 
 
 def documents(run_dir: str, **_) -> dict:
-    """val_ppl: {"validation": a dataset of `source`, `text`}. Raises ConfigError where the shards cannot be read."""
+    """val_ppl: {"validation": a dataset of `source`, `text`}. Raises UserError where the shards cannot be read."""
     rows = [{"source": source, "text": text} for source, texts in _sources(run_dir)
             for text in _pick(texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])]
     return {"validation": _dataset(rows, run_dir, "val_ppl", "a document that is not empty")}
 
 
 def questions(run_dir: str, **_) -> dict:
-    """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}. Raises ConfigError likewise."""
+    """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}. Raises UserError likewise."""
     rows = []
     for source, texts in _sources(run_dir):
         usable = _pick(texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
@@ -51,7 +51,7 @@ def questions(run_dir: str, **_) -> dict:
             if len(choices) == N_CHOICES:
                 rng.shuffle(choices)
                 rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
-    needed = f"{N_CHOICES} different documents of {CONTEXT + CHOICE} characters"
+    needed = f"{N_CHOICES} different documents of {LOSS_MASK_BIT + CHOICE} characters"
     return {"validation": _dataset(rows, run_dir, "val_cloze", needed)}
 
 
@@ -67,21 +67,21 @@ def _pick(texts: "Texts", n: int, seed: str, transform) -> list:
 def _places(text: str) -> list[int]:
     """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with enough on either side."""
     ends = (m.end() for m in re.finditer(r"\S(?=\s)", text))
-    return [i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
+    return [i for i in ends if LOSS_MASK_BIT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
 
 
 def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
     """A context and what follows it."""
     text, places = usable
     i = rng.choice(places)
-    return text[i - CONTEXT:i], text[i:i + CHOICE]
+    return text[i - LOSS_MASK_BIT:i], text[i:i + CHOICE]
 
 
 def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
     import datasets  # here, because it takes a second that only an evaluation should pay
 
     if not rows:
-        raise ConfigError(f"{task}: no source of {run_dir} has {needed} in its validation shards: prepare more data")
+        raise UserError(f"{task}: no source of {run_dir} has {needed} in its validation shards: prepare more data")
     return datasets.Dataset.from_list(rows)
 
 
@@ -108,7 +108,7 @@ def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:
     try:
         tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     for source in sorted(data.mixture):
         yield source, Texts(Path(data.dir) / source, tokenizer)
 
@@ -117,11 +117,11 @@ def _shards(folder: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
     try:
         index = read_index(folder)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     if index.tokenizer != tokenizer.kind:
-        raise ConfigError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with "
+        raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with "
                           f"{tokenizer.name!r}: prepare the data with data.tokenizer={tokenizer.name}")
     if index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
-        raise ConfigError(f"{folder} was made with another tokenizer than the run's own ({index.tokenizer_sha256[:9]}..., not "
+        raise UserError(f"{folder} was made with another tokenizer than the run's own ({index.tokenizer_sha256[:9]}..., not "
                           f"{tokenizer.sha256[:9]}...): prepare the data with tokenizer={tokenizer.name}")
     return [np.memmap(shard.path, dtype=index.dtype, mode="r") for shard in index.splits["val"].shards if shard.tokens]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from model import GPTConfig
-from runtime.annotations import ConfigError, type_problems
+from runtime.cli import UserError, type_problems
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 EXACT = (torch.float32, torch.bfloat16, torch.float16)      # fp32 holds each of their values
@@ -58,7 +58,7 @@ def hf_config(config: GPTConfig, dtype: str) -> dict:
 def gpt_config(raw: dict) -> GPTConfig:
     """The model that a config.json describes. What the file leaves out has the default of its architecture.
 
-    Raises ConfigError in one sentence for whatever model.py cannot compute exactly, or where a size is missing.
+    Raises UserError in one sentence for whatever model.py cannot compute exactly, or where a size is missing.
     """
     architecture = _architecture(raw)
     is_qwen3 = architecture == "Qwen3ForCausalLM"
@@ -71,9 +71,9 @@ def gpt_config(raw: dict) -> GPTConfig:
         **sizes, n_kv_head=heads, qk_norm=is_qwen3, vocab_multiple=1 if sizes["vocab_size"] % 128 else 128,
         tied=_flag(raw, "tie_word_embeddings"), norm_eps=_number(raw, "rms_norm_eps", 1e-6), **_rope(raw, sizes["n_ctx"]))
     if problems := type_problems("model", config) or config.problems():
-        raise ConfigError("config.json describes no model that can be built: " + "; ".join(problems))
+        raise UserError("config.json describes no model that can be built: " + "; ".join(problems))
     if (size := raw.get("head_dim", 128 if is_qwen3 else None)) is not None and size != config.head_size:
-        raise ConfigError(f"config.json has head_dim={size!r}, but heads here are hidden_size / num_attention_heads = "
+        raise UserError(f"config.json has head_dim={size!r}, but heads here are hidden_size / num_attention_heads = "
                           f"{config.head_size} channels wide: this model cannot be held exactly")
     return config
 
@@ -81,9 +81,9 @@ def gpt_config(raw: dict) -> GPTConfig:
 def _architecture(raw: dict) -> str:
     named = raw.get("architectures")
     if not (isinstance(named, list) and len(named) == 1 and named[0] in list(MODEL_TYPES)):
-        raise ConfigError(f"config.json has architectures={named!r}: only {' and '.join(MODEL_TYPES)} compute what model.py does")
+        raise UserError(f"config.json has architectures={named!r}: only {' and '.join(MODEL_TYPES)} compute what model.py does")
     if raw.get("model_type", MODEL_TYPES[named[0]]) != MODEL_TYPES[named[0]]:
-        raise ConfigError(f"config.json has model_type={raw['model_type']!r}, which is not {named[0]}'s: the file is damaged")
+        raise UserError(f"config.json has model_type={raw['model_type']!r}, which is not {named[0]}'s: the file is damaged")
     return named[0]
 
 
@@ -102,27 +102,27 @@ def _refuse_what_computes_otherwise(raw: dict, is_qwen3: bool) -> None:
                 if raw.get(key)]
     refused += ["auto_map (code of its own, which is never run)"] if raw.get("auto_map") else []
     if refused:
-        raise ConfigError(f"config.json has {', '.join(refused)}: this model cannot be held exactly")
+        raise UserError(f"config.json has {', '.join(refused)}: this model cannot be held exactly")
 
 
 def _rope(raw: dict, n_ctx: int) -> dict:
     """Ours of the position encoding, found where transformers looks for it and in the same order."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
-        raise ConfigError(f"config.json has rope parameters that are no table ({rope!r}): the file is damaged")
+        raise UserError(f"config.json has rope parameters that are no table ({rope!r}): the file is damaged")
     if strange := sorted(set(rope) - ROPE_KEYS):
-        raise ConfigError(f"config.json has rope parameters that are not known here ({_some(strange)}): this model cannot be "
+        raise UserError(f"config.json has rope parameters that are not known here ({_some(strange)}): this model cannot be "
                           f"held exactly")
     share = rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if share not in (None, 1):
-        raise ConfigError(f"config.json has partial_rotary_factor={share!r}, but whole heads are rotated here: this model cannot "
+        raise UserError(f"config.json has partial_rotary_factor={share!r}, but whole heads are rotated here: this model cannot "
                           f"be held exactly")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = {"rope_theta": _number(rope if rope.get("rope_theta") is not None else raw, "rope_theta", 10_000.0)}
     if kind == "default":
         return theta
     if kind != "llama3":
-        raise ConfigError(f"config.json has rope_type={kind!r}, but only default and llama3 are known here: this model cannot be "
+        raise UserError(f"config.json has rope_type={kind!r}, but only default and llama3 are known here: this model cannot be "
                           f"held exactly")
     original = "original_max_position_embeddings"
     place = raw if raw.get(original) is not None else rope if rope.get(original) is not None else {original: n_ctx}
@@ -133,7 +133,7 @@ def _rope(raw: dict, n_ctx: int) -> dict:
 
 def _size(raw: dict, key: str) -> int:
     if type(value := raw.get(key)) is not int or not 1 <= value <= 2**24:
-        raise ConfigError(f"config.json has {key}={value!r}, but needs a whole number from 1 to {2**24}")
+        raise UserError(f"config.json has {key}={value!r}, but needs a whole number from 1 to {2**24}")
     return value
 
 
@@ -141,13 +141,13 @@ def _number(raw: dict, key: str, default: float | None = None) -> float:
     value = raw.get(key)
     value = default if value is None else value
     if type(value) not in (int, float) or not 0 < value < 1e30:
-        raise ConfigError(f"config.json has {key}={value!r}, but needs a positive number")
+        raise UserError(f"config.json has {key}={value!r}, but needs a positive number")
     return float(value)
 
 
 def _flag(raw: dict, key: str) -> bool:
     if type(value := raw.get(key, False)) is not bool:
-        raise ConfigError(f"config.json has {key}={value!r}, but needs true or false")
+        raise UserError(f"config.json has {key}={value!r}, but needs true or false")
     return value
 
 
@@ -191,18 +191,18 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Our name and the fp32 tensor, one after the other, of a checkpoint that holds `names`; read(name) gives one.
 
-    Raises ConfigError, before anything is read, where a tensor is missing or has no place in the model, then where one has
+    Raises UserError, before anything is read, where a tensor is missing or has no place in the model, then where one has
     another shape than config.json says, a dtype that fp32 cannot hold, or a tied head differs from the embedding.
     """
     parts_of, there = layout(config), set(names)
     wanted = {name for parts in parts_of.values() for name, _ in parts}
     head = "lm_head.weight"
     if missing := sorted(wanted - there):
-        raise ConfigError(f"the checkpoint lacks {_some(missing)}: the download is incomplete, or config.json is another model's")
+        raise UserError(f"the checkpoint lacks {_some(missing)}: the download is incomplete, or config.json is another model's")
     # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
     strange = sorted(name for name in there - wanted - {head} if not name.endswith("rotary_emb.inv_freq"))
     if strange:
-        raise ConfigError(f"the checkpoint holds {_some(strange)}, which config.json's model has no place for: it cannot be held "
+        raise UserError(f"the checkpoint holds {_some(strange)}, which config.json's model has no place for: it cannot be held "
                           f"exactly")
     for ours, parts in parts_of.items():
         whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
@@ -210,17 +210,17 @@ def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch
             place.copy_(_checked(name, read(name), shape))
         if ours == "wte.weight" and config.tied and head in there and not torch.equal(
                 _checked(head, read(head), parts[0][1]).float(), whole):
-            raise ConfigError(f"config.json ties the head to the embedding, but {head} is another matrix: set "
+            raise UserError(f"config.json ties the head to the embedding, but {head} is another matrix: set "
                               f"tie_word_embeddings to false there if the head is its own")
         yield ours, whole
 
 
 def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     if tensor.dtype not in EXACT:
-        raise ConfigError(f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, but only float32, bfloat16 and "
+        raise UserError(f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, but only float32, bfloat16 and "
                           f"float16 become fp32 exactly: take the checkpoint that was not quantised")
     if tuple(tensor.shape) != shape:
-        raise ConfigError(f"{name} has the shape {tuple(tensor.shape)}, but by config.json it should have {shape}: the files do "
+        raise UserError(f"{name} has the shape {tuple(tensor.shape)}, but by config.json it should have {shape}: the files do "
                           f"not belong together")
     return tensor
 

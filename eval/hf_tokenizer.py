@@ -9,7 +9,7 @@ import json
 import shutil
 from pathlib import Path
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
 
 GENERATION = "generation_config.json"
@@ -20,7 +20,7 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
     """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
 
     vocab_padded: rows of the embedding. The ids behind the tokenizer's own are never generated, there as in eval/sample.py.
-    Raises ConfigError where an imported tokenizer's generation_config.json cannot be read.
+    Raises UserError where an imported tokenizer's generation_config.json cannot be read.
     """
     if tokenizer.kind == "folder":
         for name in FOLDER_FILES:
@@ -39,7 +39,7 @@ def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder:
 
 
 def _read_generation(path: Path) -> dict:
-    """What came with an imported tokenizer. Raises ConfigError."""
+    """What came with an imported tokenizer. Raises UserError."""
     try:
         generation = json.loads(path.read_bytes())
         if all(type(i) is int for i in generation.get("suppress_tokens") or []):
@@ -47,7 +47,7 @@ def _read_generation(path: Path) -> dict:
         reason = "suppress_tokens must be a list of ids"
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         reason = str(error)
-    raise ConfigError(f"{path.name} of the run's tokenizer cannot be read ({reason}): repair it, or remove it")
+    raise UserError(f"{path.name} of the run's tokenizer cannot be read ({reason}): repair it, or remove it")
 
 
 def as_json(content) -> str:

@@ -11,7 +11,7 @@ from eval import batches
 from eval.ranks import Ranks
 from eval.sample import stream
 from model import GPT, KVCache
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.progress import Progress
 from runtime.tokenizer import Tokenizer
 
@@ -57,7 +57,7 @@ class CheckpointLM(TemplateLM):
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         for context, continuation in (request.args for request in requests):
             if context == "" and not self.tok_encode(continuation, add_special_tokens=False):     # lm-eval's IndexError
-                raise ConfigError(f"a document of a task has an empty context and the continuation {continuation!r}, in which "
+                raise UserError(f"a document of a task has an empty context and the continuation {continuation!r}, in which "
                                   f"there is no token to score: take it out of the task's data")
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 

@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from eval.hf_layout import hf_config
-from runtime.begin import origin_of
+from runtime.checkpoint import origin_of
 from runtime.config import Config
 from runtime.tokenizer import Tokenizer
 
@@ -224,12 +224,12 @@ def _draw(run_dir: Path, path: Path, notes: list[str]) -> bool:
     """The run's curves as a picture; False where there is nothing to draw."""
     from matplotlib import rc_context
 
+    from runtime.cli import UserError
     from scaling.figures import RC, render
-    from scaling.records import RecordError
     from scaling.run_figure import draw, read_history
     try:
         history = read_history(run_dir)
-    except RecordError:
+    except UserError:
         notes.append("the run's metrics.jsonl holds no step, so there are no curves")
         return False
     with rc_context(RC):

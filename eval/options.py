@@ -4,8 +4,7 @@ import re
 from dataclasses import MISSING, fields
 from typing import get_type_hints
 
-from runtime.annotations import nearest, parse, type_problems
-from runtime.config import ConfigError
+from runtime.cli import UserError, nearest, parse, type_problems
 
 
 def read_options(cls, arguments: list[str]):
@@ -13,7 +12,7 @@ def read_options(cls, arguments: list[str]):
 
     A flag is a field of type bool: `--serve` stands for serve=true and takes no word after it. Bare words fill the fields
     named in cls.POSITIONAL, in order; a last one of type tuple[str, ...] takes all that are left, as they are written
-    (`out/a out/b`, commas and all). Raises ConfigError: an unknown key, a value of the wrong type, a key twice, a word too
+    (`out/a out/b`, commas and all). Raises UserError: an unknown key, a value of the wrong type, a key twice, a word too
     many, a field without default that is missing.
     """
     hints = get_type_hints(cls)
@@ -33,27 +32,27 @@ def read_options(cls, arguments: list[str]):
                 listed.append(argument)
                 continue
             if not words:
-                raise ConfigError(f"{argument!r} is one word too many: write key=value with one of {', '.join(names)}")
+                raise UserError(f"{argument!r} is one word too many: write key=value with one of {', '.join(names)}")
             key, value = words.pop(0), argument
         if key not in names:
-            raise ConfigError(f"there is no key {key!r}{nearest(key, names)}")
+            raise UserError(f"there is no key {key!r}{nearest(key, names)}")
         if key in given:
-            raise ConfigError(f"{key} is given twice: {given[key]!r} and {value!r}")
+            raise UserError(f"{key} is given twice: {given[key]!r} and {value!r}")
         if value is None:
-            raise ConfigError(f"--{key} needs a value: write {key}=VALUE")
+            raise UserError(f"--{key} needs a value: write {key}=VALUE")
         try:
             given[key] = parse(key, value, hints[key])
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
     if listed:
         last = cls.POSITIONAL[-1]
         if last in given:
-            raise ConfigError(f"{last} is given twice: {given[last]!r} and {tuple(listed)!r}")
+            raise UserError(f"{last} is given twice: {given[last]!r} and {tuple(listed)!r}")
         given[last] = tuple(listed)
     missing = [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]
     if missing:
-        raise ConfigError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
+        raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE")
     options = cls(**given)
     if problems := type_problems("", options):
-        raise ConfigError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return options

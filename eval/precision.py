@@ -35,7 +35,8 @@ from eval.results import as_json, replace_file
 from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
 from runtime.checkpoint import latest
-from runtime.config import Config, ConfigError, read_config
+from runtime.cli import UserError
+from runtime.config import Config, read_config
 from runtime.data import Data, open_data
 
 
@@ -53,14 +54,14 @@ class Options:
 
     def __post_init__(self):
         if not self.recipes or "off" in self.recipes or len(set(self.recipes)) < len(self.recipes):
-            raise ConfigError(f"recipes={','.join(self.recipes)} must name FP8 recipes, each once; BF16 is always there to "
+            raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes, each once; BF16 is always there to "
                               f"compare with")
         if self.micro_batch is not None and self.micro_batch < 1:
-            raise ConfigError(f"micro_batch={self.micro_batch} must be at least 1")
+            raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
         if self.tasks:
             self.scoring("off", self.micro_batch or 1)
         elif self.limit is not None or self.include is not None:
-            raise ConfigError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
+            raise UserError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
 
     def scoring(self, recipe: str, micro_batch: int) -> harness.Options:
         return harness.Options(run=self.run, tasks=self.tasks, include=self.include, limit=self.limit, micro_batch=micro_batch,
@@ -70,7 +71,7 @@ class Options:
 def compare(options: Options) -> dict:
     """Measure BF16 and every recipe, write what was found, return precision.json's content.
 
-    Raises ConfigError: no such run, recipe or task, a recipe that cannot run here, validation data of another run.
+    Raises UserError: no such run, recipe or task, a recipe that cannot run here, validation data of another run.
     """
     config, device = read_config(options.run), pick_device(options.device)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
@@ -153,14 +154,14 @@ def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _check_identity(run_dir: Path, data: Data) -> None:
-    """Raise ConfigError where the validation tokens are not those that the finished run was measured on."""
+    """Raise UserError where the validation tokens are not those that the finished run was measured on."""
     path = run_dir / "summary.json"
     try:
         known = json.loads(path.read_text()).get("val_sha256") if path.is_file() else None
     except (ValueError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): restore it, or move it away to go on without it") from error
+        raise UserError(f"{path} is damaged ({error}): restore it, or move it away to go on without it") from error
     if known not in (None, data.val_sha256):
-        raise ConfigError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore the "
+        raise UserError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore the "
                           f"shards, so that losses here and there mean the same")
 
 
@@ -221,7 +222,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         record = compare(read_options(Options, arguments))
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(["", *tables(record)]))

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 UNPICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf")   # weights in a folder that are no safetensors
 
@@ -24,20 +24,20 @@ def public_lm(name: str, device, dtype: str, micro_batch: int):
     """lm-eval's model for `name`, a repository of the Hub or a local folder.
 
     dtype: "bfloat16" or "float32". Requests that lose their beginning are not counted: n_truncated is None. Raises
-    ConfigError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
+    UserError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
     """
     folder = Path(name).expanduser()
     is_local = bool(name) and folder.is_dir() or name.startswith(("/", "./", "../", "~"))
     if is_local:
         _check_folder(folder, name)
     elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or ".." in name:
-        raise ConfigError(f"hf:{name} is neither a folder nor a name such as hf:gpt2 or hf:EleutherAI/pythia-160m")
+        raise UserError(f"hf:{name} is neither a folder nor a name such as hf:gpt2 or hf:EleutherAI/pythia-160m")
     try:
         import accelerate  # noqa: F401  lm-eval imports it too; its absence would be told less well there
         import transformers
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ConfigError(f"hf:{name} is read by transformers, which our own runs do without ({error}): "
+        raise UserError(f"hf:{name} is read by transformers, which our own runs do without ({error}): "
                           f"pip install transformers accelerate") from error
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
@@ -48,18 +48,18 @@ def public_lm(name: str, device, dtype: str, micro_batch: int):
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
-        raise ConfigError(_sentence(name, is_local, error)) from error
+        raise UserError(_sentence(name, is_local, error)) from error
     lm.n_truncated, lm.version = None, importlib.metadata.version("lm_eval")
     return lm
 
 
 def _check_folder(folder: Path, name: str) -> None:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"hf:{name} has no config.json: expected a folder as eval.export writes it, with config.json, "
+        raise UserError(f"hf:{name} has no config.json: expected a folder as eval.export writes it, with config.json, "
                           f"*.safetensors and the tokenizer's files")
     if not any(folder.glob("*.safetensors")):
         other = sorted(p.name for p in folder.iterdir() if p.suffix in UNPICKLED)
-        raise ConfigError(f"hf:{name} has no *.safetensors" + (
+        raise UserError(f"hf:{name} has no *.safetensors" + (
             f", only {', '.join(other[:3])}, which can run code when read: convert it to safetensors first" if other else ""))
 
 

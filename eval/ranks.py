@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.parallel import own_keys
 
 PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
@@ -44,7 +44,7 @@ class Ranks:
         return values
 
     def together(self, work: Callable):
-        """work()'s result; where it fails on any rank, all raise the same: a ConfigError for a mistake of the user's, else an
+        """work()'s result; where it fails on any rank, all raise the same: a UserError for a mistake of the user's, else an
         OSError, which names the rank and says what it met."""
         if self.size == 1:
             return work()
@@ -53,25 +53,25 @@ class Ranks:
             result = work()
         except Exception as met:    # whatever it is, the others must not wait for this rank for ever
             error = met
-        told = self.gather(error and (isinstance(error, ConfigError), str(error) or type(error).__name__))
+        told = self.gather(error and (isinstance(error, UserError), str(error) or type(error).__name__))
         for rank, other in enumerate(told):
             if other:
                 is_mistake, sentence = other
                 alone = "" if all(told) else f"rank {rank}: "
-                raise (ConfigError if is_mistake else OSError)(alone + sentence) from error
+                raise (UserError if is_mistake else OSError)(alone + sentence) from error
         return result
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
-    """Join what torchrun started, if it did. Raises ConfigError where there are fewer GPUs than ranks."""
+    """Join what torchrun started, if it did. Raises UserError where there are fewer GPUs than ranks."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     if size == 1:
         yield Ranks()
         return
     n_gpu, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if 0 < n_gpu < n_local:
-        raise ConfigError(f"torchrun started {n_local} processes on this machine, which has {n_gpu} GPUs: start no more than "
+        raise UserError(f"torchrun started {n_local} processes on this machine, which has {n_gpu} GPUs: start no more than "
                           f"GPUs, --nproc_per_node={n_gpu}")
     store = own_keys(next(dist.rendezvous("env://"))[0])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)   # objects travel, not tensors

@@ -13,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from eval.task_data import replacing
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
@@ -92,7 +92,7 @@ def write(run_dir: Path, tasks: str, record: dict, samples: dict[str, list[dict]
 
     The summary takes whole tasks in bfloat16 of its own step alone: no trial may stand where a score stood. The file names
     tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises
-    ConfigError where summary.json is damaged; it stays as it is. Raises OSError, with the file's name.
+    UserError where summary.json is damaged; it stays as it is. Raises OSError, with the file's name.
     """
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
@@ -129,7 +129,7 @@ def _summarise(path: Path, beside: Path, record: dict) -> None:
             changed = {"eval_fp8": known | {record["fp8"]: dict(known.get(record["fp8"]) or {}) | new}}
         whole = summary | changed
     except (ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged ({error}): the scores are in {beside} only") from error
+        raise UserError(f"{path} is damaged ({error}): the scores are in {beside} only") from error
     replace_file(path, as_json(whole))
 
 

@@ -4,25 +4,25 @@ import json
 from pathlib import Path
 
 from runtime.checkpoint import latest
-from runtime.config import Config, ConfigError
-from runtime.folder import tokenizer_of
-from runtime.tokenizer import Tokenizer, load_tokenizer
+from runtime.cli import UserError
+from runtime.config import Config
+from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 
 def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
     """The tokenizer of a run; where it is a folder the run's own copy, or without one what the config names.
 
-    Raises ConfigError where it cannot be read, or its ids mean other text than in the model's training.
+    Raises UserError where it cannot be read, or its ids mean other text than in the model's training.
     """
     try:
         tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), config.data.tokenizer))
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error
     trained = _trained_with(Path(run_dir))
     if trained not in (None, tokenizer.sha256):
         remedy = (f"put that one back as {Path(run_dir) / 'tokenizer'}" if tokenizer.kind == "folder" else
                   "use the version that trained it")
-        raise ConfigError(f"the tokenizer {tokenizer.name} is not the one that the model of {run_dir} was trained with "
+        raise UserError(f"the tokenizer {tokenizer.name} is not the one that the model of {run_dir} was trained with "
                           f"({tokenizer.sha256[:9]}..., not {trained[:9]}...): {remedy}")
     return tokenizer
 

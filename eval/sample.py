@@ -31,9 +31,9 @@ from eval.run_tokenizer import read_tokenizer
 from eval.streaming import Piece, pieces
 from model import GPT, KVCache
 from runtime import fp8
-from runtime.annotations import type_problems
 from runtime.checkpoint import DamagedError, latest, load_model
-from runtime.config import Config, ConfigError, FP8Config, read_config
+from runtime.cli import UserError, type_problems
+from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer
 
 Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
@@ -41,7 +41,7 @@ Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and ever
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked of a model. Raises ConfigError where a value has another type or lies beyond its bounds."""
+    """What is asked of a model. Raises UserError where a value has another type or lies beyond its bounds."""
     prompt: str = ""
     n: int = 1
     tokens: int = 200
@@ -51,12 +51,12 @@ class Request:
 
     def __post_init__(self):
         if problems := type_problems("", self):
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
         for name, low, high in (("n", 1, 1024), ("tokens", 1, 2**31), ("top_k", 1, 2**31), ("seed", 0, 2**63 - 1)):
             if (value := getattr(self, name)) is not None and not low <= value <= high:
-                raise ConfigError(f"{name}={value} must be between {low} and {high}")
+                raise UserError(f"{name}={value} must be between {low} and {high}")
         if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
-            raise ConfigError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
+            raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
 
     ids (B, T) are prompts of equal length, T >= 1. A row that has emitted `eot` goes on with `eot`. Only ids below
     vocab_size can come out, never the rows that pad the vocabulary, and only those below `n_ids` where the tokenizer has
-    fewer, as an imported model's may. temperature 0 is argmax. Raises ConfigError where the model has diverged.
+    fewer, as an imported model's may. temperature 0 is argmax. Raises UserError where the model has diverged.
     """
     config = model.config
     n_ids = min(config.vocab_size, n_ids or config.vocab_size)
@@ -90,7 +90,7 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
     for _ in range(min(n_new, config.n_ctx - ids.size(1) + 1)):
         logits = model.head(model.hidden(x, cache)[:, -1]).float()[:, :n_ids]      # (B, V)
         if not logits.isfinite().all():
-            raise ConfigError("the model's logits are not finite numbers, no token can be drawn from them: its run has diverged")
+            raise UserError("the model's logits are not finite numbers, no token can be drawn from them: its run has diverged")
         token = _choose(logits, temperature, top_k, generator)
         if eot is not None:
             token = token.masked_fill(ended, eot)
@@ -133,16 +133,16 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
 
     A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory
     traffic. An FP8 Linear quantises its fp32 weight at each use, as in training: the losses are those of training,
-    the memory is not that of an FP8 server. Raises ConfigError where the run cannot be read, the device does not exist,
+    the memory is not that of an FP8 server. Raises UserError where the run cannot be read, the device does not exist,
     or the recipe cannot run on it or on this model.
     """
     where, config = pick_device(device), read_config(run_dir)
     if recipe != "off" and dtype != "bfloat16":
-        raise ConfigError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
+        raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
     settings = check_recipe(config, recipe, where)
     tokenizer = read_tokenizer(config, run_dir)
     if tokenizer.vocab_size > config.model.vocab_size:
-        raise ConfigError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, its model {config.model.vocab_size}: they "
+        raise UserError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, its model {config.model.vocab_size}: they "
                           f"are no pair, put back the tokenizer that the model was trained with")
     model = _load_newest(run_dir, where, getattr(torch, dtype))
     layers = fp8.convert(model, settings, device_type=where.type)
@@ -167,7 +167,7 @@ def _load_newest(run_dir: str, device: torch.device, compute_dtype: torch.dtype)
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
     """What to convert: the run's own choice of Linears where this recipe trained it, else the recipe's defaults.
 
-    Raises ConfigError where the device or the model's sizes refuse the recipe, before a checkpoint is read.
+    Raises UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read.
     """
     own = config.fp8.recipe == recipe
     settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
@@ -183,19 +183,19 @@ def fp8_lines(layers: list[fp8.Layer], recipe: str, device: torch.device) -> lis
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` means; "auto" is the GPU where there is one. Raises ConfigError where there is no such."""
+    """The device that `name` means; "auto" is the GPU where there is one. Raises UserError where there is no such."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:       # its words name twenty backends
-        raise ConfigError(f"there is no device={name!r}: give auto, cpu or cuda") from error
+        raise UserError(f"there is no device={name!r}: give auto, cpu or cuda") from error
     try:
         torch.empty(0, device=device)
         return device
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).splitlines()[0].partition(". ")[0]
-        raise ConfigError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
+        raise UserError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------- asking
@@ -203,10 +203,10 @@ def pick_device(name: str) -> torch.device:
 def continuations(ready: Inference, request: Request) -> Iterator[list[Piece]]:
     """After each token the pieces of all rows that go on, or end with it; at last those that a limit ends.
 
-    Raises ConfigError, at once, where the prompt does not fit the context."""
+    Raises UserError, at once, where the prompt does not fit the context."""
     ids, n_ctx = prompt_ids(ready.tokenizer, request.prompt), ready.model.config.n_ctx
     if len(ids) > n_ctx:
-        raise ConfigError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
+        raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
     generator = torch.Generator(ready.device).manual_seed(request.seed)
     prompts = torch.tensor([ids] * request.n, device=ready.device)
     steps = stream(ready.model, prompts, request.tokens, request.temperature, request.top_k, generator, ready.tokenizer.eot,
@@ -249,7 +249,7 @@ def show(steps: Iterator[list[Piece]], request: Request, out: TextIO) -> None:
 
 
 def sample(options: Options, out: TextIO) -> None:
-    """Print `options.n` continuations of the prompt to `out`. Raises ConfigError on a mistake of the user's."""
+    """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
     ready = load_for_inference(options.run, options.device, options.dtype, options.fp8)
     for line in fp8_lines(ready.layers, options.fp8, ready.device)[-2:]:      # how many, and what this device makes of it
         print(line, file=sys.stderr)
@@ -269,7 +269,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         sample(read_options(Options, arguments), sys.stdout)
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except BrokenPipeError:     # whoever read has read enough, such as `head`

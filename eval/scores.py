@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 SETTINGS = ("bfloat16", "off")      # the usual dtype and fp8 of a scoring
@@ -61,11 +61,11 @@ class Row:
 def read_rows(paths) -> tuple[list[Row], list[str]]:
     """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep), and notes on what was passed over.
 
-    Raises ConfigError: a path that does not exist, a damaged file, nothing scored."""
+    Raises UserError: a path that does not exist, a damaged file, nothing scored."""
     rows, notes, seen, unscored = [], [], set(), []
     for path in map(Path, paths):
         if not path.exists():
-            raise ConfigError(f"{path} does not exist: give folders of runs such as out/*")
+            raise UserError(f"{path} does not exist: give folders of runs such as out/*")
         for folder in _run_folders(path, 2):
             if (key := folder.resolve()) in seen:
                 continue
@@ -75,7 +75,7 @@ def read_rows(paths) -> tuple[list[Row], list[str]]:
             if not found:
                 unscored.append(str(folder))
     if not rows:
-        raise ConfigError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
+        raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
                           f"scored, with out/RUN/eval/*.json")
     if unscored:
         notes.append(f"not scored yet, by python -m eval.harness RUN tasks=core: {', '.join(unscored)}")
@@ -119,7 +119,7 @@ def _read_run(folder: Path) -> list[Row]:
             task for task, leaves in groups.items() if leaves and any(leaves < others for others in groups.values())}
         for task, scores in tasks.items():
             if not isinstance(scores, dict):
-                raise ConfigError(f"{path}: tasks.{task} is {_shown(scores)}; expected an object with the task's scores")
+                raise UserError(f"{path}: tasks.{task} is {_shown(scores)}; expected an object with the task's scores")
             if task in inner:
                 continue
             for metric in _metrics(scores):
@@ -176,18 +176,18 @@ def _load(path: Path) -> dict:
     try:
         content = json.loads(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+        raise UserError(f"{path} cannot be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}): score the run again, or remove the "
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {str(error)[:100]}): score the run again, or remove the "
                           f"file") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds {_shown(content)}; expected an object, as eval.harness writes it")
+        raise UserError(f"{path} holds {_shown(content)}; expected an object, as eval.harness writes it")
     return content
 
 
 def _field(path: Path, holder: dict, key: str, kind, inside: str = ""):
     if key not in holder or not isinstance(holder[key], kind) or isinstance(holder[key], bool):
-        raise ConfigError(f"{path}: {inside}{key} is {_shown(holder.get(key))}; expected what eval.harness writes there: score "
+        raise UserError(f"{path}: {inside}{key} is {_shown(holder.get(key))}; expected what eval.harness writes there: score "
                           f"the run again, or remove the file")
     return holder[key]
 
@@ -199,7 +199,7 @@ def _number(path: Path, holder: dict, key: str, inside: str, optional: bool = Fa
     try:
         return float(_field(path, holder, key, (int, float), inside))
     except OverflowError:
-        raise ConfigError(f"{path}: {inside}{key} is a number of {len(str(value)):,} digits; expected a score") from None
+        raise UserError(f"{path}: {inside}{key} is a number of {len(str(value)):,} digits; expected a score") from None
 
 
 def _optional(holder: dict, key: str, kind):

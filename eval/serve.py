@@ -26,8 +26,8 @@ from eval.curve import loss_svg, read_losses
 from eval.options import read_options
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference
 from eval.server import ROWS, Server
-from runtime.annotations import ConfigError
 from runtime.checkpoint import latest, step_of
+from runtime.cli import UserError
 from runtime.config import read_config
 
 PAGE = Path(__file__).with_name("page.html")
@@ -46,11 +46,11 @@ class Options:
 
     def __post_init__(self):
         if not 0 <= self.port < 2**16:
-            raise ConfigError(f"port={self.port} must be between 0 (any that is free) and 65535")
+            raise UserError(f"port={self.port} must be between 0 (any that is free) and 65535")
 
 
 def serve(options: Options) -> None:
-    """Until Ctrl-C. Raises ConfigError on a mistake of the user's."""
+    """Until Ctrl-C. Raises UserError on a mistake of the user's."""
     with Server(options.host, options.port) as server:
         try:
             load(server, options)
@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         serve(read_options(Options, arguments))
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except (OSError, MemoryError, torch.OutOfMemoryError) as error:

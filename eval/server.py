@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from eval.sample import Inference, Request, continuations
 from eval.streaming import Piece
-from runtime.annotations import ConfigError, nearest
+from runtime.cli import UserError, nearest
 
 ROWS = 16                   # continuations a request, at most
 BODY_BYTES = 2**20          # of a request, at most
@@ -67,7 +67,7 @@ class Server(ThreadingHTTPServer):
     """Takes the port at once, so that one that is taken is told before a model is loaded; then `ready` and `page` are set
     (the page's HTML, given the nonce that its script and its style must carry), then serve_forever() answers.
 
-    Raises ConfigError where the port cannot be had."""
+    Raises UserError where the port cannot be had."""
     daemon_threads = True       # a client that hangs does not keep the process
     allow_reuse_port = False    # two servers on one port would each get some of the requests
     request_queue_size = 128    # connections that may wait until they are taken; socketserver's 5 are few
@@ -82,7 +82,7 @@ class Server(ThreadingHTTPServer):
             super().__init__((host, port), Handler)
         except (OSError, UnicodeError) as error:    # in use, not ours, no such address, no such name
             reason = getattr(error, "strerror", None) or error
-            raise ConfigError(f"port {port} of host {host!r} cannot be had ({reason}): give another port= or host=") from error
+            raise UserError(f"port {port} of host {host!r} cannot be had ({reason}): give another port= or host=") from error
 
     def server_bind(self):
         TCPServer.server_bind(self)     # HTTPServer's asks the network for the machine's full name, which may take long
@@ -145,7 +145,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             request = self._read_request()
             steps = continuations(self.server.ready, request)
-        except ConfigError as error:
+        except UserError as error:
             return self._refuse(400, str(error))
         with self.server.line.place() as ticket:
             if ticket is None:
@@ -155,20 +155,20 @@ class Handler(BaseHTTPRequestHandler):
     def _read_request(self) -> Request:
         length = self.headers["Content-Length"] or ""
         if not re.fullmatch("[0-9]{1,9}", length) or int(length) > BODY_BYTES:
-            raise ConfigError(f"Content-Length={length!r} must be the bytes of the request's body, at most {BODY_BYTES}")
+            raise UserError(f"Content-Length={length!r} must be the bytes of the request's body, at most {BODY_BYTES}")
         try:
             asked = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the request is no JSON ({error})") from error
+            raise UserError(f"the request is no JSON ({error})") from error
         names = [field.name for field in fields(Request)]
         if not isinstance(asked, dict):
-            raise ConfigError(f"the request must be a JSON object with any of {', '.join(names)}")
+            raise UserError(f"the request must be a JSON object with any of {', '.join(names)}")
         for name in asked:
             if name not in names:
-                raise ConfigError(f"there is no {name[:40]!r} to ask for{nearest(name[:40], names)}")
+                raise UserError(f"there is no {name[:40]!r} to ask for{nearest(name[:40], names)}")
         request = Request(**{"seed": secrets.randbelow(2**31)} | asked)
         if request.n > ROWS:
-            raise ConfigError(f"n={request.n} must be between 1 and {ROWS} here")
+            raise UserError(f"n={request.n} must be between 1 and {ROWS} here")
         return request
 
     def _answer(self, steps: Iterator[list[Piece]], ticket: object, seed: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from eval.published import published
 from eval.scores import RATIOS, SETTINGS, Column, Row, majority, paired_difference, read_rows, read_samples
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 # The order of the columns: what a small model learns first stands first; other tasks follow by name.
 ORDER = ("val_ppl", "val_cloze", "wikitext", "lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "openbookqa",
@@ -168,7 +168,7 @@ def _cell(text: str) -> str:
 # ------------------------------------------------------------------------------------------------------------ entry point
 
 def write(paths, out: str) -> str:
-    """Write the files, return the page. Raises ConfigError as read_rows() does, OSError where the folder cannot be written."""
+    """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
     from eval.table_figure import draw
     from scaling.figures import render
     from scaling.figures import write as replace_file
@@ -188,7 +188,7 @@ def main(paths, out: str = "out/table") -> int:
     """Write and print the table of the runs in `paths`; 0, 2 with a sentence for a mistake, 1 where `out` cannot be written."""
     try:
         page = write(paths, out)
-    except ConfigError as error:
+    except UserError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:

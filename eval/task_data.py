@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.annotations import ConfigError, nearest
+from runtime.cli import UserError, nearest
 
 LOCAL = ("json", "parquet", "csv", "text", "arrow")     # builders of `datasets` that read files, not the Hub
 FORMAT_VERSION = 1
@@ -32,7 +32,7 @@ def splits_read(task) -> list[str]:
 def save_tasks(folder: Path, tasks: dict) -> list[str]:
     """Save the data of loaded lm-eval tasks {name: task}; a line for each. What the folder held of others stays.
 
-    Raises ConfigError for a task whose data cannot be saved this way, then nothing is saved; OSError where the disk fails.
+    Raises UserError for a task whose data cannot be saved this way, then nothing is saved; OSError where the disk fails.
     """
     lines, wanted = [], {}      # (data set, its name): (splits, tasks that read them)
     for name, task in tasks.items():
@@ -41,7 +41,7 @@ def save_tasks(folder: Path, tasks: dict) -> list[str]:
             lines.append(f"{name}: nothing to save, its data are made or lie in files already")
             continue
         if config.dataset_kwargs:
-            raise ConfigError(f"the task {name!r} asks for its data with {sorted(config.dataset_kwargs)}, which cannot be saved: "
+            raise UserError(f"the task {name!r} asks for its data with {sorted(config.dataset_kwargs)}, which cannot be saved: "
                               f"leave it out")
         splits = {split: task.dataset[split] for split in splits_read(task)}
         all_splits, readers = wanted.setdefault((config.dataset_path, config.dataset_name), ({}, []))
@@ -112,10 +112,10 @@ def _sha256(path: Path) -> str:
 # --------------------------------------------------------------------------------------------------------------- reading
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """{"Rowan--hellaswag/default": {dataset_path, dataset_name, revision, tasks, splits}}. Raises ConfigError."""
+    """{"Rowan--hellaswag/default": {dataset_path, dataset_name, revision, tasks, splits}}. Raises UserError."""
     path = folder / "manifest.json"
     if not path.is_file():
-        raise ConfigError(f"{folder} holds no manifest.json, so no saved tasks: make it with "
+        raise UserError(f"{folder} holds no manifest.json, so no saved tasks: make it with "
                           f"`python -m eval.harness --fetch {folder} tasks=core` where there is network")
     try:
         content = json.loads(path.read_text())
@@ -124,9 +124,9 @@ def read_manifest(folder: Path) -> dict[str, dict]:
             if not all({"rows", "sha256"} <= set(split) for split in entry["splits"].values()) or not entry["splits"]:
                 raise ValueError("a split without rows or sha256")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}): fetch the tasks again") from error
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): fetch the tasks again") from error
     if version != FORMAT_VERSION:
-        raise ConfigError(f"{path} has format_version={version!r}, this program reads {FORMAT_VERSION}: fetch the tasks again")
+        raise UserError(f"{path} has format_version={version!r}, this program reads {FORMAT_VERSION}: fetch the tasks again")
     return entries
 
 
@@ -135,7 +135,7 @@ def reading(folder: Path | None) -> Iterator[None]:
     """Within it, lm-eval's tasks load their data from `folder`, a folder that save_tasks() made; with None from the Hub.
 
     Data in local files are read as ever, relative names looked up beside the task's YAML. A split that no task reads
-    when it is scored was never saved: it appears empty. Raises ConfigError, also later, where data lack or are damaged.
+    when it is scored was never saved: it appears empty. Raises UserError, also later, where data lack or are damaged.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -173,7 +173,7 @@ class _Splits(dict):
         super().__init__()
         self.key = _key(dataset_path, dataset_name)
         if self.key not in manifest:
-            raise ConfigError(f"{folder} holds no data of {self.key}: add the task with --fetch {folder} where there is network"
+            raise UserError(f"{folder} holds no data of {self.key}: add the task with --fetch {folder} where there is network"
                               f"{nearest(self.key, list(manifest))}")
         self.folder, self.saved = folder / self.key, manifest[self.key]["splits"]
 
@@ -185,8 +185,8 @@ class _Splits(dict):
             return self[next(iter(self.saved))].select([])
         path = self.folder / f"{split}.parquet"
         if not path.is_file():
-            raise ConfigError(f"{path} is missing, though the manifest beside it names it: fetch the task again")
+            raise UserError(f"{path} is missing, though the manifest beside it names it: fetch the task again")
         if _sha256(path) != self.saved[split]["sha256"]:
-            raise ConfigError(f"{path} is not what was saved (its sha256 differs): fetch the task again")
+            raise UserError(f"{path} is not what was saved (its sha256 differs): fetch the task again")
         self[split] = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.parquet.read_table(path)))
         return self[split]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from eval.task_data import reading
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 TASKS = Path(__file__).parent / "tasks"
 DEMO = ("val_ppl", "val_cloze")
@@ -62,7 +62,7 @@ def quiet(offline: bool) -> None:
 def load(names: list[str], include: str | None, run_dir: str | None = None, offline: str | None = None) -> dict:
     """lm-eval's TaskDict of the tasks, groups and tags called `names`; `run_dir` is whose shards the demo tasks are cut from.
 
-    Raises ConfigError: no such task, data that cannot be had, answers that would be sampled.
+    Raises UserError: no such task, data that cannot be had, answers that would be sampled.
     """
     import datasets
     from lm_eval.tasks import TaskManager
@@ -80,7 +80,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
         manager = TaskManager(include_path=mine, include_defaults=True, metadata=metadata)
     for name in names:
         if name not in manager.all_tasks:
-            raise ConfigError(f"there is no task {name!r}{_nearest(name, [*GROUPS, *manager.all_tasks])}")
+            raise UserError(f"there is no task {name!r}{_nearest(name, [*GROUPS, *manager.all_tasks])}")
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
     with reading(Path(offline) if offline else None):
         for name in names:
@@ -92,7 +92,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
             task.set_config(key="num_fewshot", value=SHOTS.get(task.config.dataset_path, 0))
         task.set_fewshot_seed(seed=1234)        # lm-eval's own default, for equal few-shot examples
         if (task.get_config("generation_kwargs") or {}).get("do_sample"):
-            raise ConfigError(f"the task {name!r} asks for sampled answers, but only greedy ones are generated here: "
+            raise UserError(f"the task {name!r} asks for sampled answers, but only greedy ones are generated here: "
                               f"leave it out")
     return loaded
 
@@ -100,7 +100,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
 def _load(manager, name: str, offline: str | None, is_local: bool) -> dict:
     try:
         return manager.load([name])
-    except ConfigError:
+    except UserError:
         raise
     except Exception as error:      # a task is foreign code and foreign data: whatever it raises, name the task
         where = ("its data lie in files that its YAML names: check that they are there, and whole" if is_local else
@@ -108,7 +108,7 @@ def _load(manager, name: str, offline: str | None, is_local: bool) -> dict:
                  "if its data come from the Hugging Face Hub, they must be cached or the Hub in reach; "
                  "--fetch DIR saves them for good")
         first_line = (str(error).strip().splitlines() or [""])[0]
-        raise ConfigError(f"the task {name!r} could not be loaded ({type(error).__name__}: {first_line}): {where}") from error
+        raise UserError(f"the task {name!r} could not be loaded ({type(error).__name__}: {first_line}): {where}") from error
 
 
 def _nearest(name: str, names: list[str]) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from eval.options import read_options
 from runtime.checkpoint import checkpoints, load, read_manifest, sync_folder
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
@@ -38,7 +38,7 @@ class Options:
 
     def __post_init__(self):
         if self.file is not None and not self.file.endswith(".safetensors"):
-            raise ConfigError(f"file={self.file!r} must end in .safetensors")
+            raise UserError(f"file={self.file!r} must end in .safetensors")
 
 
 def main(argv: list[str]) -> int:
@@ -54,7 +54,7 @@ def written(command: str, work: Callable[[], str]) -> int:
     try:
         print(work())
         return 0
-    except ConfigError as error:
+    except UserError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -69,10 +69,10 @@ def written(command: str, work: Callable[[], str]) -> int:
 
 
 def export(options: Options) -> tuple[Path, int, float]:
-    """Writes the file; returns its path, the step of the weights, its size in MiB. Raises ConfigError or OSError."""
+    """Writes the file; returns its path, the step of the weights, its size in MiB. Raises UserError or OSError."""
     run_dir = Path(options.run)
     if options.file is not None and (not Path(options.file).parent.is_dir() or Path(options.file).is_dir()):
-        raise ConfigError(f"file={options.file} cannot be written: give a file's name in a folder that exists")
+        raise UserError(f"file={options.file} cannot be written: give a file's name in a folder that exists")
     manifest, weights = newest_weights(run_dir, "eval.weights")
     step = manifest["step"]
     path = Path(options.file) if options.file is not None else run_dir / f"weights_{step:08d}.safetensors"
@@ -88,11 +88,11 @@ def newest_weights(run_dir: Path, command: str) -> tuple[dict, dict[str, torch.T
     """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
 
     Read alone, nothing is renamed: the run may be going on. What is skipped is told on stderr, in the name of `command`.
-    Raises ConfigError where no checkpoint is sound.
+    Raises UserError where no checkpoint is sound.
     """
     there = checkpoints(run_dir)
     if not there:
-        raise ConfigError(f"{run_dir} has no sound checkpoint: give the folder of a run that has saved, such as out/<run>")
+        raise UserError(f"{run_dir} has no sound checkpoint: give the folder of a run that has saved, such as out/<run>")
     for path in reversed(there):
         try:
             manifest = read_manifest(path)
@@ -100,9 +100,9 @@ def newest_weights(run_dir: Path, command: str) -> tuple[dict, dict[str, torch.T
                        if name.startswith("model.")}
             load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
             return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
-        except ConfigError as error:
+        except UserError as error:
             print(f"{command}: {error}", file=sys.stderr)
-    raise ConfigError(f"{run_dir}: none of its {len(there)} checkpoints is sound")
+    raise UserError(f"{run_dir}: none of its {len(there)} checkpoints is sound")
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 WORDS = 13
 CHARS = 65_536          # of a text at a time, so that the arrays stay in the cache; a gram that stretches over more is missed
@@ -53,7 +53,7 @@ def read_grams(paths: list[str]) -> Grams:
     """The grams of every text in the files: all of a .txt; each string of .json, .jsonl and .parquet, however nested. Prints a
     line per file: texts, grams, texts that are too short to hold one.
 
-    Raises ConfigError: a file that is missing, of another kind, damaged or without any gram."""
+    Raises UserError: a file that is missing, of another kind, damaged or without any gram."""
     files, found = [], []
     for path in map(Path, paths):
         texts, short, grams = 0, 0, []
@@ -61,7 +61,7 @@ def read_grams(paths: list[str]) -> Grams:
             of_text = list(_grams(text))
             texts, short, grams = texts + 1, short + (not of_text), grams + of_text
         if not grams:
-            raise ConfigError(f"{path} has no text of {WORDS} words or more, so nothing of it can be looked for: leave it out of "
+            raise UserError(f"{path} has no text of {WORDS} words or more, so nothing of it can be looked for: leave it out of "
                               f"decontaminate=")
         found.append(np.unique(np.concatenate(grams)))
         print(f"{path}: {texts:,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; {short:,} texts are shorter "
@@ -75,17 +75,17 @@ def read_grams(paths: list[str]) -> Grams:
 
 def _texts(path: Path) -> Iterator[str]:
     if not path.is_file():
-        raise ConfigError(f"decontaminate={path} is a folder: name the files in it" if path.is_dir() else
+        raise UserError(f"decontaminate={path} is a folder: name the files in it" if path.is_dir() else
                           f"decontaminate={path}: there is no such file")
     if path.suffix not in FORMATS:
-        raise ConfigError(f"decontaminate={path}: its name must end in {', '.join(FORMATS)}")
+        raise UserError(f"decontaminate={path}: its name must end in {', '.join(FORMATS)}")
     try:
         for value in _read_parquet(path) if path.suffix == ".parquet" else _read_text(path):
             yield from _strings(value)
     except ImportError as error:
-        raise ConfigError(f"decontaminate={path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
+        raise UserError(f"decontaminate={path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"decontaminate={path} cannot be read ({str(error).partition(chr(10))[0]}): fetch it again") from error
+        raise UserError(f"decontaminate={path} cannot be read ({str(error).partition(chr(10))[0]}): fetch it again") from error
 
 
 def _read_text(path: Path) -> Iterator:

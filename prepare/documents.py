@@ -22,7 +22,7 @@ import numpy as np
 
 from prepare.packing import PACKINGS, unpacked
 from prepare.source import BATCH_BYTES, BadFile, Batch, batches, pair_batches
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import clean
 
 FORMATS = (".txt", ".jsonl", ".parquet")
@@ -37,7 +37,7 @@ BLANK = b" \t\n\r\f\v\xef\xbb\xbf"    # a line of these alone (also a byte order
 class LocalFile:
     """A prepare.source.InputFile on this machine; `columns` names the text of .jsonl and .parquet.
 
-    Reading raises BadFile: it was cut short, or is malformed; ConfigError: another column is meant, or a package lacks.
+    Reading raises BadFile: it was cut short, or is malformed; UserError: another column is meant, or a package lacks.
     """
     name: str
     path: Path
@@ -50,7 +50,7 @@ class LocalFile:
             try:
                 stream = unpacked(self.path, file)
                 if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    raise ConfigError(f"{self.path} is UTF-16: save it as UTF-8")
+                    raise UserError(f"{self.path} is UTF-16: save it as UTF-8")
                 if _format(self.path) == ".parquet":
                     yield from self._read_parquet(stream, skip_rows)
                 else:
@@ -82,9 +82,9 @@ class LocalFile:
                 raise BadFile(f"{where} is not an object: each line must look like {example}")
             for column in self.columns:
                 if column not in row:
-                    raise ConfigError(self._no_column(where, column, list(row)))
+                    raise UserError(self._no_column(where, column, list(row)))
                 if row[column] is not None and not isinstance(row[column], str):
-                    raise ConfigError(f"{where}: {self._no_text(column, type(row[column]).__name__)}")
+                    raise UserError(f"{where}: {self._no_text(column, type(row[column]).__name__)}")
             texts = tuple(clean(row[column] or "") for column in self.columns)      # a null is an empty text
             yield texts if self.columns == PAIR else texts[0]
 
@@ -93,7 +93,7 @@ class LocalFile:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ConfigError(f"{self.path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
+            raise UserError(f"{self.path}: reading parquet needs the package pyarrow: pip install pyarrow") from error
         with tempfile.TemporaryFile() as whole:
             if self.path.suffix in PACKINGS:     # parquet is read from its end, which a packed stream reaches last
                 shutil.copyfileobj(stream, whole)
@@ -104,11 +104,11 @@ class LocalFile:
                 # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
                 table = pyarrow.parquet.ParquetFile(stream, pre_buffer=False, buffer_size=1 << 20)
                 if column not in table.schema_arrow.names:
-                    raise ConfigError(self._no_column(str(self.path), column, table.schema_arrow.names))
+                    raise UserError(self._no_column(str(self.path), column, table.schema_arrow.names))
                 kind = table.schema_arrow.field(column).type
                 plain = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
                 if plain not in (pyarrow.string(), pyarrow.large_string(), pyarrow.string_view(), pyarrow.null()):
-                    raise ConfigError(f"{self.path}: {self._no_text(column, str(kind))}")
+                    raise UserError(f"{self.path}: {self._no_text(column, str(kind))}")
                 yield from _joined(_columns(table, column, skip_rows), table.metadata.num_rows)
             except (pyarrow.ArrowException, OSError) as error:
                 reason = str(error).partition("\n")[0]
@@ -126,19 +126,19 @@ class LocalFile:
 
 
 def local_files(paths: list[str | Path], *columns: str) -> list[LocalFile]:
-    """Each of `paths` as an input file, its text in one column, or in PAIR. Raises ConfigError: one is missing, of another
+    """Each of `paths` as an input file, its text in one column, or in PAIR. Raises UserError: one is missing, of another
     kind or named twice."""
     formats = (".jsonl",) if columns == PAIR else FORMATS
     paths, files = [Path(path) for path in paths], {}
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
-            raise ConfigError(f"{path} is a folder: name the files in it" if path.is_dir() else f"there is no file {path}")
+            raise UserError(f"{path} is a folder: name the files in it" if path.is_dir() else f"there is no file {path}")
         if _format(path) not in formats:
-            raise ConfigError(f"{path}: its name must end in {', '.join(formats)}, optionally followed by {', '.join(PACKINGS)}" +
+            raise UserError(f"{path}: its name must end in {', '.join(formats)}, optionally followed by {', '.join(PACKINGS)}" +
                               (", where it holds prompts and responses" if columns == PAIR else ""))
         if path in files:
-            raise ConfigError(f"{path} is named twice")
+            raise UserError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
         name, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
         files[path] = LocalFile(name, path, stat.st_size, columns, stat.st_mtime_ns)

@@ -1,6 +1,6 @@
 """Turn batches of documents into tokens, one process's way.
 
-A document of prompt and response becomes prefix, prompt, response; CONTEXT marks what no model is taught to foretell: all
+A document of prompt and response becomes prefix, prompt, response; LOSS_MASK_BIT marks what no model is taught to foretell: all
 but the prefix's first token, with which the document before ends, and the response. The two are encoded by themselves, so
 no token reaches over the border.
 """
@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from prepare.source import DOCUMENT, Batch, Encoded
-from runtime.annotations import ConfigError, nearest
-from runtime.shards import CONTEXT
+from runtime.cli import UserError, nearest
+from runtime.shards import LOSS_MASK_BIT
 from runtime.tokenizer import load_gigatoken, load_tokenizer
 
 BACKENDS = ("tiktoken", "gigatoken")
@@ -29,13 +29,13 @@ class Grams(Protocol):
 class Encoder:
     """What one process of a pool does: encode a batch, or call a function with an argument.
 
-    Raises ConfigError: no such tokenizer or backend, a backend that is not installed."""
+    Raises UserError: no such tokenizer or backend, a backend that is not installed."""
 
     def __init__(self, tokenizer: str, backend: str, grams: Grams | None):
         try:
             self._tokenizer = load_tokenizer(tokenizer)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
         self._grams, self._quick, self._unchecked = grams, load_backend(tokenizer, backend), CHECKED
         self._prefix = np.array(self._tokenizer.prefix, self._tokenizer.dtype)
 
@@ -73,7 +73,7 @@ class Encoder:
         if row := self._left_out(response, f"{prompt} {response}", digest, len(tail)):
             return [], row
         context = np.concatenate([self._prefix[1:], self._ids(prompt, digest)])
-        parts = [self._prefix[:1], CONTEXT | context, self._ids(response, digest)]
+        parts = [self._prefix[:1], LOSS_MASK_BIT | context, self._ids(response, digest)]
         return parts, (digest, sum(map(len, parts)), len(tail))
 
     def _left_out(self, learned: str, whole: str, digest: int, size: int) -> tuple[int, int, int] | None:
@@ -89,7 +89,7 @@ class Encoder:
         if self._unchecked:
             self._unchecked -= 1
             if not np.array_equal(ids, self._tokenizer.encode(text)):
-                raise ConfigError(f"tokenizer_backend=gigatoken encodes the document with the hash {digest:016x} otherwise than "
+                raise UserError(f"tokenizer_backend=gigatoken encodes the document with the hash {digest:016x} otherwise than "
                                   f"tiktoken: leave tokenizer_backend out, or try another version of gigatoken")
         return ids.astype(np.uint16)
 
@@ -101,16 +101,16 @@ def _digest(data: bytes) -> int:
 def load_backend(tokenizer: str, backend: str) -> Callable[[str], np.ndarray] | None:
     """The encoder of an accelerator, None for the tokenizer's own.
 
-    Raises ConfigError: no such backend, one that cannot encode for this tokenizer, one that is not installed."""
+    Raises UserError: no such backend, one that cannot encode for this tokenizer, one that is not installed."""
     if backend not in BACKENDS:
-        raise ConfigError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
+        raise UserError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
     if backend == "tiktoken":
         return None
     if tokenizer != "gpt2":
-        raise ConfigError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
+        raise UserError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
                           f"tokenizer_backend out")
     try:
         return load_gigatoken()
     except Exception as error:      # a young package: other versions may lack what is called here
-        raise ConfigError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or leave "
+        raise UserError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or leave "
                           f"tokenizer_backend out") from error

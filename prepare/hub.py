@@ -16,7 +16,7 @@ from itertools import islice
 from prepare.hub_faults import brief, faults, is_local, quiet_datasets, refused
 from prepare.hub_files import FORMATS, HubFile
 from prepare.source import Source
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 TIMEOUT_S = 8.0         # of a question to the Hub; with WAITS half a minute where there is no network
 WAITS = (1, 3)          # seconds before a question is asked again
@@ -51,9 +51,9 @@ def hub_source(name: str, value: HubSource) -> Source:
 def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> HubSource:
     """A data set that configs/sources.py does not name: its train split, or what the pattern `files` matches.
 
-    The revision becomes the commit it means now. Raises ConfigError: no such data set, one with a script."""
+    The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
-        raise ConfigError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
+        raise UserError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
     info = _ask(lambda api: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), dataset, revision)
     if not license:
         licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
@@ -62,14 +62,14 @@ def any_dataset(dataset: str, column: str, revision: str | None, files: str | No
 
 
 def check(name: str, value: HubSource) -> Iterator[str]:
-    """Lines about a source: data set, revision, licence, size, first record. Raises ConfigError where it is not as named,
+    """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
     OSError where the Hub cannot be asked."""
     yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
     files = hub_source(name, value).files(None)
     yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
     first = _ask(lambda api: _first_document(files), value.dataset, value.revision)
     if first is None:
-        raise ConfigError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
+        raise UserError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
     line = next((line for line in first.splitlines() if line.strip()), "")
     # A line separator, a terminal's escape or one that turns the writing around would spoil the lines about it.
     yield "  " + "".join(c if c.isprintable() else " " for c in line.strip()[:100]).rstrip()
@@ -100,7 +100,7 @@ def _listing(value: HubSource) -> list[tuple[str, int]]:
     try:
         wanted = [re.compile(glob_translate(pattern)) for pattern in patterns] if isinstance(value.files, str) else []
     except (ValueError, re.error) as error:
-        raise ConfigError(f"files={value.files} is no pattern ({error}): give one such as files=data/**/*.parquet") from error
+        raise UserError(f"files={value.files} is no pattern ({error}): give one such as files=data/**/*.parquet") from error
     folder = _common_folder(patterns)
 
     def ask(api) -> list[tuple[str, int]]:
@@ -114,10 +114,10 @@ def _listing(value: HubSource) -> list[tuple[str, int]]:
     there = _ask(ask, value.dataset, value.revision)
     found = sorted((path, size) for path, size in there if path in patterns or any(w.fullmatch(path) for w in wanted))
     if not found:
-        raise ConfigError(f"{at} has no file {', '.join(patterns[:3])}: correct the pattern; there are "
+        raise UserError(f"{at} has no file {', '.join(patterns[:3])}: correct the pattern; there are "
                           f"{', '.join(path for path, _ in there[:5]) or 'none'}")
     if odd := [path for path, _ in found if not path.endswith(FORMATS)]:
-        raise ConfigError(f"{at}: {odd[0]} cannot be streamed; files= must match files that end in {', '.join(FORMATS)}")
+        raise UserError(f"{at}: {odd[0]} cannot be streamed; files= must match files that end in {', '.join(FORMATS)}")
     if value.grouped_by:
         found = _of_group(value, found)
     return sorted(found, key=lambda file: blake2b(file[0].encode(), digest_size=8).digest())
@@ -137,7 +137,7 @@ def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str,
     wanted = value.keep[value.grouped_by]
     chosen = [n for n in range(len(found)) if begins[n] in wanted or (n + 1 < len(found) and begins[n + 1] in wanted)]
     if not chosen:
-        raise ConfigError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
+        raise UserError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
                           f"{', '.join(sorted(set(begins)))}")
     others = Counter(begin for n, begin in enumerate(begins) if n not in chosen)
     told = ", ".join(f"{begin} ({count})" for begin, count in others.most_common())
@@ -173,7 +173,7 @@ def _first_value(value: HubSource, path: str) -> str:
                 return found
         if is_whole:
             break
-    raise ConfigError(f"{value.dataset}/{path}: its first rows have no {value.grouped_by}: the data set is laid out otherwise; "
+    raise UserError(f"{value.dataset}/{path}: its first rows have no {value.grouped_by}: the data set is laid out otherwise; "
                       f"correct configs/sources.py")
 
 
@@ -189,24 +189,24 @@ def _at(line: bytes, column: str) -> str | None:
 
 
 def _train_split(dataset: str, revision: str) -> tuple[str, ...]:
-    """The paths of the train split, as datasets itself finds it. Raises ConfigError."""
+    """The paths of the train split, as datasets itself finds it. Raises UserError."""
     datasets = quiet_datasets()
     advice = "give files= a pattern, such as files=data/*.parquet"
     try:
         builder = _ask(lambda api: datasets.load_dataset_builder(dataset, revision=revision), dataset, revision)
     except RuntimeError as error:
-        raise ConfigError(f"{dataset} needs a loading script, which nobody runs any more: {advice}, or take "
+        raise UserError(f"{dataset} needs a loading script, which nobody runs any more: {advice}, or take "
                           f"revision=refs/convert/parquet ({brief(error)})") from error
     except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(f"{dataset}: {brief(error)}: {advice}") from error
+        raise UserError(f"{dataset}: {brief(error)}: {advice}") from error
     paths = [path.partition(f"@{revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
     if not paths or not all(paths):     # files of another repository have no path here
-        raise ConfigError(f"{dataset} has no train split of its own: {advice}")
+        raise UserError(f"{dataset} has no train split of its own: {advice}")
     return tuple(sorted(paths))
 
 
 def _ask(question: Callable, dataset: str, revision: str | None):
-    """question(HfApi), asked again while the network fails. Raises ConfigError: a refusal; OSError: no answer."""
+    """question(HfApi), asked again while the network fails. Raises UserError: a refusal; OSError: no answer."""
     from huggingface_hub import HfApi
     quiet_datasets()
     for wait in (*WAITS, None):

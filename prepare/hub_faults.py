@@ -3,7 +3,7 @@
 import gzip
 import zlib
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 
 class BadLine(ValueError):
@@ -53,7 +53,7 @@ def is_broken_off(error: BaseException | None) -> bool:
                                   is_broken_off(error.__cause__))
 
 
-def refused(error: BaseException | None, dataset: str, revision: str | None, is_sure: bool = False) -> ConfigError | None:
+def refused(error: BaseException | None, dataset: str, revision: str | None, is_sure: bool = False) -> UserError | None:
     """The sentence for an answer of the Hub that no second try will change; None for any other error.
 
     is_sure: the data set was there before, so only the Hub's own word counts. A 401 or 403 without it, or by the servers that
@@ -65,18 +65,18 @@ def refused(error: BaseException | None, dataset: str, revision: str | None, is_
             return None
     at = f"{dataset}@{revision}" if revision else dataset
     if isinstance(error, errors.GatedRepoError):
-        return ConfigError(f"{dataset} is gated: accept its terms at https://huggingface.co/datasets/{dataset}, then log in with "
+        return UserError(f"{dataset} is gated: accept its terms at https://huggingface.co/datasets/{dataset}, then log in with "
                            f"`hf auth login` or set HF_TOKEN")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return ConfigError(f"there is no data set {dataset} on the Hub, or it is private: it may have moved; look for it at "
+        return UserError(f"there is no data set {dataset} on the Hub, or it is private: it may have moved; look for it at "
                            f"https://huggingface.co/datasets, or log in with `hf auth login`")
     if isinstance(error, errors.RevisionNotFoundError):
-        return ConfigError(f"{at}: the data set has no such revision; they are listed at "
+        return UserError(f"{at}: the data set has no such revision; they are listed at "
                            f"https://huggingface.co/datasets/{dataset}/commits/main")
     if isinstance(error, errors.HFValidationError):
-        return ConfigError(f"{dataset!r} is no data set's name: it must look like OWNER/NAME")
+        return UserError(f"{dataset!r} is no data set's name: it must look like OWNER/NAME")
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
-        return ConfigError(f"{at}: the Hub refuses it ({error.response.status_code}): log in with `hf auth login` or set a "
+        return UserError(f"{at}: the Hub refuses it ({error.response.status_code}): log in with `hf auth login` or set a "
                            f"HF_TOKEN that may read it")
     return refused(error.__cause__, dataset, revision, is_sure) if error and error.__cause__ else None
 

@@ -13,7 +13,7 @@ import numpy as np
 from prepare.hub_faults import BadLine, brief, faults, is_broken_off, is_content, is_local, quiet_datasets, refused
 from prepare.packing import unpacked
 from prepare.source import BATCH_BYTES, BadFile, Batch
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import clean
 
 # Seconds before a file is opened again, while it comes no further: 18 minutes of silence cost no file. huggingface_hub's own
@@ -40,7 +40,7 @@ class HubFile:
     def read(self, skip_rows: int) -> Iterator[Batch]:
         """Batches of the rows wanted, after the first `skip_rows` rows of all.
 
-        Raises BadFile where the file stays unreadable, ConfigError: no such column or data set, or no right to it."""
+        Raises BadFile where the file stays unreadable, UserError: no such column or data set, or no right to it."""
         rows, met, failures, broken = skip_rows, -1, 0, 0
         while True:
             before, place = met, [-1]
@@ -105,7 +105,7 @@ class HubFile:
                 if rows == 0:
                     data = data.removeprefix(codecs.BOM_UTF8)
                     if data[:1] == b"[":
-                        raise ConfigError(f"{self.dataset}/{self.name} is one list; only files with an object a line can be read")
+                        raise UserError(f"{self.dataset}/{self.name} is one list; only files with an object a line can be read")
                 first, rows = rows, rows + data.count(b"\n") + (data[-1:] != b"\n")
                 place[0] = rows
                 if rows > skip_rows:
@@ -148,7 +148,7 @@ class HubFile:
         except (ValueError, RecursionError) as error:
             raise BadLine(f"row {row:,} is no line of JSON ({error})") from error
         if not isinstance(record, dict):
-            raise ConfigError(f"{where} is no object: only files with an object a line can be read")
+            raise UserError(f"{where} is no object: only files with an object a line can be read")
         if row == 0 and self.column not in record:
             self._no_column(self.column, list(record))
         text = record.get(self.column)
@@ -157,11 +157,11 @@ class HubFile:
         return {**_strings(record, self.keep), self.column: text and clean(text)}
 
     def _no_column(self, column: str, columns: list[str]):
-        raise ConfigError(f"{self.dataset}/{self.name} has no column {column!r}: set column= to one of "
+        raise UserError(f"{self.dataset}/{self.name} has no column {column!r}: set column= to one of "
                           f"{', '.join(columns) or '(none)'}")
 
     def _not_text(self, kind):
-        raise ConfigError(f"{self.dataset}/{self.name}: column {self.column!r} holds {kind}, not text: set column=")
+        raise UserError(f"{self.dataset}/{self.name}: column {self.column!r} holds {kind}, not text: set column=")
 
     def _texts(self, table):
         """The text of the rows wanted; null becomes empty."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.shards import Index, damage, read_index
 
 WIDTH = 130
@@ -25,7 +25,7 @@ NAMED = 5               # files named before "and 12 more"
 def show(folders: list[Path]) -> Iterator[str]:
     """Lines to print: a table of the sources' splits, and of each source where it came from and what was left out.
 
-    What is damaged or unfinished gets a sentence, the rest is shown all the same. Raises ConfigError: no such folder, or one
+    What is damaged or unfinished gets a sentence, the rest is shown all the same. Raises UserError: no such folder, or one
     that holds nothing prepared.
     """
     for folder in folders:
@@ -40,7 +40,7 @@ def print_rows(index: Index) -> None:
 
 
 def verify(folders: list[Path]) -> None:
-    """Hashes every shard again and prints a line per source. Raises ConfigError naming all that differ or are unfinished."""
+    """Hashes every shard again and prints a line per source. Raises UserError naming all that differ or are unfinished."""
     bad = []
     for folder in folders:
         finished, begun = _sources(folder)
@@ -49,17 +49,17 @@ def verify(folders: list[Path]) -> None:
             print(f"{'unfinished' if source in begun else 'BAD' if found else 'OK '} {source}", flush=True)
             bad += found
     if bad:
-        raise ConfigError("\n".join(bad))
+        raise UserError("\n".join(bad))
 
 
 def _sources(folder: Path) -> tuple[set[Path], set[Path]]:
-    """The folders of the sources there, finished ones and unfinished ones. Raises ConfigError where there is none."""
+    """The folders of the sources there, finished ones and unfinished ones. Raises UserError where there is none."""
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}: name one that holds prepared sources, such as data")
+        raise UserError(f"there is no folder {folder}: name one that holds prepared sources, such as data")
     finished = {path.parent for path in folder.rglob("index.json")}
     begun = {path.parent.parent for path in folder.rglob("parts/plan.json")} - finished
     if not finished | begun:
-        raise ConfigError(f"{folder} holds nothing prepared: `python prepare_data.py` says how to make it")
+        raise UserError(f"{folder} holds nothing prepared: `python prepare_data.py` says how to make it")
     return finished, begun
 
 

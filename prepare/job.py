@@ -18,7 +18,7 @@ from prepare.assemble import Assembly
 from prepare.contamination import Grams
 from prepare.parts import Parts
 from prepare.source import Source
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.shards import DTYPES, Index, file_sha256, read_index
 from runtime.tokenizer import Tokenizer
 
@@ -85,13 +85,13 @@ def is_complete(source: Source, job: Job) -> bool:
         if key == "revision" and source.may_age:
             print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
         elif key == "revision":
-            raise ConfigError(f"{folder} was made when {source.dataset} held something else: delete it, or give another name=")
+            raise UserError(f"{folder} was made when {source.dataset} held something else: delete it, or give another name=")
         else:
-            raise ConfigError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
+            raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
     there = index.splits["train"].tokens
     if not index.is_whole and (budget is None or there < budget):
         asked = "all there are" if budget is None else f"the {budget:,} asked for"
-        raise ConfigError(f"{folder} holds {there:,} training tokens, not {asked}: delete it, or give another out=")
+        raise UserError(f"{folder} holds {there:,} training tokens, not {asked}: delete it, or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
     inventory.print_rows(index)
@@ -103,19 +103,19 @@ def is_committed(folder: Path) -> bool:
 
 
 def check_same(assembly: Assembly, folder: Path, job: Job, source: Source) -> None:
-    """A layout that is on disk already is final: raises ConfigError where this command asks for another one."""
+    """A layout that is on disk already is final: raises UserError where this command asks for another one."""
     changes = [f"{key} was {was!r}, now {now!r}" for key, was, now in (
         ("tokens", assembly.budget, job.budgets.get(source.name)),
         ("split_rule", assembly.facts["split_rule"], job.common["split_rule"])) if was != now]
     if changes:
-        raise ConfigError(f"{folder} is being finished otherwise ({'; '.join(changes)}): give the same options again, or delete "
+        raise UserError(f"{folder} is being finished otherwise ({'; '.join(changes)}): give the same options again, or delete "
                           f"it and begin anew")
 
 
 def earlier(source: Source, job: Job) -> dict[str, Path]:
     """The document hashes of the other sources in the folder: no document comes twice, so none lies in both splits.
 
-    Raises ConfigError where a finished source has lost them."""
+    Raises UserError where a finished source has lost them."""
     found = {}
     for folder in sorted(path for path in job.out.iterdir() if path.is_dir() and path.name != source.name):
         hashes = folder / "hashes.npy"
@@ -130,7 +130,7 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
         if not index.hashes_sha256:
             print(f"{folder} was made by an earlier version: {source.name} may hold documents of it again", file=sys.stderr)
         elif not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
-            raise ConfigError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder} and "
+            raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder} and "
                               f"prepare it again")
         else:
             found[folder.name] = hashes
@@ -138,14 +138,14 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
 
 
 def check_room(begun: list[tuple[Source, Parts]], job: Job) -> None:
-    """Raises ConfigError where the disk cannot hold what was asked for; pieces turn into shards."""
+    """Raises UserError where the disk cannot hold what was asked for; pieces turn into shards."""
     lacking = 0.0
     for source, parts in begun:
         if not is_committed(job.out / source.name):        # else the shards take the room that their pieces give back
             wanted = min(job.budgets.get(source.name) or math.inf, source.tokens or math.inf)
             lacking += max(0.0, job.token_bytes(source) * ((0 if wanted == math.inf else wanted) - parts.tokens()))
     if lacking > (free := shutil.disk_usage(job.out).free):
-        raise ConfigError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
+        raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                           f"free some, ask for fewer tokens=, or give another out=")
 
 
@@ -153,4 +153,4 @@ def _read(folder: Path) -> Index:
     try:
         return read_index(folder)
     except ValueError as error:
-        raise ConfigError(str(error)) from error
+        raise UserError(str(error)) from error

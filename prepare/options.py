@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 from prepare.job import HASH_STEPS
-from runtime.annotations import ConfigError, nearest, parse
+from runtime.cli import UserError, nearest, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,31 +38,31 @@ DEFAULTS = {"demo": Options(out="data/demo", tokenizer="byte", val_share=0.04, p
 
 
 def read_options(kind: str, arguments: list[str]) -> tuple[Options, list[str]]:
-    """Options and plain words. Raises ConfigError for a key that does not exist, or a value that cannot be."""
+    """Options and plain words. Raises UserError for a key that does not exist, or a value that cannot be."""
     hints, keys = get_type_hints(Options), KEYS[kind]
     values, words = {}, []
     for argument in arguments:
         key, equals, value = argument.removeprefix("--").partition("=")
         if equals and key in keys:
             if not value:
-                raise ConfigError(f"{key}= is empty: give it a value, or leave it out")
+                raise UserError(f"{key}= is empty: give it a value, or leave it out")
             try:
                 values[key] = parse(key, value, hints[key])
             except ValueError as error:
-                raise ConfigError(str(error)) from error
+                raise UserError(str(error)) from error
         elif argument.startswith("--") or (equals and not Path(argument).exists()):
             known = nearest(key, [f"{name}=..." for name in sorted(keys)]) if keys else f"; {kind} takes names alone"
-            raise ConfigError(f"there is no option {argument!r}{known}")
+            raise UserError(f"there is no option {argument!r}{known}")
         else:
             words.append(argument)
     options = replace(DEFAULTS.get(kind, Options()), **values)
     if not 1 / HASH_STEPS <= options.val_share <= 0.5:
-        raise ConfigError(f"val_share={options.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
+        raise UserError(f"val_share={options.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
     if options.instruct and "column" in values:
-        raise ConfigError(f"column={options.column} names one text a row, instruct=true reads prompt and response: leave one of "
+        raise UserError(f"column={options.column} names one text a row, instruct=true reads prompt and response: leave one of "
                           f"them out")
     if options.tokens is not None and not 1 <= options.tokens < 2**53:
-        raise ConfigError(f"tokens={options.tokens} must be a count, such as tokens=31e9")
+        raise UserError(f"tokens={options.tokens} must be a count, such as tokens=31e9")
     if options.processes is not None and not 1 <= options.processes <= 1024:
-        raise ConfigError(f"processes={options.processes} must be a number from 1 to 1024")
+        raise UserError(f"processes={options.processes} must be a number from 1 to 1024")
     return options, words

@@ -5,7 +5,7 @@ import io
 import lzma
 from pathlib import PurePath
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 PACKINGS = (".gz", ".xz", ".zst")
 
@@ -29,7 +29,7 @@ class _Zst(io.RawIOBase):
         try:
             import zstandard
         except ImportError as error:
-            raise ConfigError(f"{path}: unpacking .zst needs the package zstandard: pip install zstandard") from error
+            raise UserError(f"{path}: unpacking .zst needs the package zstandard: pip install zstandard") from error
         self._file, self._new_frame, self._error = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
         self._frame = None                  # the frame being unpacked; a file may hold several
         self._packed = b""                  # read, of the next frame

@@ -17,7 +17,7 @@ from pathlib import Path
 from prepare.locks import Locks
 from prepare.pieces import PIECE, PieceWriter, read_piece, write_json
 from prepare.source import InputFile, Piece
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 MUTEX = "plan.lock"
 # A guess where nobody says how many tokens a file has: plain text has fewer a byte, packed text more.
@@ -57,7 +57,7 @@ class Parts:
         """Go on in the folder, or begin. Of an input file that changed (its size, or its `stamp` where it has one) the
         pieces are removed, and a line says so.
 
-        Raises ConfigError: there are pieces of another identity or of other names; a file changed and another process
+        Raises UserError: there are pieces of another identity or of other names; a file changed and another process
         works here, or shards are being written."""
         assert len({file.name for file in files}) == len(files), "a name stands for one input file"
         self.files = files
@@ -72,14 +72,14 @@ class Parts:
             self._presence = self._presence or os.fdopen(self._locks.take(_trace()), "rb")  # closes itself with its last user
 
     def _make_way(self, found: dict | None, plan: dict, workers: list[str]) -> None:
-        """Removes what cannot stay under the new plan; raises ConfigError where that is for the user to decide."""
+        """Removes what cannot stay under the new plan; raises UserError where that is for the user to decide."""
         change, changed = _difference(found, plan) if found else ("nothing says how", set())
         if workers:
-            raise ConfigError(f"{self.folder}: {workers[0]} works there on other input: {change}; wait until it ends, stop it, "
+            raise UserError(f"{self.folder}: {workers[0]} works there on other input: {change}; wait until it ends, stop it, "
                               f"or give another out= (if it is no more, delete {self.folder})")
         has_pieces = any(path.name[0].isdigit() and path.suffix == ".json" for path in self._ours())
         if has_pieces and found and (not changed or (self.folder / "layout.json").exists()):
-            raise ConfigError(f"{self.folder} was begun otherwise ({change}): give the same "
+            raise UserError(f"{self.folder} was begun otherwise ({change}): give the same "
                               f"{'files' if changed else 'options'} again, or delete {self.folder}")
         if has_pieces:
             print(f"{self.folder}: what was made of it is removed: {change}", file=sys.stderr)

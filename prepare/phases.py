@@ -13,7 +13,7 @@ from prepare.job import HASH_STEPS, Job, alone, check_room, check_same, earlier,
 from prepare.parts import Parts
 from prepare.pool import Pool
 from prepare.source import BadFile, Piece, Source
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.progress import Progress
 from runtime.shards import read_index, write_index
 
@@ -29,7 +29,7 @@ class Unfinished(Exception):
 def prepare(sources: list[Source], job: Job) -> None:
     """Makes out/<source>/ for each source that is not complete yet; with other workers, a share of it.
 
-    Raises ConfigError: bad input, or a folder that holds something else. Unfinished: files that could not be read.
+    Raises UserError: bad input, or a folder that holds something else. Unfinished: files that could not be read.
     """
     begun = []
     for source in sources:
@@ -175,11 +175,11 @@ def _check_splits(source: Source, parts: Parts, assembly: Assembly) -> None:
     if not total:
         dropped = [f"{count} copies of documents in {name}" for name, count in assembly.duplicates.items()]
         dropped += [f"{n} {word} ones" for n, word in ((assembly.empty, "empty"), (assembly.contaminated, "contaminated")) if n]
-        raise ConfigError(f"{source.name} has no documents: {source.dataset} holds " +
+        raise UserError(f"{source.name} has no documents: {source.dataset} holds " +
                           (f"{', '.join(dropped)} alone; give other files, or another out=" if dropped else "no text"))
     for name, count in documents.items():
         if not count:
-            raise ConfigError(f"none of the {total} documents of {source.name} fell to the {name} split: give more "
+            raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more "
                               f"documents, or another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
 
 

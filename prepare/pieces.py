@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from prepare.source import DOCUMENT, Encoded, Piece
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.shards import new_file
 
 PIECE_TOKENS = 20_000_000       # 40 MB or 80, seconds to minutes of work: that much a kill loses
@@ -95,13 +95,13 @@ class PieceWriter:
 
 
 def read_piece(path: Path) -> Piece:
-    """The finished piece whose .json is `path`. Raises ConfigError where that is not what was written."""
+    """The finished piece whose .json is `path`. Raises UserError where that is not what was written."""
     text = path.read_text(errors="replace")
     try:
         raw = json.loads(text)
         return Piece(**raw | {"stem": path.with_suffix(""), "rows": tuple(raw["rows"])})
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ConfigError(f"{path} is damaged: delete {path.parent} and run the same command again") from error
+        raise UserError(f"{path} is damaged: delete {path.parent} and run the same command again") from error
 
 
 def write_json(path: Path, content: dict) -> None:

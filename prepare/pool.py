@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, Pipe
 
 from prepare.encoder import Encoder, Grams
 from prepare.source import Batch, Encoded
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 LANES = 2           # pipes per child
 CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from prepare.pool import _serve; _serve(sys.argv[2:])"
@@ -31,7 +31,7 @@ CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from prepare.p
 class Pool:
     """`processes` encoders, as a context manager; one encodes in a thread of this process, more in children.
 
-    Raises ConfigError: no such tokenizer or backend, a backend that is not installed."""
+    Raises UserError: no such tokenizer or backend, a backend that is not installed."""
 
     def __init__(self, tokenizer: str, processes: int, backend: str = "tiktoken", grams: Grams | None = None):
         self._settings, self._processes = (tokenizer, backend, grams), processes
@@ -55,7 +55,7 @@ class Pool:
     def encode(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
         """What `batches` becomes, in order. A thread reads ahead; at most 2 * processes + 2 batches are in flight.
 
-        Raises what the reader or an encoder raised, after what came before it: ConfigError for a backend that differs from
+        Raises what the reader or an encoder raised, after what came before it: UserError for a backend that differs from
         tiktoken, ChildProcessError for a child that was killed. The pool serves on when the iterator is closed early."""
         results, room, is_closed = queue.SimpleQueue(), threading.Semaphore(LANES * self._processes + 1), threading.Event()
         reader = threading.Thread(target=self._read, args=(batches, results, room, is_closed), name="read", daemon=True)
@@ -200,7 +200,7 @@ def _outcome(function: Callable | None, argument, encoder: Encoder, lock: thread
     try:
         with lock:
             return True, encoder.do(function, argument)
-    except (ConfigError, OSError) as error:
+    except (UserError, OSError) as error:
         return False, error
     except MemoryError:
         return False, OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

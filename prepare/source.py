@@ -34,7 +34,7 @@ class InputFile(Protocol):
     # and, where its content may change under its name: stamp, an int that changes with it
 
     def read(self, skip_rows: int) -> Iterator[Batch]:
-        """The documents after the first `skip_rows` rows. Raises ConfigError (the user's mistake), BadFile."""
+        """The documents after the first `skip_rows` rows. Raises UserError (the user's mistake), BadFile."""
 
 
 @dataclass(frozen=True)

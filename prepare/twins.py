@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.shards import Index, Shard, read_index
 from runtime.tokenizer import load_tokenizer
 
@@ -23,17 +23,17 @@ ODD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def describe(folder: Path) -> Iterator[str]:
-    """A line per finished source of a data folder. Raises ConfigError: no such source, or one whose tokenizer is a folder."""
+    """A line per finished source of a data folder. Raises UserError: no such source, or one whose tokenizer is a folder."""
     sources = sorted(path.parent for path in folder.glob("*/index.json"))
     if not sources:
-        raise ConfigError(f"{folder} holds no finished source: name the folder that out= was, such as data")
+        raise UserError(f"{folder} holds no finished source: name the folder that out= was, such as data")
     for source in sources:
         try:
             index = read_index(source)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
         if index.tokenizer == "folder":
-            raise ConfigError(f"{source} was made with a tokenizer of its own, whose documents are not told apart here: name a "
+            raise UserError(f"{source} was made with a tokenizer of its own, whose documents are not told apart here: name a "
                               f"folder of sources made with gpt2 or byte")
         shares, tokens = measure(index)
         is_twin = shares >= SHARE

@@ -1,9 +1,21 @@
-"""Serve the micro-batch of (step, micro, rank) from token shards.
+"""Decide which window of which source each sequence of a run reads.
+
+Pure functions of whole numbers: the same on every machine, at every world size, in every precision.
+
+
+windows: Cut the shards of one source into windows.
+
+A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap. In a masked
+source some tokens are context alone: as targets they are NO_TARGET, which torch's cross-entropy passes over.
+
+
+data: Serve the micro-batch of (step, micro, rank) from token shards.
 
 Nothing here has state: the order of the whole run is a pure function of the seed, the mixture and the shards. Sequence
 i of the run belongs to a source (the mixture's weights hold to within one sequence at every i), is the source's k-th,
 and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number alone,
 any number of ranks sees the same sequences in a step, two runs of one seed see the same tokens in the same order.
+
 """
 
 import json
@@ -11,25 +23,201 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from functools import lru_cache
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from runtime.config import Config, ConfigError
-from runtime.order import permute, schedule, shares
-from runtime.shards import Index, Verification, read_index
+from runtime.cli import UserError
+from runtime.config import Config
+from runtime.shards import LOSS_MASK_BIT, Index, Verification, read_index
 from runtime.tokenizer import tokenizer_kind
-from runtime.windows import Validation, Windows, read_batch
 
+# ---------------------------------------------------------------------------------------------------------------- order
+
+WEIGHT_STEPS = 2**20        # a mixture of no simple ratio is rounded to shares of this
+FEISTEL_ROUNDS = 6
+
+
+def shares(mixture: dict[str, float]) -> dict[str, int]:
+    """Whole numbers in the ratio of the weights, without a common factor; their sum is the period of the mixture.
+
+    Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are rounded to shares of
+    2**20 by largest remainder. Raises ValueError for a weight that rounds to nothing.
+    """
+    near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
+    scale = math.lcm(*(fraction.denominator for fraction in near.values()))
+    counts = _reduced({name: int(fraction * scale) for name, fraction in near.items()})
+    is_exact = all(abs(near[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items())
+    if is_exact and sum(counts.values()) <= WEIGHT_STEPS:
+        return counts
+    total = sum(map(Fraction, mixture.values()))
+    quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
+    counts = {name: int(quota) for name, quota in quotas.items()}
+    by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
+    for name in by_remainder[:WEIGHT_STEPS - sum(counts.values())]:
+        counts[name] += 1
+    for name, count in counts.items():
+        if not count:
+            raise ValueError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the "
+                             f"total: leave the source out or give it more")
+    return _reduced(counts)
+
+
+def _reduced(counts: dict[str, int]) -> dict[str, int]:
+    factor = math.gcd(*counts.values())
+    return {name: count // factor for name, count in counts.items()} if factor else counts
+
+
+def schedule(counts: list[int], length: int) -> np.ndarray:
+    """(length,) uint16: the source of each sequence, such that every prefix holds its share of each to within one.
+
+    Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
+    x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
+    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that.
+    """
+    n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
+    if n == 1:
+        return np.zeros(length, np.uint16)
+    table = np.empty(length, np.uint16)
+    common = math.lcm(*counts)
+    # In whole numbers, so that every machine decides alike: releases are slots, deadlines slots times c common / P.
+    release = [-(-period // (c * a)) for a in counts]
+    deadline = [(c - 1) * (common // a) for a in counts]
+    drawn = [0] * n
+    for k in range(length):
+        s = min((s for s in range(n) if release[s] <= k + 1), key=deadline.__getitem__)
+        table[k] = s
+        drawn[s] += 1
+        release[s] = -(-period * (1 + c * drawn[s]) // (c * counts[s]))
+        deadline[s] += c * (common // counts[s])
+    return table
+
+
+def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
+    """Where a permutation of range(n), chosen by `key`, sends each position; O(1) memory, the same on every machine.
+
+    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002).
+    """
+    half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
+    mask = np.uint64((1 << int(half)) - 1)
+    digest = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
+    round_keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    value, outside = position.astype(np.uint64), np.ones(len(position), bool)
+    while outside.any():
+        left, right = value[outside] >> half, value[outside] & mask
+        for round_key in round_keys:
+            left, right = right, left ^ (_mix(right ^ round_key) & mask)
+        value[outside] = left << half | right
+        outside = value >= n
+    return value.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Each bit of the result depends on every bit of x (the finaliser of SplitMix64, Steele et al. 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+NO_TARGET = -100        # F.cross_entropy's ignore_index
+
+
+class Windows:
+    """The windows of one split of one source, numbered through its shards: len(), then read() by number."""
+
+    def __init__(self, index: Index, split: str, n_ctx: int):
+        self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
+        self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # a mapping of nothing is an error
+        # The last token of a shard is only a target, hence the - 1.
+        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in self.shards]
+        self.ends = np.cumsum([0, *per_shard])
+        # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
+        self.tokens = [np.asarray(np.memmap(shard.path, index.dtype, "r")) for shard in self.shards]
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def read(self, window: int, row: np.ndarray) -> None:
+        """Copies the n_ctx + 1 tokens of one window into `row` (uint32), LOSS_MASK_BIT where it is set.
+
+        Raises UserError for an id outside the vocabulary."""
+        shard, start = self._find(window)
+        row[:] = self.tokens[shard][start:start + self.n_ctx + 1]
+        largest = (row & ~LOSS_MASK_BIT if self.is_masked else row).max()
+        if largest >= self.vocab_size:
+            path = self.shards[shard].path
+            raise UserError(f"{path} holds the id {largest} near token {start}, but its tokenizer has "
+                              f"{self.vocab_size}: the file is damaged; list all damage with "
+                              f"`python prepare_data.py --verify {path.parent}`")
+
+    def targets(self, window: int) -> int:
+        """How many tokens of a window the model is to foretell; without a mask nothing is read."""
+        if not self.is_masked:
+            return self.n_ctx
+        shard, start = self._find(window)
+        return int(np.count_nonzero(self.tokens[shard][start + 1:start + self.n_ctx + 1] < LOSS_MASK_BIT))
+
+    def targets_of_split(self) -> int:
+        """How many of all tokens, those of no window included, are targets somewhere."""
+        return sum(int(np.count_nonzero(tokens < LOSS_MASK_BIT)) if self.is_masked else len(tokens) for tokens in self.tokens)
+
+    def _find(self, window: int) -> tuple[int, int]:
+        """The number of its shard, and its first token there."""
+        shard = int(np.searchsorted(self.ends, window, "right")) - 1
+        return shard, (window - int(self.ends[shard])) * self.n_ctx
+
+
+class Validation:
+    """The fixed validation windows of one source: the same ones, in the same order, in every run of equal n_ctx.
+
+    Attributes: n_ctx; targets, how many each window has, (windows,) int64; tokens, all of them; text_bytes, their UTF-8
+    bytes: tokens x the mean bytes per target of the whole split. End-of-text tokens count as tokens of no bytes, so bits
+    per byte = summed nats / ln 2 / text_bytes charges the text with the price of its ends. Where not all windows are chosen
+    text_bytes is an estimate, yet the same one in every run.
+    """
+
+    def __init__(self, windows: Windows, text_bytes: int, tokens_at_most: int):
+        """`text_bytes`: of the targets of the whole split."""
+        self.n_ctx, self._windows = windows.n_ctx, windows
+        count = min(len(windows), -(-tokens_at_most // windows.n_ctx))
+        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
+        self.targets = np.array([windows.targets(int(w)) for w in self.selection], np.int64)
+        self.tokens = int(self.targets.sum())
+        self.text_bytes = round(self.tokens * text_bytes / max(1, windows.targets_of_split()))
+
+    def __len__(self) -> int:
+        return len(self.selection)
+
+    def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; short at the end."""
+        return read_batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
+
+
+def read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows by number as x and y, int64 (rows, n_ctx): y is x one token on, NO_TARGET where that is context alone."""
+    tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
+    for row, (windows, window) in zip(tokens, rows, strict=True):
+        windows.read(window, row)
+    x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+    if any(windows.is_masked for windows, _ in rows):
+        x &= int(~LOSS_MASK_BIT)
+        y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
+    return torch.from_numpy(x), torch.from_numpy(y)
+
+
+# ----------------------------------------------------------------------------------------------------------------- data
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     """The data of a run: all shards of every source in the mixture, checked against their index.json.
 
-    Raises ConfigError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
+    Raises UserError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
     that would see a source more than data.max_epochs times.
     """
     indexes = {}
@@ -39,23 +227,23 @@ def open_data(config: Config, tokenizer_sha256: str) -> "Data":
         try:
             index = indexes[name] = read_index(folder)
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
         if index.tokenizer != kind:
             its = "the path of that folder" if index.tokenizer == "folder" else index.tokenizer
-            raise ConfigError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
+            raise UserError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
                               f"data.tokenizer={its} and model.vocab_size={index.vocab_size}, or prepare "
                               f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256 and kind == "folder":
-            raise ConfigError(f"{folder} was made with another tokenizer than the one in {wanted} "
+            raise UserError(f"{folder} was made with another tokenizer than the one in {wanted} "
                               f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): set data.tokenizer to the "
                               f"folder of that one, or prepare the text with tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256:
-            raise ConfigError(f"{folder} was made with other rules of tokenizer={wanted} ({index.tokenizer_sha256[:9]}"
+            raise UserError(f"{folder} was made with other rules of tokenizer={wanted} ({index.tokenizer_sha256[:9]}"
                               f"..., not {tokenizer_sha256[:9]}...): delete the folder and prepare it again with "
                               f"`python prepare_data.py`")
         # An imported model's embedding may have rows that its tokenizer does not use.
         if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
-            raise ConfigError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
+            raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
                               f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
     return Data(config, indexes)
 
@@ -72,7 +260,7 @@ class Data:
         try:
             counts = shares({name: config.data.mixture[name] for name in self.sources})
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
         self.period, self._counts = sum(counts.values()), np.array(list(counts.values()))
         self._plan_order(self.n_sequences)
         self._verification: Verification | None = None
@@ -83,7 +271,7 @@ class Data:
         whole, rest = divmod(self.n_sequences, self.period)
         self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
         if problems := [p for s in range(len(self.sources)) for p in self._problems(s)]:
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     @property
     def train_sha256(self) -> str:
@@ -154,7 +342,7 @@ class Data:
         from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
-        read the same sequences in a step however many they are. Raises ConfigError for an id outside the vocabulary.
+        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary.
         """
         size = self.config.data.micro_batch
         place = (micro * world_size + rank) * size
@@ -187,7 +375,7 @@ class Data:
                 self._raise_damage()
                 try:
                     x, y = ahead.popleft().result()
-                except ConfigError as error:
+                except UserError as error:
                     _met_here(error)
                     raise
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
@@ -203,7 +391,7 @@ class Data:
         self._verification = Verification(sorted(shards, key=lambda shard: -shard.tokens)[rank::size])
 
     def verified(self) -> None:
-        """Wait until verify() is through. Raises ConfigError naming a damaged shard, OSError for one it could not read."""
+        """Wait until verify() is through. Raises UserError naming a damaged shard, OSError for one it could not read."""
         if self._verification is not None:
             self._verification.wait()
         self._raise_damage()
@@ -213,7 +401,7 @@ class Data:
         if isinstance(problem, Exception):
             raise problem
         if problem:
-            raise _met_here(ConfigError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
+            raise _met_here(UserError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, limit = self.sources[s], len(self._train[s]), self.config.data.max_epochs
@@ -233,7 +421,7 @@ class Data:
                    f"give {name} less of data.mixture, or prepare more text")
 
 
-def _met_here(error: ConfigError) -> ConfigError:
+def _met_here(error: UserError) -> UserError:
     """Other ranks read other shards and may know nothing of it: the note says that this one must be heard."""
     error.add_note("met by this rank, perhaps alone")
     return error

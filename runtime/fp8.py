@@ -1,4 +1,11 @@
-"""Choose the Linears whose matmuls run in FP8, swap them, say so.
+"""Reach the fp32 shards of weights that FSDP2 gathers as float8.
+
+With fp8.all_gather=true torchao wraps each converted weight in a tensor of its own kind, and FSDP2 asks that one what to
+send: the shard as float8, half the bytes of BF16. Everything but the gathering is about the shard itself, found here:
+a checkpoint (the wrapper would need torchao to be read), a statistic of the weight, an evaluation in BF16.
+
+
+fp8: Choose the Linears whose matmuls run in FP8, swap them, say so.
 
 FP8 is a property of the run, not of the model: the swap changes how a Linear multiplies, while its name, its fp32
 weight and hence every checkpoint stay as they are. The recipes, as data, are in runtime/quantize.py:
@@ -18,6 +25,7 @@ amax, cscale: Training and inference of large language models using 8-bit floati
 Blackwell through torchao; on other GPUs its numerics are emulated in BF16. fp8.kernels=true computes tensorwise,
 tensorwise_gw_hp and amax by runtime/fp8_linear.py instead: the same roundings, fewer passes over memory. On a CPU every recipe
 is emulated: operands rounded to float8, dequantised, multiplied in fp32. The numerics are real, the speed is not.
+
 """
 
 import contextlib
@@ -29,14 +37,77 @@ from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from model import Linear
-from runtime import fp8_linear, gather
-from runtime.config import ConfigError, FP8Config
+from runtime import fp8_linear
+from runtime.cli import UserError
+from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config
 from runtime.fp8_linear import KernelLinear
 from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
-from runtime.sections import FP8_KERNELS, WITH_KERNELS
-from runtime.speed import SpeedError, choose, load_table
+from runtime.speed import choose, load_table
+
+# --------------------------------------------------------------------------------------------------------------- gather
+
+def is_wrapped(weight: torch.Tensor) -> bool:
+    """Whether `weight`, sharded or not yet, will be gathered as float8."""
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    # By name: a BF16 run must not import torchao to find out that it wraps nothing.
+    return type(local).__name__ == "WeightWithDynamicFloat8CastTensor"
+
+
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a DTensor of an ordinary tensor; what is not wrapped, or not sharded, comes back as it is."""
+    if not (isinstance(tensor, DTensor) and is_wrapped(tensor)):
+        return tensor
+    return DTensor.from_local(tensor._local_tensor._tensor.detach(), tensor.device_mesh, tensor.placements, run_check=False,
+                              shape=tensor.shape, stride=tensor.stride())
+
+
+def precompute_scales(model: nn.Module) -> None:
+    """The scales of all wrapped weights, by one all-reduce; due whenever weights have changed, between two passes.
+
+    Without them each gathering starts with an all-reduce of its own; with those of other weights it sends nonsense."""
+    if any(is_wrapped(p) for p in model.parameters()):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+        precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+@torch.no_grad()
+def full_weight(module: nn.Module, dtype: torch.dtype) -> torch.Tensor:
+    """The whole of a wrapped weight in `dtype`, cast before it is sent; all ranks must call this together."""
+    return unwrap(module.weight).to(dtype).full_tensor()
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop what FSDP2 holds gathered. A forward pass without a backward one leaves the root's weights gathered, and with
+    parallel.reshard=false every block's: whoever changes the shards between two passes must call this, or the next forward
+    pass runs with the weights of before."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def attach_fp32_shards(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
+    """Note at each of `modules` of `model` with a wrapped weight where its own fp32 shard is; returns these modules."""
+    reshard(model)      # only shards lead to the fp32 values
+    wrapped = [module for module in modules if is_wrapped(module.weight)]
+    for module in wrapped:
+        module.shard = unwrap(module.weight)
+    return wrapped
+
+
+class GatheredLinear(nn.Linear):
+    """A Linear without bias that gathers `shard` in the dtype of its input, for evaluation in BF16: FSDP2 gathers float8."""
+    shard: DTensor
+
+    def forward(self, x):
+        return F.linear(x, self.shard.to(x.dtype).full_tensor())
+
+
+# ------------------------------------------------------------------------------------------------------------------ fp8
 
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
 CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), "cscale": (8, 9), "rowwise": (9, 0),
@@ -67,18 +138,18 @@ class Layer:
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name that `auto` looks up.
 
-    Raises ConfigError where a pattern matches nothing (a typo there once quantised a head for months: torchtitan#4008),
+    Raises UserError where a pattern matches nothing (a typo there once quantised a head for months: torchtitan#4008),
     where a chosen Linear's dimensions are no multiples of 16 (torch's CUDA float8 matmul needs them, its CPU one does not
     complain; mxfp8: of 32), where nothing is left to convert (only `auto` may convert nothing: it says so), or where config
     contradicts itself.
     """
     for problem in config.problems():
-        raise ConfigError(problem)
+        raise UserError(problem)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     for field in ("include", "skip"):
         for pattern in getattr(config, field):
             if not any(_matches(name, pattern) for name in linears):
-                raise ConfigError(f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(_patterns(linears))}")
+                raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(_patterns(linears))}")
     timings = _timings() if config.recipe == "auto" else None
     kept = _blocks_kept(linears, config)
     layers = []
@@ -104,12 +175,12 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
                 reason = None if recipe else why
                 recipe, kernels = recipe and recipe.removesuffix(WITH_KERNELS), recipe in KERNEL_CANDIDATES
         elif any(n % RECIPES[recipe].multiple for n in shape):
-            raise ConfigError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
+            raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                               f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
         layers.append(Layer(name, shape, module.weight.numel(), reason, recipe if reason is None else None, why,
                             kernels and reason is None))
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
-        raise ConfigError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
+        raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
                           f"and fp8.last_bf16 together keep every Linear in BF16; keep fewer or set fp8.recipe=off")
     return layers
 
@@ -125,8 +196,8 @@ def _blocks_kept(linears, config: FP8Config) -> dict[str, str]:
 def _timings():
     try:
         return load_table()
-    except SpeedError as error:
-        raise ConfigError(str(error)) from error
+    except UserError as error:
+        raise UserError(str(error)) from error
 
 
 def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str | None = None) -> list[Layer]:
@@ -186,19 +257,19 @@ def _has_mx() -> bool:
 
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
-    """Raise ConfigError where `device` cannot run the recipe; training on in BF16 would be a lie."""
+    """Raise UserError where `device` cannot run the recipe; training on in BF16 would be a lie."""
     if config.recipe in CAPABILITY and device.type == "cuda":
         refuse_below(config.recipe, torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device))
     if config.kernels and device.type == "cuda" and find_spec("triton") is None:
-        raise ConfigError("fp8.kernels=true needs triton, which this Python lacks: install it (torch's CUDA wheels for Linux "
+        raise UserError("fp8.kernels=true needs triton, which this Python lacks: install it (torch's CUDA wheels for Linux "
                           "bring it), or fp8.kernels=false")
 
 
 def refuse_below(recipe: str, capability: tuple[int, int], gpu: str) -> None:
-    """Raise ConfigError where a GPU of this compute capability cannot run `recipe`."""
+    """Raise UserError where a GPU of this compute capability cannot run `recipe`."""
     need = CAPABILITY[recipe]
     if capability < need:
-        raise ConfigError(f"fp8.recipe={recipe} needs a GPU of compute capability {need[0]}.{need[1]} or later, but {gpu} has "
+        raise UserError(f"fp8.recipe={recipe} needs a GPU of compute capability {need[0]}.{need[1]} or later, but {gpu} has "
                           f"{capability[0]}.{capability[1]}: use fp8.recipe=off (BF16) here, or an H100-class GPU")
 
 
@@ -230,9 +301,9 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     return lines
 
 
-def weights_changed(model: nn.Module) -> None:
+def refresh_fp8_weights(model: nn.Module) -> None:
     """What is derived from the weights between two steps, made anew; due whenever the weights have changed."""
-    gather.precompute_scales(model)
+    precompute_scales(model)
     fp8_linear.refresh(model)
 
 
@@ -245,9 +316,9 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     """
     modules = [m for m in model.modules() if _is_converted(m)]
     classes = [type(m) for m in modules]
-    gathered = gather.keep_shards(model, modules)
+    gathered = attach_fp32_shards(model, modules)
     for module in modules:
-        module.__class__ = gather.GatheredLinear if module in gathered else Linear
+        module.__class__ = GatheredLinear if module in gathered else Linear
     try:
         with torch.compiler.set_stance("force_eager"):
             yield

@@ -192,7 +192,7 @@ class KernelLinear(nn.Linear):
     def copies(self) -> tuple[torch.Tensor | None, ...]:
         """The weight's FP8 copies (N, K), (K, N), what undoes their scale (); Nones where the weight is quantised at each use."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot ask; eager ones are tested
-            assert self.weight._version == self.version, "fp8.weights_changed(model) is due: the weights have changed"
+            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
         return self.q, self.qt, self.inverse
 
 

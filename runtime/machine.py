@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from runtime.cli import MachineError
 from runtime.config import Config
 
 GIB = 2**30
@@ -16,10 +17,6 @@ GIB = 2**30
 OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)
 ASKED_FOR = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", re.I)
-
-
-class MachineError(RuntimeError):
-    """The machine cannot do what the run needs; the message says what and how to help it. Exit code 1."""
 
 
 # --------------------------------------------------------------------------------------------------------------- device

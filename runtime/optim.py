@@ -5,7 +5,8 @@ import math
 import torch
 import torch.nn as nn
 
-from runtime.config import Config, ConfigError, OptimConfig
+from runtime.cli import UserError
+from runtime.config import Config, OptimConfig
 
 # What a branch may have of its own: as long as it is trained at its parent's rates up to where it leaves it.
 BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "optim.decay_share", "optim.min_lr_ratio"}
@@ -44,18 +45,18 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 def check_branch(config: Config, parent: Config, step: int) -> None:
     """That `config`, trained from scratch, would have come by the state of `parent` after `step` updates.
 
-    Raises ConfigError: another model, data, seed, optimizer or FP8 recipe; another learning rate at a step before."""
+    Raises UserError: another model, data, seed, optimizer or FP8 recipe; another learning rate at a step before."""
     if step != config.parent[1]:
-        raise ConfigError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
+        raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
     if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now
                    if key not in BRANCH_FREE and before[key] != now[key]]:
-        raise ConfigError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
+        raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
                           f"parent in run, out, budget and decay alone")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
         if old != new:
-            raise ConfigError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
+            raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
                               f"this run it would have {new:g}: {_remedy(config, parent)}")
 
 
@@ -69,9 +70,12 @@ def _remedy(config: Config, parent: Config) -> str:
     return f"the decay has begun there; take a checkpoint of step {stable} or before"
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
+    """Give the optimizer the rate of update `step` of `steps`, and return it."""
+    lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
         group["lr"] = lr
+    return lr
 
 
 def fill_state(optimizer: torch.optim.AdamW) -> None:

@@ -1,4 +1,7 @@
-"""Everything that is about more than one process or one device: process group, mesh, sharding, compilation."""
+"""Everything that is about more than one process or one device: process group, mesh, sharding, compilation.
+
+build: Build what a run trains: model, optimizer, by one order that train.py and everything that measures it share.
+"""
 
 import contextlib
 import os
@@ -16,10 +19,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from model import Block
-from runtime import gather
-from runtime.config import Config, ConfigError
+from model import GPT, Block
+from runtime import fp8, optim, parallel
+from runtime import fp8 as gather
+from runtime.cli import UserError
+from runtime.config import Config
 
+# ------------------------------------------------------------------------------------------------------------- parallel
 
 @dataclass(frozen=True)
 class World:
@@ -38,22 +44,22 @@ class World:
 
 
 def start(config: Config) -> World:
-    """Join the processes that torchrun started, or be the only one. Raises ConfigError where the ranks do not fit."""
+    """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     p = config.parallel
     shard = p.shard or size // p.replicate
     if p.replicate * shard != size:
-        raise ConfigError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
+        raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
                           f"processes: their product must be the number that torchrun starts")
     config.accumulation(size)
     _check_all_gather(config, size, shard)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda" and local_rank >= torch.cuda.device_count():
-        raise ConfigError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} "
+        raise UserError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} "
                           f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
     if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise ConfigError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
+        raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
@@ -78,7 +84,7 @@ def _check_store() -> None:
     attempt's keys from those of the one before, can disagree (pytorch#135712), and the restarted job would hang."""
     if (int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
             and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-        raise ConfigError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
+        raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
                           "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
 
 
@@ -109,10 +115,10 @@ def _check_all_gather(config: Config, size: int, shard: int) -> None:
     if not config.fp8.all_gather:
         return
     if shard == 1:
-        raise ConfigError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
+        raise UserError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
                           f"set fp8.all_gather=false, or start more processes with torchrun and leave parallel.shard to them")
     if config.fp8.head and config.model.tied:
-        raise ConfigError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
+        raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
                           "fp8.head=false, model.tied=false or fp8.all_gather=false")
 
 
@@ -162,7 +168,7 @@ def _set_deterministic(on: bool) -> list[str]:
     # cuBLAS may split a sum by what memory is free; a workspace of fixed size leaves it one way. Read at its first call.
     workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     if workspace not in (":4096:8", ":16:8"):       # torch would refuse the first matmul on a GPU
-        raise ConfigError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
+        raise UserError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
                           f"{workspace!r}: set it to one of them, or unset it")
     return [f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic"
             + (", inductor.deterministic" if has_switch else "")]
@@ -200,13 +206,13 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: b
     the blocks are gathered once a step and lie in memory whole in between. What a forward pass without a backward one
     (an evaluation) leaves gathered stays so until the next step's backward pass: change no weights in between.
 
-    Raises ConfigError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
+    Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """
     if world.size == 1:
         return
     for name, p in model.named_parameters():
         if gather.is_wrapped(p) and p.shape[0] % world.mesh["shard"].size():
-            raise ConfigError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
+            raise UserError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
                               f"{world.mesh['shard'].size()} ranks: choose parallel.shard such that they do, or "
                               f"fp8.all_gather=false")
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
@@ -260,7 +266,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def meet(world: World) -> None:
+def barrier(world: World) -> None:
     """Wait here for every other rank."""
     if world.size > 1:
         dist.barrier(group=world.checkpoint_group)
@@ -280,3 +286,42 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
     parts = [torch.empty_like(tensor) for _ in range(world.size)]
     dist.all_gather(parts, tensor)
     return torch.stack(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------- build
+
+COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
+
+
+@dataclass
+class Built:
+    """A model in memory whose weights and buffers hold nothing yet: model.init_weights(seed, assign) or a checkpoint fills them,
+    then fp8.refresh_fp8_weights(model) is due."""
+    model: GPT
+    optimizer: torch.optim.AdamW
+    assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
+    layers: list[fp8.Layer]         # the verdict on every Linear
+    counts: dict[str, int]          # GPT.counts()
+    loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
+    flags: list[str]                # lines for people: the global switches that were set
+
+
+def build(config: Config, world: World) -> Built:
+    """Meta device first, so that no rank ever holds the whole model unsharded: swap the Linears, shard, compile, then memory.
+
+    Raises UserError where fp8 or parallel cannot be had on this model or machine."""
+    with torch.device("meta"):
+        model = GPT(config.model, COMPUTE_DTYPE)
+    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
+    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
+    counts = model.counts()
+    flags = parallel.set_torch_flags(config, world, fp8.by_layer(layers).values())
+    if config.parallel.recompute:
+        parallel.recompute(model)
+    parallel.shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
+    if config.parallel.compile:
+        parallel.compile_model(model, world)
+    assign = parallel.materialise(model, world)
+    optimizer = optim.build_optimizer(model, config.optim)
+    optim.fill_state(optimizer)
+    return Built(model, optimizer, assign, layers, counts, loss_scale, flags)

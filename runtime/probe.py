@@ -29,7 +29,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.gather import full_weight, is_wrapped
+from runtime.fp8 import full_weight, is_wrapped
 from runtime.quantize import Operand, Recipe, fake_quantise, scale_of
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe

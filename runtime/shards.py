@@ -5,7 +5,7 @@ tokenizer has more; an end-of-text token before each document), hashes.npy (blak
 prepared later drop copies of them) and index.json, which is written last: a folder without it is unfinished. The index
 holds the SHA-256 of each of these files and of itself, so no flipped bit and no edit stays unseen.
 
-A source of prompts and responses is masked: its tokens have 32 bits, and CONTEXT marks those that are context alone, which
+A source of prompts and responses is masked: its tokens have 32 bits, and LOSS_MASK_BIT marks those that are context alone, which
 no model is taught to foretell.
 """
 
@@ -30,7 +30,7 @@ KEYS_2 = {"duplicates": dict, "empty": int, "contaminated": int, "decontaminated
           "selection": dict, "is_whole": bool, "budget": int | None, "hashes_sha256": str}
 OPTIONAL = {"is_masked": bool}      # written where it is true
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
-CONTEXT = np.uint32(1 << 31)    # of a masked source's token, beside its id
+LOSS_MASK_BIT = np.uint32(1 << 31)    # of a masked source's token, beside its id
 MIXTURE = ("fineweb_edu", "python", "c", "arxiv")       # sources that are made by their name alone
 SHARD_TOKENS = 100_000_000      # 200 MB or 400: few files, yet a damaged one is soon replaced
 
@@ -75,7 +75,7 @@ class Index:
     budget: int | None = None       # training tokens asked for
     hashes_sha256: str | None = None    # of hashes.npy; format 1 had none
     dtype: str = "<u2"              # of the shards, as NumPy calls it
-    is_masked: bool = False         # whether CONTEXT marks tokens that are no targets
+    is_masked: bool = False         # whether LOSS_MASK_BIT marks tokens that are no targets
 
 
 def read_index(folder: Path) -> Index:

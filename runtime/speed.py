@@ -22,6 +22,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.cli import UserError
+
 FORMAT_VERSION = 1
 SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")
 # Ratio above which a recipe pays. Repeated timings of one Linear scatter by a per cent or two, and FP8 costs accuracy:
@@ -30,10 +32,6 @@ PAYS = 1.03
 # Of a measured entry: key -> whether it may be null (a copy without git, a GPU whose driver does not tell its version).
 PROVENANCE = {"measured": False, "torch": False, "torchao": True, "driver": True, "commit": True, "command": False,
               "timer": False}
-
-
-class SpeedError(ValueError):
-    """The table of timings cannot be used; the message says where it is damaged."""
 
 
 @dataclass(frozen=True)
@@ -62,40 +60,40 @@ class Table:
 
 
 def load_table(path: str | Path = SHIPPED) -> Table:
-    """The table at `path`. Raises SpeedError with a sentence where there is none or it is damaged."""
+    """The table at `path`. Raises UserError with a sentence where there is none or it is damaged."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpeedError(f"{path} cannot be read ({error.strerror or error}): restore it, or python bench/linears.py "
+        raise UserError(f"{path} cannot be read ({error.strerror or error}): restore it, or python bench/linears.py "
                          f"makes it anew") from error
     except (ValueError, RecursionError) as error:       # torn, not text, a number of 5,000 digits, lists in lists in lists
-        raise SpeedError(f"{path} is not JSON ({error}): restore it, or python bench/linears.py makes it anew") from error
+        raise UserError(f"{path} is not JSON ({error}): restore it, or python bench/linears.py makes it anew") from error
     return read_table(value, str(path))
 
 
 def read_table(value, path: str) -> Table:
-    """The table that the JSON `value` spells; `path` names it in a SpeedError."""
+    """The table that the JSON `value` spells; `path` names it in a UserError."""
     try:
         _keys(value, "the table", {"format_version", "gpus"}, {"published"})
         if value["format_version"] != FORMAT_VERSION or isinstance(value["format_version"], bool):
-            raise SpeedError(f"format_version is {_show(value['format_version'])}, this version reads {FORMAT_VERSION}")
+            raise UserError(f"format_version is {_show(value['format_version'])}, this version reads {FORMAT_VERSION}")
         _require(isinstance(value["gpus"], dict), "gpus", value["gpus"], "a table of GPU names")
         measured = {gpu: _timings(entry, f"gpus[{gpu!r}]", PROVENANCE) for gpu, entry in value["gpus"].items()}
         published = value.get("published", [])
         _require(isinstance(published, list), "published", published, "a list")
         return Table(measured, tuple(_timings(entry, f"published[{i}]", {"gpu": False, "source": False})
                                      for i, entry in enumerate(published)))
-    except SpeedError as error:
-        raise SpeedError(f"{path}: {error}; restore the file, or python bench/linears.py makes it anew") from None
+    except UserError as error:
+        raise UserError(f"{path}: {error}; restore the file, or python bench/linears.py makes it anew") from None
 
 
 def read_rows(rows: list, where: str) -> tuple[Row, ...]:
-    """Measured rows as JSON has them, checked. Raises SpeedError: a wrong key or type, a ratio that is none, a row twice."""
+    """Measured rows as JSON has them, checked. Raises UserError: a wrong key or type, a ratio that is none, a row twice."""
     return _rows(rows, where, is_measured=True)
 
 
 def to_text(value: dict) -> str:
-    """The table as text, a row a line, so that a diff of two tables can be read. Raises SpeedError, as load_table() would."""
+    """The table as text, a row a line, so that a diff of two tables can be read. Raises UserError, as load_table() would."""
     read_table(value, "the new table")
     text = json.dumps(value, indent=1, allow_nan=False)
     return re.sub(r'\{\s+("recipe"[^{}]*?)\s+\}', lambda row: "{" + re.sub(r"\n\s+", " ", row[1]) + "}", text) + "\n"
@@ -153,7 +151,7 @@ def _rows(values, where: str, is_measured: bool) -> tuple[Row, ...]:
     seen = set()
     for row in rows:
         if (key := (row.recipe, row.K, row.N, row.M)) in seen:
-            raise SpeedError(f"{where} holds {row.recipe} at {row.K} x {row.N}, M={row.M} twice")
+            raise UserError(f"{where} holds {row.recipe} at {row.K} x {row.N}, M={row.M} twice")
         seen.add(key)
     return rows
 
@@ -168,7 +166,7 @@ def _row(row, where: str, is_measured: bool) -> Row:
         _require(type(row[key]) in (int, float) and 0 < row[key] <= sys.float_info.max, f"{where}.{key}", row[key],
                  "a positive, finite number")
     if is_measured and not row["ratio_p10"] <= row["ratio"] <= row["ratio_p90"]:
-        raise SpeedError(f"{where}: ratio={row['ratio']} does not lie between ratio_p10={row['ratio_p10']} and "
+        raise UserError(f"{where}: ratio={row['ratio']} does not lie between ratio_p10={row['ratio_p10']} and "
                          f"ratio_p90={row['ratio_p90']}")
     return Row(**row)
 
@@ -177,12 +175,12 @@ def _keys(value, where: str, needed: set[str], optional: frozenset[str] = frozen
     _require(isinstance(value, dict), where, value, "a table of keys")
     if wrong := (needed - set(value)) or (set(value) - needed - set(optional)):
         key = min(wrong)
-        raise SpeedError(f"{where} {'lacks' if key in needed else 'has an unknown'} key {key!r}")
+        raise UserError(f"{where} {'lacks' if key in needed else 'has an unknown'} key {key!r}")
 
 
 def _require(holds: bool, where: str, value, expected: str) -> None:
     if not holds:
-        raise SpeedError(f"{where}={_show(value)} must be {expected}")
+        raise UserError(f"{where}={_show(value)} must be {expected}")
 
 
 def _show(value) -> str:

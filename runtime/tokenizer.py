@@ -7,7 +7,9 @@ Any other is a folder with tokenizer.json and tokenizer_config.json, as Hugging 
 
 import base64
 import json
+import os
 import re
+import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable
@@ -263,3 +265,23 @@ def _role(path: Path, fast, role: str) -> int | None:
         raise ValueError(f"{path} says {role}={token!r:.60}, which is no token of {FOLDER_FILES[0]} beside it: put both there "
                          f"again, from one place")
     return found
+
+
+def tokenizer_of(run_dir: Path, name: str) -> str:
+    """What to load as the tokenizer `name` of a run: the run's own copy, where its tokenizer is a folder and it has one."""
+    own = Path(run_dir) / "tokenizer"
+    return str(own) if name not in VOCAB_SIZE and (own / FOLDER_FILES[0]).is_file() else name
+
+
+def keep_tokenizer(run_dir: Path, name: str) -> None:
+    """Copy a tokenizer that is a folder into the run's own, so that the run can be read wherever it is moved."""
+    own = Path(run_dir) / "tokenizer"
+    if name in VOCAB_SIZE or own.exists():
+        return
+    part = own.with_name(".tokenizer.tmp")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir()
+    for file in FOLDER_FILES:
+        if (Path(name) / file).is_file():
+            shutil.copyfile(Path(name) / file, part / file)
+    os.rename(part, own)

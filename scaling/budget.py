@@ -7,13 +7,14 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from runtime.cli import UserError
 from scaling.bootstrap import with_bootstrap
 from scaling.captions import human
 from scaling.chinchilla import fit_chinchilla
 from scaling.forms import Fit
 from scaling.laws import Points
 from scaling.published import EPOCH, Surface
-from scaling.records import RecordError, read_json
+from scaling.records import read_json
 
 # Smallest and largest 6 N D (FLOPs), and tokens per parameter, of the 240 points of Epoch's law.
 EPOCH_COMPUTE, EPOCH_RATIO = (1.397e18, 1.296e22), (0.456, 341.0)
@@ -98,18 +99,18 @@ def break_even(surface: Surface, N: float, D: float, speedup: float) -> float:
 def read_law(path: str | None) -> Law:
     """The BF16 runs' own Chinchilla law from a law.json, fitted anew to its inputs for the interval; else Epoch's, saying so.
 
-    Raises RecordError for a file that is not there or cannot be read."""
+    Raises UserError for a file that is not there or cannot be read."""
     published = f"{EPOCH.source}: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
         return Law(EPOCH, published, None, *(np.array([]),) * 2, (), (), EPOCH_COMPUTE, EPOCH_RATIO)
     if not Path(path).is_file():
         inside = next((one for one in (Path(path) / "law.json", Path(path) / "law" / "law.json") if one.is_file()), None)
-        raise RecordError(f"law={path} is {'a folder' if Path(path).is_dir() else 'not there'}: give "
+        raise UserError(f"law={path} is {'a folder' if Path(path).is_dir() else 'not there'}: give "
                           f"{inside or 'the law.json that python scaling/fit.py writes, such as out/chinchilla/law/law.json'}")
     content = read_json(Path(path))
     try:
         if content.get("conventions", {}).get("N") == "params_nonembed":
-            raise RecordError(f"{path} counts non-embedding parameters, and a budget is planned in all of them: fit the same "
+            raise UserError(f"{path} counts non-embedding parameters, and a budget is planned in all of them: fit the same "
                               "runs by all of them (python scaling/fit.py RUNS n=total out=DIR) and give that law.json")
         groups = content.get("groups", {})
         recipe = "bf16" if "bf16" in groups else next(iter(groups), None)
@@ -127,9 +128,9 @@ def read_law(path: str | None) -> Law:
         fit = with_bootstrap(fit_chinchilla(N, D, loss, seed_sd=float(content.get("seed_noise", {}).get("used") or 0.0)),
                              Points(N, D, 6 * N * D, loss, np.array(done[2])))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, RecordError):
+        if isinstance(error, UserError):
             raise
-        raise RecordError(f"{path} is no law.json of this version ({type(error).__name__}: {error}): make it with "
+        raise UserError(f"{path} is no law.json of this version ({type(error).__name__}: {error}): make it with "
                           "python scaling/fit.py") from None
     where = f"{path}, {len(runs)} runs of {len(set(done[2]))} trajectories in {recipe}; "
     note = (f"no interval, because {fit.reason}" if not fit.identified else
@@ -146,7 +147,7 @@ def read_gap(law: str | None, recipe: str, given: float | None = None,
     """FP8's relative loss gap as (mean, low, high) and where it comes from: as given in per cent, else the precision.json
     beside law.json if it has a size with a parameter count in `within`, else 0.
 
-    Raises RecordError for a file that cannot be read."""
+    Raises UserError for a file that cannot be read."""
     none = (0.0, 0.0, 0.0)
     if given is not None:
         return (given / 100,) * 3, f"{given:g} %, as given"
@@ -165,6 +166,6 @@ def read_gap(law: str | None, recipe: str, given: float | None = None,
                 text = "one pair, no interval" if ends[1] is None else f"{ends[1]:+.3f} to {ends[2]:+.3f} %"
                 return values, f"{ends[0]:+.3f} % for {recipe} ({text}), from {path}"
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RecordError(f"{path} is no precision.json of this version ({type(error).__name__}: {error}): make it with "
+            raise UserError(f"{path} is no precision.json of this version ({type(error).__name__}: {error}): make it with "
                               "python scaling/precision.py") from None
     return none, f"not measured for {recipe}, so FP8's losses count none: hold its true gap against the break-even gap"

@@ -17,7 +17,7 @@ def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, t
     ln L, Gadre's objective (scipy's curve_fit); the objective is then in nats squared.
 
     Adds N* ~ C^a, D* ~ C^b and L* - E ~ C^-gamma of the frontier, C = 6 N D. The exponents share the parameters' names
-    with the papers; seed_sd and delta as in fit_ray. Raises RecordError for bad points or fewer distinct ones than
+    with the papers; seed_sd and delta as in fit_ray. Raises UserError for bad points or fewer distinct ones than
     parameters; a design that cannot identify the law is fitted and says so."""
     form = "chinchilla_tied" if tied else "chinchilla"
     logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)

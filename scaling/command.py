@@ -5,14 +5,14 @@ import os
 import sys
 from pathlib import Path
 
-from scaling.records import RecordError
+from runtime.cli import UserError
 
 
 def read_words(arguments, meanings: dict[str, str], with_paths: bool = True, flags=(), lists=()) -> tuple[list[str], dict]:
     """(paths, {option: text}) from `name=value`, `--name value` and bare words, which are paths.
 
     meanings: option -> what it means, for the sentences. flags take no value and become True. After the first value of one of
-    `lists`, further COLUMN=VALUE words are its own too. Raises RecordError: unknown, without its value, given twice."""
+    `lists`, further COLUMN=VALUE words are its own too. Raises UserError: unknown, without its value, given twice."""
     paths, options, words = [], {}, list(arguments)
     while words:
         word = words.pop(0)
@@ -23,22 +23,22 @@ def read_words(arguments, meanings: dict[str, str], with_paths: bool = True, fla
         key = key.replace("-", "_")
         if key not in meanings:
             near = difflib.get_close_matches(key, meanings, n=1)
-            raise RecordError(f"{word!r} is no option; " + (
+            raise UserError(f"{word!r} is no option; " + (
                 f"did you mean {near[0].replace('_', '-')}?" if near else f"there are {', '.join(meanings)}"))
         if key in flags:
             if equals:
-                raise RecordError(f"{word!r}: {key} takes no value")
+                raise UserError(f"{word!r}: {key} takes no value")
             options[key] = True
             continue
         if not (value if equals else words and not words[0].startswith("--")):
-            raise RecordError(f"{word.partition('=')[0]} lacks its value: {meanings[key]}")
+            raise UserError(f"{word.partition('=')[0]} lacks its value: {meanings[key]}")
         value = value if equals else words.pop(0)
         if key in lists:
             options.setdefault(key, []).append(value)
             while words and not words[0].startswith("--") and "=" in words[0] and words[0].split("=")[0] not in meanings:
                 options[key].append(words.pop(0))
         elif key in options:
-            raise RecordError(f"{key} is given twice: {options[key]!r} and {value!r}; give it once" + "".join(
+            raise UserError(f"{key} is given twice: {options[key]!r} and {value!r}; give it once" + "".join(
                 f" (a condition on a column of that name needs its own --{name})" for name in lists))
         else:
             options[key] = value

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import metrics
+from runtime import log as metrics
 from runtime.progress import si
 from scaling.grid import placed, state_of, summary_of, tokens_left
 from scaling.study import Row

@@ -4,11 +4,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from runtime.config import Config, ConfigError, load_config, read_config
+from runtime.cli import UserError
+from runtime.config import Config, load_config, read_config
 from runtime.data import Data, open_data
-from runtime.folder import tokenizer_of
-from runtime.metrics import pair_id
-from runtime.tokenizer import load_tokenizer
+from runtime.log import pair_id
+from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.grid import summary_of
 from scaling.study import ROOT, Row
 
@@ -17,7 +17,7 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
     """A line for each set of data that the runs which are not done see: how often the largest of them sees each source.
 
     `rows` are all of the study: the held-out runs are the largest and come last, and too little data for them is to be known
-    before the others have taken their hours. Raises ConfigError, by open_data: what is missing, damaged, of another tokenizer,
+    before the others have taken their hours. Raises UserError, by open_data: what is missing, damaged, of another tokenizer,
     or would be seen more than data.max_epochs times; or data or a config that are not those of a run that is done."""
     largest, done = {}, {}
     for row in sorted(rows, key=lambda row: row.tokens):
@@ -32,11 +32,11 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
         try:
             tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
         try:
             data = open_data(config, tokenizer.sha256)
-        except ConfigError as error:
-            raise ConfigError(f"{row.run}: {error}") from error
+        except UserError as error:
+            raise UserError(f"{row.run}: {error}") from error
         for other, summary in done.get(key, ()):
             _compare(data, other, summary, folder)
         lines.append(f"data: {config.data.dir}: epochs of the largest run to do ({row.run}, {row.tokens:,} tokens): "
@@ -60,9 +60,9 @@ def _compare_config(config: Config, row: Row, summary: dict, folder: Path) -> No
         before, now = (_shared(one) for one in (read_config(folder / row.run), config))
         if not (changes := [f"{key} was {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]]):
             return      # an older version of this code counted pair_id otherwise
-    except ConfigError:
+    except UserError:
         changes = [f"its pair_id was {its}, now {pair_id(config)}"]
-    raise ConfigError(f"{row.config} no longer says what {row.run}, which is done, was trained with: "
+    raise UserError(f"{row.config} no longer says what {row.run}, which is done, was trained with: "
                       f"{', '.join(changes)}; no law goes through both: "
                       f"undo that change, or give the changed study another name=")
 
@@ -76,6 +76,6 @@ def _shared(config: Config) -> dict:
 def _compare(data: Data, row: Row, summary: dict, folder: Path) -> None:
     for key, here, what in (("data_sha256", data.train_sha256, "trained"), ("val_sha256", data.val_sha256, "validated")):
         if (its := summary.get(key)) and its != here:
-            raise ConfigError(f"{data.config.data.dir} holds other tokens than {row.run} was {what} on ({key} is {here[:9]}... "
+            raise UserError(f"{data.config.data.dir} holds other tokens than {row.run} was {what} on ({key} is {here[:9]}... "
                               f"here, {its[:9]}... in {folder / row.run}/summary.json): no law goes through both; put the shards "
                               f"of that run there, or give the study another name=")

@@ -15,10 +15,10 @@ from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from runtime.cli import UserError
 from scaling.figures import RC, human, page, render, steps_axis, write
 from scaling.gap import draw_gap
 from scaling.probes import KINDS, OPERANDS, SCALES, SHARES, Probe, kinds_of, place, quantiles, read_probe, table
-from scaling.records import RecordError
 
 # Okabe-Ito, one style for each of KINDS, then two for what else there may be.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#000000", "P"), ("#E69F00", "v"),
@@ -29,11 +29,11 @@ HOLLOW = ("s", "D", "o", "^", "v", "<", ">")    # one marker for each inference 
 def draw_run(run: Path, folder: Path | None = None) -> None:
     """Write the figures of one run into `folder` (run/figures by default), print the table and what was left out.
 
-    Raises RecordError where the run has no probe rows, where they are damaged, or where `folder` cannot be written."""
+    Raises UserError where the run has no probe rows, where they are damaged, or where `folder` cannot be written."""
     folder = folder or run / "figures"
     if not any((run / name).is_file() for name in ("probe.jsonl", "probe.jsonl.gz")):
         what = "has no probe.jsonl" if run.is_dir() else "is no folder"
-        raise RecordError(f"{run} {what}: expected the folder of a run trained with probe.every=STEPS, such as "
+        raise UserError(f"{run} {what}: expected the folder of a run trained with probe.every=STEPS, such as "
                           "probe.every=100, which writes probe.jsonl")
     probe, notes = read_probe(run / "probe.jsonl")
     figures = {}
@@ -59,7 +59,7 @@ def draw_run(run: Path, folder: Path | None = None) -> None:
         for name, content in files.items():
             write(folder / name, content)
     except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
     print("\n".join([*notes, *(["", table(probe), ""] if probe.layers else []),
                      f"wrote {folder}/: {', '.join(files)}"]))
 

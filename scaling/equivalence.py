@@ -13,7 +13,7 @@ from scipy.optimize import brentq
 from scipy.stats import chi2, norm
 from scipy.stats import t as student
 
-from scaling.records import RecordError
+from runtime.cli import UserError
 
 ALPHA = 0.05
 POWER = 0.8
@@ -82,7 +82,7 @@ class Margin:
 def read_margin(records, given: str | None = None) -> Margin | None:
     """The margin of the study.json beside the records' folders, or `given` on the command line; None without either.
 
-    Raises RecordError for a damaged study.json, for two studies that declare different margins, for a wrong `given`."""
+    Raises UserError for a damaged study.json, for two studies that declare different margins, for a wrong `given`."""
     studies = [path for path in sorted({record.folder.parent / "study.json" for record in records}) if path.is_file()]
     if given is not None:
         percent = _above_zero(given, f"margin={given}")
@@ -93,7 +93,7 @@ def read_margin(records, given: str | None = None) -> Margin | None:
             study = json.loads(path.read_bytes())
             percent, declared = study["margin_percent"], datetime.fromisoformat(study["declared"])
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise RecordError(f"{path} cannot be read ({type(error).__name__}: {error}); expected an object with "
+            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); expected an object with "
                               "margin_percent and declared, as scaling/sweep.py writes it: restore it or give margin=PERCENT, "
                               "which counts as declared after the fact") from None
         percent = _above_zero(percent, f"{path}: margin_percent {json.dumps(percent)}")
@@ -106,7 +106,7 @@ def read_margin(records, given: str | None = None) -> Margin | None:
             "; no run says when it began")
         found[percent] = Margin(percent, source, bool(begun) and not early)
     if len(found) > 1:
-        raise RecordError(f"{' and '.join(map(str, studies))} declare different margins ({', '.join(map(str, found))} %): "
+        raise UserError(f"{' and '.join(map(str, studies))} declare different margins ({', '.join(map(str, found))} %): "
                           "analyse one study at a time, or give margin=PERCENT")
     return next(iter(found.values()), None)
 
@@ -117,7 +117,7 @@ def _above_zero(value, what: str) -> float:
     except (ValueError, TypeError, OverflowError):
         number = math.nan
     if not 0 < number < 100:
-        raise RecordError(f"{what} is no margin: expected per cent of the loss, above 0 and below 100")
+        raise UserError(f"{what} is no margin: expected per cent of the loss, above 0 and below 100")
     return number
 
 

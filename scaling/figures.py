@@ -20,10 +20,11 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from runtime.cli import UserError
 from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
 from scaling.curves import drawn, floor_of, loss_limits, reducible_limits
-from scaling.files import RecordError, write
+from scaling.files import write
 from scaling.panels import LABEL, draw_gaps, draw_losses, draw_predictions, draw_reducible, label_sizes, legend
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -131,7 +132,7 @@ def render(figure: Figure, form: str) -> bytes:
 def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: str) -> None:
     """folder/name.png and .svg, then `content` as the JSON folder/as_file: whoever finds that finds all of it.
 
-    Raises RecordError where the folder cannot be written."""
+    Raises UserError where the folder cannot be written."""
     text = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -139,7 +140,7 @@ def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: 
             write(folder / f"{name}.{form}", render(figure, form))
         write(folder / as_file, text)
     except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
 def main(arguments=None) -> int:
@@ -159,11 +160,11 @@ def main(arguments=None) -> int:
             elif word[:1] not in ("-", "") and "=" not in Path(word).name and source is None:
                 source = Path(word)
             else:
-                raise RecordError(f"{word!r} is not understood here: give out/RUN or --fp8 out/RUN once and, if wanted, out=DIR")
+                raise UserError(f"{word!r} is not understood here: give out/RUN or --fp8 out/RUN once and, if wanted, out=DIR")
         if source is None:
-            raise RecordError("no run given: name one such as out/RUN, or --fp8 out/RUN for what FP8 did")
+            raise UserError("no run given: name one such as out/RUN, or --fp8 out/RUN for what FP8 did")
         draw_run(source, folder)
-    except RecordError as error:
+    except UserError as error:
         print(f"scaling/figures.py: {error}", file=sys.stderr)
         return 2
     return 0

@@ -25,6 +25,7 @@ from dataclasses import asdict
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling import predict, robustness, tables
 from scaling.command import read_words, run
 from scaling.figures import draw, write_with
@@ -35,7 +36,6 @@ from scaling.precision import pairs
 from scaling.records import (
     CONVENTIONS,
     LAW_FOLDER,
-    RecordError,
     check_comparable,
     counted_as,
     from_scratch,
@@ -85,7 +85,7 @@ def main(arguments=None) -> int:
                 _fit_table(options)
             else:
                 _fit_runs(paths, options)
-    except RecordError as error:
+    except UserError as error:
         print(f"scaling/fit.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -108,44 +108,44 @@ def _check(paths, options) -> None:
     is_table = "points" in options
     for key in options:
         if key not in (TABLE if is_table else RUNS):
-            raise RecordError(f"{key.replace('_', '-')} is for {'runs' if is_table else 'a table of points (--points FILE)'}: "
+            raise UserError(f"{key.replace('_', '-')} is for {'runs' if is_table else 'a table of points (--points FILE)'}: "
                               f"{(RUNS | TABLE)[key]}")
     if is_table:
         if paths:
-            raise RecordError(f"{paths[0]!r} stands beside --points: give runs or one table, not both; conditions and names "
+            raise UserError(f"{paths[0]!r} stands beside --points: give runs or one table, not both; conditions and names "
                               "with spaces want quotes")
         for key in ("n", "loss"):
             if not options.get(key):
-                raise RecordError(f"{key}=COLUMN is missing: {TABLE[key]}")
+                raise UserError(f"{key}=COLUMN is missing: {TABLE[key]}")
         named = [options[key] for key in ("n", "loss", "d", "c") if key in options]
         if twice := next((name for name in named if named.count(name) > 1), None):
-            raise RecordError(f"column {twice!r} is given for two things: N, tokens or compute, loss are a column each")
+            raise UserError(f"column {twice!r} is given for two things: N, tokens or compute, loss are a column each")
         if "d" in options and "c" in options:
-            raise RecordError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
+            raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
         options["drop_highest"] = _number(options, "drop_highest", "0", int, TABLE)
     else:
         if not paths:
-            raise RecordError("no runs given: name run folders such as out/<run>, a folder that holds them, or a table with "
+            raise UserError("no runs given: name run folders such as out/<run>, a folder that holds them, or a table with "
                               "--points FILE")
         for path in paths:
             if Path(path).is_file():
-                raise RecordError(f"{path} is a file: a table of points is given as --points {path} --n COL --loss COL, runs as "
+                raise UserError(f"{path} is a file: a table of points is given as --points {path} --n COL --loss COL, runs as "
                                   "their folders")
         if "n" in options and options["n"] not in CONVENTIONS:
-            raise RecordError(f"n={options['n']!r} must be total or nonembed; as a column it wants its table, --points FILE")
+            raise UserError(f"n={options['n']!r} must be total or nonembed; as a column it wants its table, --points FILE")
         if "commit" in options and "predict" not in options:
-            raise RecordError(f"commit={options['commit']} wants --predict NAME: only a prediction names its commit")
+            raise UserError(f"commit={options['commit']} wants --predict NAME: only a prediction names its commit")
         options.setdefault("loss", "bf16")
         if options["loss"] not in ("bf16", "as_trained"):
-            raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
+            raise UserError(f"loss={options['loss']!r} must be bf16 or as_trained")
         if "seed_sd" in options:
             options["seed_sd"] = _number(options, "seed_sd", "0", float, RUNS)
         if "out" not in options and len(paths) == 1 and not (Path(paths[0]) / "summary.json").exists():
             options["out"] = str(Path(paths[0]) / LAW_FOLDER)
     if not options.get("out"):
-        raise RecordError("out=DIR is missing: name the folder that receives law.json and the figure")
+        raise UserError("out=DIR is missing: name the folder that receives law.json and the figure")
     if Path(options["out"]).exists() and not Path(options["out"]).is_dir():
-        raise RecordError(f"out={options['out']} is a file: name a folder")
+        raise UserError(f"out={options['out']} is a file: name a folder")
 
 
 def _number(options, key, default, kind, meanings):
@@ -155,7 +155,7 @@ def _number(options, key, default, kind, meanings):
     except ValueError:
         value = -1
     if not 0 <= value < float("inf"):
-        raise RecordError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number, at least 0: {meanings[key]}")
+        raise UserError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number, at least 0: {meanings[key]}")
     return value
 
 
@@ -167,7 +167,7 @@ def _fit_table(options) -> None:
                          options.get("where", ()), options["drop_highest"], options.get("cluster"))
     group, folder = fit_points(chosen.points, Path(options["points"]).name, chosen.axes), Path(options["out"])
     if all(fit.objective is None for fit in group.laws.values()):
-        raise RecordError(f"{options['points']}: {len(group.loss)} point{'s' * (len(group.loss) > 1)} carry no law "
+        raise UserError(f"{options['points']}: {len(group.loss)} point{'s' * (len(group.loss) > 1)} carry no law "
                           f"({group.laws['power_n'].reason}): give points of several sizes")
     rows = _variants(group)
     ray = ray_of(group.points) if "D" in group.x else None
@@ -193,7 +193,7 @@ def _fit_runs(paths, options) -> None:
     notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
     print("".join(note + "\n" for note in notes), end="")
     if not records:
-        raise RecordError("no run is left to fit")
+        raise UserError("no run is left to fit")
     seed_sd, degrees = seed_noise(records, loss_key)
     noise = {"estimate": seed_sd, "degrees_of_freedom": degrees, "used": options.get("seed_sd", seed_sd or 0.0)}
     recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
@@ -201,7 +201,7 @@ def _fit_runs(paths, options) -> None:
                         predict.held_of(recipe, everything, predictions, named, loss_key)) for recipe in recipes]
     try:
         found, alone = pairs(records)
-    except RecordError as error:        # the laws do not need the losses of single sequences
+    except UserError as error:        # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     variants = {group.recipe: _variants(group) for group in groups}
     ratios = [record.tokens / record.N for record in records]

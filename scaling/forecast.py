@@ -10,10 +10,10 @@ import numpy as np
 from scipy.stats import f as fisher
 from scipy.stats import t as student
 
+from runtime.cli import UserError
 from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Points, fit_power, fit_ray
-from scaling.records import RecordError
 
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
@@ -32,7 +32,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     freedom is that of sizes, not of runs: seeds and branches of a badly tuned size all agree, and agree wrongly.
     Noise is the largest of seed_sd, FLOOR and residuals; on the ray the residuals of the form that fits best, for all: a
     form that misses the points is wrong by its point, it does not make the runs noisier (with its own residuals it would:
-    `own_residuals`). Raises RecordError where no form has an interval."""
+    `own_residuals`). Raises UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
     floor, rows, left_out = max(seed_sd, FLOOR), [], []
     ray = _on_ray(points, N, D)
@@ -40,7 +40,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         try:
             fit = fit_of()
             reason = _unfit(form, fit, ray.loss)
-        except RecordError as error:
+        except UserError as error:
             reason = str(error)
         if not reason:
             with np.errstate(over="ignore"):
@@ -52,7 +52,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         rows.append({"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
                      "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters})
     if not rows:
-        raise RecordError(
+        raise UserError(
             f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its {D / N:.3g} tokens "
             "per parameter, where 3 of different compute are needed, and Chinchilla's law is out ("
             f"{next(one['reason'] for one in left_out if one['form'] == 'chinchilla')}); add runs")

@@ -10,8 +10,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling.files import read_study
-from scaling.records import CONVENTIONS, RecordError, read_json
+from scaling.records import CONVENTIONS, read_json
 
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 CLOCK_SLACK_S = 600         # between the clocks of two machines
@@ -52,16 +53,16 @@ class Held:
 
 
 def load(folder) -> list[Prediction]:
-    """Every prediction_*.json of a folder, by name; [] where there is none. Raises RecordError as read_prediction does."""
+    """Every prediction_*.json of a folder, by name; [] where there is none. Raises UserError as read_prediction does."""
     return [read_prediction(path) for path in sorted(Path(folder).glob("prediction_*.json"))]
 
 
 def read_prediction(path: Path) -> Prediction:
-    """A frozen prediction. Raises RecordError where it is damaged, was edited since, or is dated in the future."""
+    """A frozen prediction. Raises UserError where it is damaged, was edited since, or is dated in the future."""
     content = read_json(path)
     try:
         if digest(content) != content["sha256"]:
-            raise RecordError(f"{path} was edited after it was frozen (its content does not match its sha256): restore the "
+            raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256): restore the "
                               "file as it was written, for nothing can be scored against this one")
         goal, date = content["target"], content["date"]
         convention = content.get("convention", CONVENTIONS[0])      # older files say nothing and mean all
@@ -71,11 +72,11 @@ def read_prediction(path: Path) -> Prediction:
             goal["flops_per_token"] * goal["tokens"], content["loss_key"], content["loss"], content["low"], content["high"],
             content["headline"], tuple(content["forms"]), date, content["sha256"], path, convention, content)
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, RecordError):
+        if isinstance(error, UserError):
             raise
-        raise RecordError(f"{path} is no prediction of this version ({type(error).__name__}: {error}); restore it") from None
+        raise UserError(f"{path} is no prediction of this version ({type(error).__name__}: {error}); restore it") from None
     if written > time.time() + CLOCK_SLACK_S:
-        raise RecordError(f"{path} is dated {date}, which is yet to come: a clock was wrong, and its age cannot be judged")
+        raise UserError(f"{path} is dated {date}, which is yet to come: a clock was wrong, and its age cannot be judged")
     return prediction
 
 

@@ -3,11 +3,12 @@
 from dataclasses import fields
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling.equivalence import MOST, Estimate, Margin, Trend
 from scaling.figures import human
 from scaling.pairs import Gap
 from scaling.published import SMALLEST
-from scaling.records import RecordError, read_json
+from scaling.records import read_json
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 FEW = 16                    # pairs that the console lists one by one
@@ -28,10 +29,10 @@ def tables(result: dict) -> str:
 
 
 def read_result(path: Path) -> dict:
-    """precision.analyse's result as precision.json at `path` holds it. Raises RecordError where that is not one."""
+    """precision.analyse's result as precision.json at `path` holds it. Raises UserError where that is not one."""
     result = _revived(read_json(path))
     if lacking := [key for key in ("conventions", "null", "common", "ranking", "sizes", "laws", "pairs") if key not in result]:
-        raise RecordError(f"{path} lacks {lacking[0]!r}: write it anew, python scaling/precision.py STUDY")
+        raise UserError(f"{path} lacks {lacking[0]!r}: write it anew, python scaling/precision.py STUDY")
     return result
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from runtime.checkpoint import latest, step_of
-from runtime.config import ConfigError, read_config
-from runtime.metrics import read_rows
+from runtime.cli import UserError
+from runtime.config import read_config
+from runtime.log import read_rows
 from runtime.rows import metrics_rows
 from scaling.study import Row, checkpoint_of
 
@@ -20,7 +21,7 @@ MAY_LACK = {"wall_s": int | float, "parent_step": int, "data_sha256": str, "val_
 
 
 def summary_of(row: Row, folder: Path) -> dict | None:
-    """summary.json of a finished run of the study in `folder`, else None. Raises ConfigError for a damaged one."""
+    """summary.json of a finished run of the study in `folder`, else None. Raises UserError for a damaged one."""
     path = folder / row.run / "summary.json"
     if not path.exists():
         return None
@@ -32,7 +33,7 @@ def summary_of(row: Row, folder: Path) -> dict | None:
     except (ValueError, RecursionError) as error:
         wrong = [error]
     if wrong:
-        raise ConfigError(f"{path} is damaged ({wrong[0]}): delete it, and --run evaluates the last checkpoint again")
+        raise UserError(f"{path} is damaged ({wrong[0]}): delete it, and --run evaluates the last checkpoint again")
     return summary
 
 
@@ -81,7 +82,7 @@ def placed(row: Row, folder: Path) -> Row:
     elif latest(folder / row.run):
         try:
             is_branch = read_config(folder / row.run).start_from is not None
-        except ConfigError:     # train.py has the sentence for it
+        except UserError:     # train.py has the sentence for it
             is_branch = True
     else:
         is_branch = (checkpoint_of(row, folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()

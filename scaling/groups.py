@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
 from scaling.forecast import forecast
 from scaling.forms import Fit
 from scaling.isoflop import fit_isoflop
 from scaling.laws import DELTA, ONE_RAY, Points, fit_band, fit_power, fit_ray, unfitted
-from scaling.records import RecordError, read_curve
+from scaling.records import read_curve
 
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
@@ -111,7 +112,7 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
     target = (points.N[at] * grow, points.D[at] * grow, 10 * points.C.max())
     try:
         said = forecast(points, target, seed_sd)
-    except RecordError:
+    except UserError:
         return None
     low, high = said["parts"]["model_form"]
     return {**dict(zip("NDC", map(float, target), strict=True)), "low": low, "high": high,
@@ -134,7 +135,7 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
             return fit
         return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
             f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
-    except RecordError as error:
+    except UserError as error:
         return unfitted(form, len(points.loss), str(error))
 
 

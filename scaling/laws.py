@@ -11,8 +11,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from scipy.stats import t as student
 
+from runtime.cli import UserError
 from scaling.forms import FACTORS, NAMES, Fit, Optimum, back, exponents, natural, terms
-from scaling.records import RecordError
 from scaling.solver import DELTA, inefficiency, minimise
 
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
@@ -28,7 +28,7 @@ AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the ab
 class Points:
     """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label.
 
-    Raises RecordError where shapes differ or a value is not finite or not above zero."""
+    Raises UserError where shapes differ or a value is not finite or not above zero."""
 
     N: np.ndarray
     D: np.ndarray
@@ -42,7 +42,7 @@ class Points:
         object.__setattr__(self, "cluster", np.asarray(self.cluster))
         for name in ("N", "D", "C", "cluster"):
             if getattr(self, name).shape != self.loss.shape:
-                raise RecordError(f"{name} has {getattr(self, name).size} values for {self.loss.size} losses; a point "
+                raise UserError(f"{name} has {getattr(self, name).size} values for {self.loss.size} losses; a point "
                                   "needs one of each")
 
     def axes(self, form: str) -> tuple[np.ndarray, ...]:
@@ -62,7 +62,7 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float
 
     seed_sd: standard deviation of ln L between seeds, a floor under the residuals when intervals are drawn.
     delta: Huber's threshold on ln L; None for plain squares.
-    Raises RecordError for points that are not finite, not positive, or fewer than the parameters."""
+    Raises UserError for points that are not finite, not positive, or fewer than the parameters."""
     logs, y, centres = centred_logs((C,), L, distinct=3 if gamma is None else 2)
     starts = []
     for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
@@ -76,7 +76,7 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float
 def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
     """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
 
-    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises RecordError as fit_ray does."""
+    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises UserError as fit_ray does."""
     logs, y, centres = centred_logs((x,), L, distinct=2)
     slope, height = np.polyfit(logs[0], y, 1)
     starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
@@ -108,26 +108,26 @@ def unfitted(form: str, n: int, reason: str) -> Fit:
 
 
 def checked(name: str, values) -> np.ndarray:
-    """`values` as floats of shape (n,). Raises RecordError where one is not finite or not above zero."""
+    """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
     try:
         values = np.asarray(values, dtype=float)
     except (TypeError, ValueError):
-        raise RecordError(f"{name} must be numbers; a law needs finite values above zero") from None
+        raise UserError(f"{name} must be numbers; a law needs finite values above zero") from None
     if values.ndim != 1:
-        raise RecordError(f"{name} must be a list of numbers; found shape {values.shape}")
+        raise UserError(f"{name} must be a list of numbers; found shape {values.shape}")
     for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
-        raise RecordError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
+        raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
     return values
 
 
 def centred_logs(axes, L, distinct: int):
-    """([ln x - centre per axis], ln L, centres). Raises RecordError as `checked`, and for too few distinct points."""
+    """([ln x - centre per axis], ln L, centres). Raises UserError as `checked`, and for too few distinct points."""
     axes, L = [checked("point", x) for x in axes], checked("loss", L)
     for x in axes:
         if x.shape != L.shape:
-            raise RecordError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
+            raise UserError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
     if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
-        raise RecordError(f"{found} distinct point(s); this law needs at least {distinct}")
+        raise UserError(f"{found} distinct point(s); this law needs at least {distinct}")
     logs = [np.log(x) for x in axes]
     centres = tuple(float(x.mean()) for x in logs)
     return [x - centre for x, centre in zip(logs, centres, strict=True)], np.log(L), centres

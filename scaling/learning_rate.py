@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.captions import human
 from scaling.command import read_words, run
 from scaling.figures import write_with
-from scaling.files import RecordError
 from scaling.rate_figure import draw_rates
 from scaling.records import LAW_FOLDER
 from scaling.trials import Trial, read_trials
@@ -181,14 +181,14 @@ def main(arguments=None) -> int:
     try:
         paths, options = read_words(arguments, OPTIONS)
         if len(paths) != 1:
-            raise RecordError(f"{len(paths)} folders are given: give the one folder of the sweep's runs, such as out/h100_lr")
+            raise UserError(f"{len(paths)} folders are given: give the one folder of the sweep's runs, such as out/h100_lr")
         folder = Path(paths[0])
         sizes = _sizes(options["at"]) if "at" in options else None
         trials, notes = read_trials(folder)
         found = analyse(trials, sizes)
         out = Path(options.get("out", folder / LAW_FOLDER))
         write_with(draw_rates(found, folder.resolve().name), out, "learning_rate", found, "learning_rate.json")
-    except RecordError as error:
+    except UserError as error:
         print(f"scaling/learning_rate.py: {error}", file=sys.stderr)
         return 2
     wrote = f"wrote {out / 'learning_rate.json'}, .png, .svg"
@@ -204,7 +204,7 @@ def _sizes(text: str) -> list[float]:
         except ValueError:
             sizes.append(math.nan)
         if not 1 <= sizes[-1] < 1e15:
-            raise RecordError(f"at={text!r}: {word!r} is no number of parameters; give such as at=6491520,12.8M")
+            raise UserError(f"at={text!r}: {word!r} is no number of parameters; give such as at=6491520,12.8M")
     return sizes
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.equivalence import Estimate, clusters, estimate
-from scaling.records import Record, RecordError, check_comparable, read_json
+from scaling.records import Record, check_comparable, read_json
 
 # How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
 LOSS_TOLERANCE = 1e-4
@@ -37,7 +38,7 @@ class Pair:
 def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run with the BF16 run of its pair_id, smallest model first; plus a line for each run left alone.
 
-    Repeats are no partners: null_pairs. Raises RecordError where the partners' validation losses do not belong to the same
+    Repeats are no partners: null_pairs. Raises UserError where the partners' validation losses do not belong to the same
     sequences."""
     partners, found, notes = _plain(records), [], []
     paired = set()
@@ -87,13 +88,13 @@ def percents(chosen) -> dict[str, Estimate]:
 def n_converted(chosen) -> list[int]:
     """Fewest and most Linears that the pairs' FP8 runs trained in FP8; a recipe such as auto may find that none pays.
 
-    Raises RecordError where a summary.json does not list them."""
+    Raises UserError where a summary.json does not list them."""
     counts = []
     for pair in chosen:
         path = pair.fp8.folder / "summary.json"
         names = read_json(path)["precision"].get("layers_converted")
         if not isinstance(names, list):
-            raise RecordError(f"{path}: precision.layers_converted is {names!r}; expected a list of the Linears that are FP8")
+            raise UserError(f"{path}: precision.layers_converted is {names!r}; expected a list of the Linears that are FP8")
         counts.append(len(names))
     return [min(counts), max(counts)]
 
@@ -103,7 +104,7 @@ def _plain(records) -> dict[str, Record]:
     partners = {}
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
-            raise RecordError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
+            raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
                               f"{record.pair_id}: leave one out")
     return partners
 
@@ -117,10 +118,10 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
 
 
 def gaps(base: Record, other: Record, base_losses, other_losses) -> dict[str, Gap]:
-    """other minus base under both evaluations. Raises RecordError where they are not of the same sequences."""
+    """other minus base under both evaluations. Raises UserError where they are not of the same sequences."""
     for name in ("source", "n_tokens"):
         if not np.array_equal(base_losses[name], other_losses[name]):
-            raise RecordError(f"{base.folder / 'val_losses.npz'} and {other.folder / 'val_losses.npz'} differ in "
+            raise UserError(f"{base.folder / 'val_losses.npz'} and {other.folder / 'val_losses.npz'} differ in "
                               f"{name!r}: a paired gap needs the same validation sequences in the same order")
     return {arm: _gap(other_losses[arm] - base_losses[arm], base_losses, list(base.weights.values()),
                       getattr(base, f"loss_{arm}")) for arm in ("as_trained", "bf16")}
@@ -142,30 +143,30 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,).
 
-    Raises RecordError where arrays are missing, damaged, or do not give the losses of summary.json."""
+    Raises UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
     path = record.folder / "val_losses.npz"
     names = ("as_trained", "bf16", "source", "n_tokens")
     try:
         with np.load(path, allow_pickle=False) as file:
             losses = {name: file[name] for name in names}
     except FileNotFoundError:
-        raise RecordError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
+        raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
                           "trained, or have train.py write it again: delete summary.json and repeat the run's command") from None
     except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
-        raise RecordError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
+        raise UserError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
     if any(a.dtype.kind not in "iuf" or a.shape != losses["source"].shape or a.ndim != 1 for a in losses.values()):
-        raise RecordError(f"{path}: expected {', '.join(names)} as number arrays of one length; found "
+        raise UserError(f"{path}: expected {', '.join(names)} as number arrays of one length; found "
                           + ", ".join(f"{name} {a.dtype}{list(a.shape)}" for name, a in losses.items()))
     if not all(np.isfinite(a).all() for a in losses.values()) or (losses["n_tokens"] < 0).any():
-        raise RecordError(f"{path} holds a value that is not finite, or fewer tokens than none")
+        raise UserError(f"{path} holds a value that is not finite, or fewer tokens than none")
     if set(np.unique(losses["source"]).tolist()) != set(range(len(record.weights))):
-        raise RecordError(f"{path}: 'source' must name each of the {len(record.weights)} sources 0 to "
+        raise UserError(f"{path}: 'source' must name each of the {len(record.weights)} sources 0 to "
                           f"{len(record.weights) - 1} ({', '.join(record.weights)}) at least once")
     if not all(losses["n_tokens"][losses["source"] == i].any() for i in range(len(record.weights))):
-        raise RecordError(f"{path}: a source has no sequence with a token to predict")
+        raise UserError(f"{path}: a source has no sequence with a token to predict")
     for arm, said in (("as_trained", record.loss_as_trained), ("bf16", record.loss_bf16)):
         loss = _gap(losses[arm], losses, record.weights.values(), said).nats
         if abs(loss - said) > LOSS_TOLERANCE * said:
-            raise RecordError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
+            raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
                               "the two files are not from one evaluation")
     return losses

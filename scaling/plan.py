@@ -19,22 +19,23 @@ import numpy as np
 import torch
 
 from model import GPT
-from runtime import fp8, metrics
-from runtime.config import ConfigError, FP8Config, load_config
+from runtime import fp8
+from runtime import log as metrics
+from runtime.cli import UserError
+from runtime.config import FP8Config, RecipeName, load_config
 from runtime.plan import ASSUMED_MFU
-from runtime.sections import RecipeName
 from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
 from scaling.captions import human
 from scaling.command import read_words, run
 from scaling.design import RHO, Candidate, rank, with_all
 from scaling.published import EPOCH
-from scaling.records import RecordError, read_runs, usable, without_repeats
+from scaling.records import read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 
 ROOT = Path(__file__).resolve().parents[1]
 OPTIONS = {
     "gpus": "number of GPUs (required)", "hours": "hours on them (required)",
-    "gpu": "their name, as in runtime/metrics.py (required)",
+    "gpu": "their name, as in runtime/log.py (required)",
     "law": "law.json of scaling/fit.py; without one, Epoch's published law",
     "runs": "a folder of runs, whose measured speed on that GPU counts in place of an assumed one",
     "gap": "FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0",
@@ -58,7 +59,7 @@ def main(arguments=None) -> int:
         return 0 if arguments else 2
     try:
         print("\n".join(_plan(_parse(arguments))))
-    except (RecordError, ConfigError) as error:
+    except UserError as error:
         print(f"scaling/plan.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -68,26 +69,26 @@ def _parse(arguments) -> dict:
     options = {"recipe": "tensorwise"} | read_words(arguments, OPTIONS, with_paths=False)[1]
     for key in ("gpus", "hours", "gpu"):
         if key not in options:
-            raise RecordError(f"{key}= is missing: {OPTIONS[key]}; as in gpus=8 hours=24 gpu=h100")
+            raise UserError(f"{key}= is missing: {OPTIONS[key]}; as in gpus=8 hours=24 gpu=h100")
     for key in ("gpus", "hours", "gap"):
         if key in options:
             options[key] = _number(key, options[key])
     if not (options["gpus"] >= 1 and options["gpus"] == int(options["gpus"])):
-        raise RecordError(f"gpus={options['gpus']:g} must be a whole number, at least 1")
+        raise UserError(f"gpus={options['gpus']:g} must be a whole number, at least 1")
     if options["hours"] <= 0:
-        raise RecordError(f"hours={options['hours']:g} must be above 0")
+        raise UserError(f"hours={options['hours']:g} must be above 0")
     if not -5 < options.get("gap", 0) < 50:
-        raise RecordError(f"gap={options['gap']:g} must be FP8's loss over BF16's in per cent, such as 0.3")
+        raise UserError(f"gap={options['gap']:g} must be FP8's loss over BF16's in per cent, such as 0.3")
     recipes = [name for name in get_args(RecipeName) if name not in ("off", "auto")]
     if options["recipe"] not in recipes:
-        raise RecordError(f"recipe={options['recipe']!r} must be one of {', '.join(recipes)}")
+        raise UserError(f"recipe={options['recipe']!r} must be one of {', '.join(recipes)}")
     options["peak"] = metrics.peak_flops(options["gpu"])
     if options["peak"] is None:
-        raise RecordError(f"gpu={options['gpu']}: the peak of that GPU is not in runtime/metrics.py; there are "
+        raise UserError(f"gpu={options['gpu']}: the peak of that GPU is not in runtime/log.py; there are "
                           f"{', '.join(metrics.PEAK_FLOPS)}")
     options["flops"] = options["gpus"] * options["peak"][0] * options["hours"] * 3600
     if not FLOPS[0] <= options["flops"] <= FLOPS[1]:
-        raise RecordError(f"gpus={options['gpus']:g} hours={options['hours']:g} are {options['flops']:.2g} FLOPs at the peak of "
+        raise UserError(f"gpus={options['gpus']:g} hours={options['hours']:g} are {options['flops']:.2g} FLOPs at the peak of "
                           f"{options['gpu']}: a budget must lie between {FLOPS[0]:g} and {FLOPS[1]:g}")
     return options
 
@@ -98,7 +99,7 @@ def _number(key: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise RecordError(f"{key}={text!r} must be a number: {OPTIONS[key]}")
+        raise UserError(f"{key}={text!r} must be a number: {OPTIONS[key]}")
     return value
 
 
@@ -261,7 +262,7 @@ def _candidates(law: Law, sizes, options, goal: Size) -> tuple[list[Candidate], 
             if row.recipe == "bf16" and not row.held_out and not row.repeat]     # a repeat is no new point of a law
     words = load_config(ROOT / f"configs/{goal.name}_bf16.py").model.vocab_size
     if not rows or any(load_config(ROOT / path).model.vocab_size != words for path in {row.config for row in rows}):
-        raise RecordError(f"study={options['study']} has runs over another vocabulary than {goal.name}'s {words}, or none in "
+        raise UserError(f"study={options['study']} has runs over another vocabulary than {goal.name}'s {words}, or none in "
                           "BF16: they say nothing of its loss; give a study of that tokenizer")
     families: dict[str, list] = {}
     for row in rows:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.laws import Points
-from scaling.records import LARGEST, RecordError
+from scaling.records import LARGEST
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
@@ -40,14 +41,14 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     n, loss, d, c, cluster: column names. With c, D = C / (6 N); with d, C = 6 N D; with neither only N is known.
     where: texts COLUMN=VALUE; a row must have, in each column named, one of the values given for it.
     drop_highest: leave out that many of the highest losses. cluster: rows with equal text there are one trajectory.
-    Raises RecordError for a table, a column, a condition or a cell that cannot be meant."""
+    Raises UserError for a table, a column, a condition or a cell that cannot be meant."""
     path = Path(path)
     content = _content(path)
     wanted = [name for name in (n, loss, d, c, cluster) if name is not None]
     header, rows = _rows(path, content, wanted)
     at = {name: _column(path, header, name) for name in wanted}
     if d is not None and c is not None:
-        raise RecordError("give either d or c: with d, C = 6 N D; with c, D = C / (6 N)")
+        raise UserError("give either d or c: with d, C = 6 N D; with c, D = C / (6 N)")
     chosen, filters = _filter(path, header, rows, where)
     missing, values = [], []
     for line, row in chosen:
@@ -57,10 +58,10 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
             axes = [_number(path, line, name, row[at[name]]) for name in (n, d or c, loss) if name is not None]
             values.append((line, row[at[cluster]] if cluster else line, *axes))
     if not values:
-        raise RecordError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, none of "
+        raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, none of "
                           f"them has a finite {loss!r}")
     if not 0 <= drop_highest < len(values):
-        raise RecordError(f"drop_highest={drop_highest} would leave none of {len(values)} points of {path}: give fewer")
+        raise UserError(f"drop_highest={drop_highest} would leave none of {len(values)} points of {path}: give fewer")
     # Stable: of equal losses the one that stands first in the file goes first.
     highest = sorted(sorted(values, key=lambda value: -value[-1])[:drop_highest])
     dropped = {value[0] for value in highest}
@@ -90,7 +91,7 @@ def _points(path, values, d, c, cluster) -> Points:
         bad = ~((D > 0) & (D < LARGEST) & (C > 0) & (C < LARGEST))
         if bad.any():
             i = int(np.flatnonzero(bad)[0])
-            raise RecordError(f"{path}: N={N[i]:g} gives D={D[i]:g} and C={C[i]:g}; expected finite numbers above zero")
+            raise UserError(f"{path}: N={N[i]:g} gives D={D[i]:g} and C={C[i]:g}; expected finite numbers above zero")
     return Points(N=N, D=D, C=C, loss=loss, cluster=labels)
 
 
@@ -115,15 +116,15 @@ def _notes(path, source, points, chosen) -> list[str]:
 
 def _content(path: Path) -> bytes:
     if path.is_dir():
-        raise RecordError(f"{path} is a folder: --points wants one table, such as a .csv file")
+        raise UserError(f"{path} is a folder: --points wants one table, such as a .csv file")
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise RecordError(f"{path} does not exist: --points wants one table, such as a .csv file") from None
+        raise UserError(f"{path} does not exist: --points wants one table, such as a .csv file") from None
     except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     if not content.strip():
-        raise RecordError(f"{path} is empty: expected a header line and a line for each point")
+        raise UserError(f"{path} is empty: expected a header line and a line for each point")
     return content
 
 
@@ -134,7 +135,7 @@ def _rows(path: Path, content: bytes, wanted) -> tuple[list[str], list[tuple[int
         if "\0" in text:
             raise ValueError("it holds zero bytes")
     except ValueError as error:
-        raise RecordError(f"{path} is no text in UTF-8 ({error}): save the table as comma-separated UTF-8 text") from None
+        raise UserError(f"{path} is no text in UTF-8 ({error}): save the table as comma-separated UTF-8 text") from None
     first = next(line for line in text.splitlines() if line.strip())
     # The separator is the one under which the header names most of the wanted columns, then has most cells.
     def fitness(mark):
@@ -149,27 +150,27 @@ def _rows(path: Path, content: bytes, wanted) -> tuple[list[str], list[tuple[int
             if any(cell.strip() for cell in cells):
                 rows.append((line, [cell.strip() for cell in cells]))
     except csv.Error as error:
-        raise RecordError(f"{path} line {before + 1}: {error}; is a quotation mark left open there?") from None
+        raise UserError(f"{path} line {before + 1}: {error}; is a quotation mark left open there?") from None
     (_, header), rows = rows[0], rows[1:]
     for line, cells in rows:
         while len(cells) > len(header) and cells[-1] == "":     # separators at a line's end
             cells.pop()
         if len(cells) != len(header):
-            raise RecordError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
+            raise UserError(f"{path} line {line}: {len(cells)} cells where the header has {len(header)}; repair the line")
     if not rows:
-        raise RecordError(f"{path} has a header but no row under it")
+        raise UserError(f"{path} has a header but no row under it")
     return header, rows
 
 
 def _column(path: Path, header: list[str], name: str) -> int:
     """The index of the one column called `name`."""
     if header.count(name) > 1:
-        raise RecordError(f"{path}: {header.count(name)} columns are called {name!r}; rename all but one")
+        raise UserError(f"{path}: {header.count(name)} columns are called {name!r}; rename all but one")
     if name not in header:
         lower = {other.lower(): other for other in header if other}
         near = difflib.get_close_matches(name.lower(), lower, n=1)
         hint = f"did you mean {lower[near[0]]!r}? " if near else ""
-        raise RecordError(f"{path} has no column {name!r}: {hint}there are {_listed([h for h in header if h])}")
+        raise UserError(f"{path} has no column {name!r}: {hint}there are {_listed([h for h in header if h])}")
     return header.index(name)
 
 
@@ -182,7 +183,7 @@ def _number(path: Path, line: int, column: str, text: str) -> float:
         advice = " (a comma may separate thousands or decimals: write it without one)"
     elif value is None and re.fullmatch(r"[+-]?[\d.]+\s*[a-zA-Z%]+", text):
         advice = " (units are not guessed: write the number out, such as 1.24e8)"
-    raise RecordError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero{advice}")
+    raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero{advice}")
 
 
 # ---------------------------------------------------------------------------------------------------------- conditions
@@ -196,19 +197,19 @@ def _filter(path, header, rows, where):
         parts = condition.split("=")
         splits = [("=".join(parts[:i]).strip(), "=".join(parts[i:]).strip()) for i in range(1, len(parts))]
         if not splits:
-            raise RecordError(f"where {condition!r} lacks its '=': write COLUMN=VALUE")
+            raise UserError(f"where {condition!r} lacks its '=': write COLUMN=VALUE")
         name, value = next((split for split in splits if split[0] in header), splits[0])
         column = _column(path, header, name)
         if not any(_equal(row[column], value) for _, row in rows):
             occur = list(dict.fromkeys(row[column] for _, row in rows))
             near = difflib.get_close_matches(value, occur, n=1)
-            raise RecordError(f"{path}: no row has {name}={value}; {f'did you mean {near[0]!r}? ' if near else ''}"
+            raise UserError(f"{path}: no row has {name}={value}; {f'did you mean {near[0]!r}? ' if near else ''}"
                               f"values there: {_listed(occur)}")
         filters.setdefault(name, []).append(value)
     chosen = [(line, row) for line, row in rows
               if all(any(_equal(row[header.index(name)], value) for value in values) for name, values in filters.items())]
     if not chosen:
-        raise RecordError(f"{path}: no row meets all of {'; '.join(f'{k}={v}' for k, vs in filters.items() for v in vs)}")
+        raise UserError(f"{path}: no row meets all of {'; '.join(f'{k}={v}' for k, vs in filters.items() for v in vs)}")
     return chosen, filters
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.command import read_words, run
 from scaling.equivalence import clusters, fit_trend, judged, read_margin
 from scaling.figures import render, write
@@ -27,7 +28,7 @@ from scaling.null import at, measure
 from scaling.pairs import Gap, Pair, gap_of, n_converted, null_pairs, over, pairs, percents
 from scaling.published import costs, surfaces, throughput
 from scaling.ranking import rank
-from scaling.records import CONVENTIONS, LAW_FOLDER, RecordError, check_comparable, counted_as, read_runs, usable
+from scaling.records import CONVENTIONS, LAW_FOLDER, check_comparable, counted_as, read_runs, usable
 
 __all__ = ["Gap", "Pair", "analyse", "main", "pairs"]
 
@@ -102,7 +103,7 @@ def main(arguments=None) -> int:
         else:
             paths, options = _parse(arguments)
             _run(paths, **options)
-    except RecordError as error:
+    except UserError as error:
         print(f"scaling/precision.py: {error}", file=sys.stderr)
         return 2
     return 0
@@ -112,17 +113,17 @@ def _parse(words) -> tuple[list[str], dict]:
     paths, options = read_words(words, OPTIONS)
     options = {"out": None, "loss": "bf16", "margin": None, "n": None} | options
     if not paths:
-        raise RecordError("no runs given: name a folder of runs such as out/study, or run folders")
+        raise UserError("no runs given: name a folder of runs such as out/study, or run folders")
     if options["loss"] not in ("bf16", "as_trained"):
-        raise RecordError(f"loss={options['loss']!r} must be bf16 or as_trained")
+        raise UserError(f"loss={options['loss']!r} must be bf16 or as_trained")
     if options["n"] not in (None, *CONVENTIONS):
-        raise RecordError(f"n={options['n']!r} must be {' or '.join(CONVENTIONS)}: which parameters N counts")
+        raise UserError(f"n={options['n']!r} must be {' or '.join(CONVENTIONS)}: which parameters N counts")
     if options["out"] is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
-        raise RecordError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
+        raise UserError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
                           "precision.json and the figures")
     folder = Path(options["out"] or Path(paths[0]) / LAW_FOLDER)
     if folder.exists() and not folder.is_dir():
-        raise RecordError(f"{folder} is a file: name a folder with out=DIR")
+        raise UserError(f"{folder} is a file: name a folder with out=DIR")
     return paths, {"folder": folder, "arm": options["loss"], "margin": options["margin"], "convention": options["n"]}
 
 
@@ -130,7 +131,7 @@ def _run(paths, folder: Path, arm: str, margin: str | None, convention: str | No
     records, notes = read_runs(paths)
     records, left_out = usable(counted_as(records, convention))
     if not records:
-        raise RecordError("\n".join(["no run is left to compare", *left_out]))
+        raise UserError("\n".join(["no run is left to compare", *left_out]))
     check_comparable(records)
     found, alone = pairs(records)
     notes += left_out + alone + null_pairs(records)[1]
@@ -152,7 +153,7 @@ def _run(paths, folder: Path, arm: str, margin: str | None, convention: str | No
         for name, data in {**files, "precision.json": (content + "\n").encode()}.items():
             write(folder / name, data)
     except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
     notes += [f"removed {', '.join(old)} of an earlier call from {folder}"] if old else []
     wrote = ", ".join([f"{folder}/precision.json", *files])
     print("\n".join([tables(result), "", *notes, *[""] * bool(notes), f"wrote {wrote}"]))

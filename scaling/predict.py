@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.captions import KIND
 from scaling.files import write
 from scaling.forecast import forecast, headline_at
@@ -35,7 +36,7 @@ from scaling.frozen import (
     read_prediction,
     read_study,
 )
-from scaling.records import RecordError, read_json
+from scaling.records import read_json
 
 __all__ = ["Held", "Prediction", "describe", "freeze", "held_of", "is_held", "load", "named_held_out", "score"]
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,19 +51,19 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
     target: a run of a study.json (in `roots` or beside the groups' runs), else a config in the folder `configs`.
     commit: of this code, where git cannot tell it.
     An FP8 run is predicted from FP8 runs of its recipe alone: BF16 runs know nothing of FP8's gap at the target's size.
-    Raises RecordError where a prediction or the run is there already, where the runs were counted or tokenised in
+    Raises UserError where a prediction or the run is there already, where the runs were counted or tokenised in
     another way than the target, and where no law reaches it."""
     target = Path(target).stem if target.endswith(".py") else target
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", target):
-        raise RecordError(f"{target!r} is no name of a run: give one such as gpt1p5b_fp8")
+        raise UserError(f"{target!r} is no name of a run: give one such as gpt1p5b_fp8")
     path = Path(folder) / f"prediction_{target}.json"
     if path.exists():
-        raise RecordError(f"{path} is there already, and a frozen prediction is not made anew: score it, or move it away")
+        raise UserError(f"{path} is there already, and a frozen prediction is not made anew: score it, or move it away")
     roots = sorted({Path(root) for root in roots} | {record.folder.parent for group in groups for record in group.records})
     goal = _target(target, roots, Path(configs))
     group = next((group for group in groups if group.recipe == goal["recipe"] and group.records), None)
     if group is None:
-        raise RecordError(f"{target} is a run in {goal['recipe']}, but the runs at hand are "
+        raise UserError(f"{target} is a run in {goal['recipe']}, but the runs at hand are "
                           f"{', '.join(group.recipe for group in groups if group.records) or 'no runs, only a table'}: a "
                           "prediction needs runs of the same recipe, so train the smaller sizes in it first")
     _check_absent(target, goal, groups, roots)
@@ -84,7 +85,7 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
         path.parent.mkdir(parents=True, exist_ok=True)
         write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
     except OSError as error:
-        raise RecordError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
     return read_prediction(path)
 
 
@@ -98,22 +99,22 @@ def _target(name: str, roots, configs: Path) -> dict:
     else:
         there = [*declared, *(one.stem for one in sorted(configs.glob("*.py")))]
         near = difflib.get_close_matches(name, there, n=1)
-        raise RecordError(f"there is no run {name!r} in a study.json and no {configs / name}.py"
+        raise UserError(f"there is no run {name!r} in a study.json and no {configs / name}.py"
                           + (f"; did you mean {near[0]}?" if near else ""))
     keys = ("recipe", "params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
     kinds = dict.fromkeys(keys, int | float) | {"recipe": str}
     if missing := [key for key in keys if not isinstance(goal.get(key), kinds[key]) or not goal[key]]:
-        raise RecordError(f"study.json says nothing usable of {', '.join(missing)} for {name}; write it anew: scaling/sweep.py")
+        raise UserError(f"study.json says nothing usable of {', '.join(missing)} for {name}; write it anew: scaling/sweep.py")
     return {"name": name, **{key: goal[key] for key in keys}, "vocab_size": goal.get("vocab_size")}
 
 
 def _counted(path: Path) -> dict:
     """A config's recipe and exact counts, as an entry of study.json has them."""
-    from scaling.study import GPT, ConfigError, load_config, torch  # here, because it loads torch
+    from scaling.study import GPT, UserError, load_config, torch  # here, because it loads torch
     try:
         config = load_config(path)
-    except ConfigError as error:
-        raise RecordError(str(error)) from None
+    except UserError as error:
+        raise UserError(str(error)) from None
     with torch.device("meta"):
         counts = GPT(config.model).counts()
     return counts | {"recipe": config.fp8.label, "tokens": config.total_tokens,
@@ -125,11 +126,11 @@ def _check_absent(target: str, goal: dict, groups, roots) -> None:
     held = [held for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
         group.recipe == goal["recipe"] and (goal[f"params_{group.convention}"], goal["tokens"]) == (held.N, held.D)))]
     for name in [record.run_id for record in same] + [held.name for held in held]:
-        raise RecordError(f"{name} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
+        raise UserError(f"{name} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
                           f"parameters, {goal['tokens']} tokens): only what nobody has seen can be predicted")
     for root in roots:
         if any((root / target / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoints")):
-            raise RecordError(f"{root / target} has begun already: a prediction must be older than its run")
+            raise UserError(f"{root / target} has begun already: a prediction must be older than its run")
 
 
 def _check_counts(goal: dict, records) -> None:
@@ -137,10 +138,10 @@ def _check_counts(goal: dict, records) -> None:
     for record in records:
         if not math.isclose(record.flops_per_token_6n_total, 6 * record.params_total, rel_tol=1e-9) or not math.isclose(
                 record.flops_per_token_causal, _count(vars(record), "flops_per_token_causal"), rel_tol=1e-9):
-            raise RecordError(f"{record.folder}/summary.json counts FLOPs in another way than model.py does now: a prediction "
+            raise UserError(f"{record.folder}/summary.json counts FLOPs in another way than model.py does now: a prediction "
                               "cannot mix conventions; leave that run out")
         if goal["vocab_size"] not in (None, record.vocab_size):
-            raise RecordError(f"{goal['name']} has a vocabulary of {goal['vocab_size']} and {record.run_id} one of "
+            raise UserError(f"{goal['name']} has a vocabulary of {goal['vocab_size']} and {record.run_id} one of "
                               f"{record.vocab_size}: their losses are not comparable; predict from runs of one tokenizer")
 
 
@@ -212,11 +213,11 @@ def describe(prediction: Prediction) -> list[str]:
 def score(folder, records) -> list[str]:
     """Hold every prediction in `folder` against its run among `records`; lines to print, folder/score_<target>.json written.
 
-    Several seeds of the target are scored apart. Raises RecordError where nothing was predicted, where a file was edited,
+    Several seeds of the target are scored apart. Raises UserError where nothing was predicted, where a file was edited,
     where the run began before its prediction or was judged by other tokens, and where it was among the prediction's inputs."""
     predictions = load(folder)
     if not predictions:
-        raise RecordError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME before the run, or name its "
+        raise UserError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME before the run, or name its "
                           "folder with out=DIR")
     lines = []
     for prediction in predictions:
@@ -235,7 +236,7 @@ def score(folder, records) -> list[str]:
         try:
             write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
         except OSError as error:
-            raise RecordError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
+            raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
         reach = max(prediction.loss - prediction.low, prediction.high - prediction.loss) / prediction.loss
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
@@ -255,23 +256,23 @@ def _score(prediction: Prediction, record) -> dict:
     content = prediction.content
     for key, what in (("tokenizer_sha256", "tokenizer"), ("val_sha256", "validation set")):
         if content.get(key) != getattr(record, key):
-            raise RecordError(f"{record.run_id} has another {what} than the runs behind {prediction.path} "
+            raise UserError(f"{record.run_id} has another {what} than the runs behind {prediction.path} "
                               f"({getattr(record, key)} against {content.get(key)}): the two losses are not comparable")
     if not is_at(record, content["target"]):
-        raise RecordError(f"{record.run_id} is not the run that {prediction.path} predicts: {record.recipe}, "
+        raise UserError(f"{record.run_id} is not the run that {prediction.path} predicts: {record.recipe}, "
                           f"{record.params_total} parameters, {record.tokens} tokens against {prediction.recipe}, "
                           f"{prediction.N}, {prediction.D}")
     if record.summary_sha256 in [one["summary_sha256"] for one in content["inputs"]]:
-        raise RecordError(f"{record.run_id} is one of the inputs of {prediction.path}: that is no prediction")
+        raise UserError(f"{record.run_id} is one of the inputs of {prediction.path}: that is no prediction")
     if record.t_start is None:
-        raise RecordError(f"{record.folder}/summary.json has no t_start, so nothing shows that the run is younger than its "
+        raise UserError(f"{record.folder}/summary.json has no t_start, so nothing shows that the run is younger than its "
                           "prediction: it cannot be scored")
     if datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
-        raise RecordError(f"{prediction.path} of {prediction.date} is younger than its run, which began at {record.t_start}: "
+        raise UserError(f"{prediction.path} of {prediction.date} is younger than its run, which began at {record.t_start}: "
                           f"that is no prediction, and it is not scored; move {prediction.path} away to use the run in fits")
     ended = read_json(record.folder / "summary.json").get("t_end")
     if isinstance(ended, str) and ended < record.t_start:
-        raise RecordError(f"{record.folder}/summary.json says that the run began at {record.t_start} and ended at {ended}: the "
+        raise UserError(f"{record.folder}/summary.json says that the run began at {record.t_start} and ended at {ended}: the "
                           "file was edited, and its age cannot be judged; restore it as train.py wrote it")
     loss = getattr(record, prediction.loss_key)
 

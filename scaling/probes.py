@@ -9,7 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from scaling.files import RecordError, read_text
+from runtime.cli import UserError
+from scaling.files import read_text
 from scaling.records import LARGEST
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
@@ -36,7 +37,7 @@ class Probe:
 def read_probe(path: Path) -> tuple[Probe, list[str]]:
     """One probe file, plus a line if some of its lines are no JSON; of a step that is there twice the last one counts.
 
-    Where only its .gz is there, that is read. Raises RecordError naming the line where a row is not what a probe writes, or
+    Where only its .gz is there, that is read. Raises UserError naming the line where a row is not what a probe writes, or
     where there is no row at all."""
     linear, block, recipes, torn = {}, {}, {}, []
     for n, line in enumerate(read_text(path).split("\n"), 1):
@@ -50,20 +51,20 @@ def read_probe(path: Path) -> tuple[Probe, list[str]]:
         at = f"{path}, line {n}"
         kind = row.get("kind") if isinstance(row, dict) else None
         if kind not in ("linear", "block"):
-            raise RecordError(f"{at}: kind is {_shown(kind)}; expected a row of kind linear or block")
+            raise UserError(f"{at}: kind is {_shown(kind)}; expected a row of kind linear or block")
         step = _whole(at, row, "step")
         if kind == "block":
             block[_whole(at, row, "block"), step] = [_number(at, row, key, -LARGEST) for key in OUTLIERS]
             continue
         layer = row.get("layer")
         if not isinstance(layer, str) or not LAYER.fullmatch(layer):
-            raise RecordError(f"{at}: layer is {_shown(layer)}; expected a Linear's name such as layers.0.attn.qkv")
+            raise UserError(f"{at}: layer is {_shown(layer)}; expected a Linear's name such as layers.0.attn.qkv")
         if not isinstance(row.get("recipe"), str):
-            raise RecordError(f"{at}: recipe is {_shown(row.get('recipe'))}; expected a recipe's name")
+            raise UserError(f"{at}: recipe is {_shown(row.get('recipe'))}; expected a recipe's name")
         recipes[layer] = row["recipe"]
         linear[layer, step] = [number for operand in OPERANDS for number in _operand(at, row, operand)]
     if not linear and not block:
-        raise RecordError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
+        raise UserError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
     layers, steps, values = _grid(linear, lambda layer: (*place(layer), layer))
     blocks, block_steps, outliers = _grid(block, lambda block: block)
     count = [sum((layer, step) in linear for layer in layers) for step in steps.tolist()]
@@ -79,7 +80,7 @@ def _operand(at: str, row: dict, name: str) -> list[float]:
     if row.get(name) is None and name == "gradient":
         return [math.nan] * (len(SCALES) + len(SHARES) + 1)
     if not isinstance(row.get(name), dict):
-        raise RecordError(f"{at}: {name} is {_shown(row.get(name))}; expected an object with amax, scale, underflow, ...")
+        raise UserError(f"{at}: {name} is {_shown(row.get(name))}; expected an object with amax, scale, underflow, ...")
     at = f"{at}: {name}"
     _number(at, row[name], "amax")
     return ([_number(at, row[name], key) for key in SCALES] + [_number(at, row[name], key, high=1) for key in SHARES]
@@ -92,14 +93,14 @@ def _number(at: str, holder: dict, key: str, low: float = 0, high: float = LARGE
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high * (1 + 1e-6):
         wanted = "a number" if low < 0 else "a share from 0 to 1" if high == 1 else "a number, at least 0"
-        raise RecordError(f"{at}: {key} is {_shown(value)}; expected {wanted}, or null where it is not finite")
+        raise UserError(f"{at}: {key} is {_shown(value)}; expected {wanted}, or null where it is not finite")
     return float(value)
 
 
 def _whole(at: str, row: dict, key: str) -> int:
     value = row.get(key, "missing")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise RecordError(f"{at}: {key} is {_shown(value)}; expected a whole number, at least 0")
+        raise UserError(f"{at}: {key} is {_shown(value)}; expected a whole number, at least 0")
     return value
 
 

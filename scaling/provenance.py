@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.metrics import environment
+from runtime.log import environment
 from runtime.rows import parse, read_bytes, write_atomically
 from scaling.study import ROOT
 

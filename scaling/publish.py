@@ -20,8 +20,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling.command import run
-from scaling.files import RecordError, read_bytes, read_json, read_text, write
+from scaling.files import read_bytes, read_json, read_text, write
 from scaling.records import LAW_FOLDER
 
 STUDY, SUMMARY = "study.json", "summary.json"
@@ -43,9 +44,9 @@ def main(arguments=None) -> int:
         return 0 if words else 2
     try:
         if len(words) != 2 or any(word.startswith("-") for word in words):
-            raise RecordError(f"{' '.join(words)!r} is not understood: give two folders, publish.py FROM TO")
+            raise UserError(f"{' '.join(words)!r} is not understood: give two folders, publish.py FROM TO")
         told, refused = publish(*map(Path, words))
-    except RecordError as error:
+    except UserError as error:
         told, refused = [], [str(error)]
     except OSError as error:
         print(f"scaling/publish.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
@@ -59,13 +60,13 @@ def main(arguments=None) -> int:
 def publish(source: Path, target: Path) -> tuple[list[str], list[str]]:
     """Copy; returns lines of what was done and a sentence for each thing that was refused.
 
-    Raises RecordError where `source` is no folder or `target` cannot be one, OSError where a file cannot be written."""
+    Raises UserError where `source` is no folder or `target` cannot be one, OSError where a file cannot be written."""
     if not source.is_dir():
-        raise RecordError(f"{source} {'is a file' if source.exists() else 'does not exist'}: name a folder of runs")
+        raise UserError(f"{source} {'is a file' if source.exists() else 'does not exist'}: name a folder of runs")
     if target.exists() and not target.is_dir():
-        raise RecordError(f"{target} is a file: name a folder")
+        raise UserError(f"{target} is a file: name a folder")
     if target.resolve() == source.resolve():
-        raise RecordError(f"{source} cannot be published into itself: name two folders")
+        raise UserError(f"{source} cannot be published into itself: name two folders")
     target.mkdir(parents=True, exist_ok=True)
     runs, new, refused, notes = _finished(source), [], [], []
     with _refusing(refused):
@@ -97,15 +98,15 @@ def _refusing(refused: list[str]):
     """What is refused must not keep the rest from being copied."""
     try:
         yield
-    except RecordError as error:
+    except UserError as error:
         refused.append(str(error))
 
 
 def _publish_run(source: Path, target: Path) -> bool:
-    """Copy one finished run, or what of it `target` lacks; whether it is new there. Raises RecordError where they differ."""
+    """Copy one finished run, or what of it `target` lacks; whether it is new there. Raises UserError where they differ."""
     summary = read_bytes(source / SUMMARY)
     if read_json(source / SUMMARY).get("run_id") != source.name:
-        raise RecordError(f"{source / SUMMARY} is not the record of {source.name}: its run_id is another; restore it")
+        raise UserError(f"{source / SUMMARY} is not the record of {source.name}: its run_id is another; restore it")
     contents = {name: content for name in FILES if (content := _content(source, name)) is not None}
     if not target.exists():
         partial = target.with_name(f".{target.name}.partial")       # hidden: no reader takes it for a run
@@ -117,13 +118,13 @@ def _publish_run(source: Path, target: Path) -> bool:
         os.rename(partial, target)
         return True
     if not (target / SUMMARY).is_file():
-        raise RecordError(f"{target} has begun, and {source} is the same run, finished: remove {target} to use what is finished")
+        raise UserError(f"{target} has begun, and {source} is the same run, finished: remove {target} to use what is finished")
     for name, content in ((SUMMARY, summary), *contents.items()):
         there = read_bytes(target / SUMMARY) if name == SUMMARY else _content(target, name)
         if there is None:
             _put(source, target, name, content)
         elif there != content:
-            raise RecordError(f"{_path(target, name)} differs from {_path(source, name)}: one of them was edited, or the run was "
+            raise UserError(f"{_path(target, name)} differs from {_path(source, name)}: one of them was edited, or the run was "
                               "trained twice; restore the true one, or move one of the two runs away")
     return False
 
@@ -188,7 +189,7 @@ def _publish_study(source: Path, target: Path) -> None:
         if not _extends(one, other):
             if _extends(other, one):
                 return
-            raise RecordError(f"{source / STUDY} and {target / STUDY} declare one study differently, and its runs have finished: "
+            raise UserError(f"{source / STUDY} and {target / STUDY} declare one study differently, and its runs have finished: "
                               "runs may be added, but nothing that is there may change; restore the true one")
     write(target / STUDY, read_bytes(source / STUDY))
 
@@ -209,7 +210,7 @@ def _publish_derived(source: Path, target: Path) -> None:
         if target.read_bytes() == content:
             return
         if target.name.startswith("prediction_"):
-            raise RecordError(f"{target} differs from {source}, and a frozen prediction is never made anew: restore the one that "
+            raise UserError(f"{target} differs from {source}, and a frozen prediction is never made anew: restore the one that "
                               "is older than its run")
     target.parent.mkdir(parents=True, exist_ok=True)
     write(target, content)

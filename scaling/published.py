@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.stats import t as student
 
+from runtime.cli import UserError
 from scaling.bootstrap import with_bootstrap
 from scaling.chinchilla import fit_chinchilla
 from scaling.laws import ONE_RAY, Points
-from scaling.records import RecordError
 
 BEYOND = math.log(1e100)        # e-folds; what lies beyond is no number to print
 
@@ -98,7 +98,7 @@ def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None,
         return None, f"one ray of {ratio.mean():.3g} tokens per parameter does not separate N from D"
     try:
         fit = with_bootstrap(fit_chinchilla(N, D, L), Points(N, D, 6 * N * D, L, trunks))
-    except RecordError as error:
+    except UserError as error:
         return None, str(error)
     if not fit.identified:
         return None, fit.reason

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from scaling.files import RecordError, read_study, read_text
+from runtime.cli import UserError
 from scaling.files import read_json as read_json
+from scaling.files import read_study, read_text
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
@@ -82,7 +83,7 @@ class Record:
 def read_runs(paths) -> tuple[list[Record], list[str]]:
     """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped.
 
-    Raises RecordError for a path that does not exist, a damaged summary.json, or no finished run at all."""
+    Raises UserError for a path that does not exist, a damaged summary.json, or no finished run at all."""
     records, notes, seen = [], [], set()
     for path in paths:
         for folder in _run_folders(Path(path)):
@@ -98,7 +99,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
                 notes.append(f"skipped {folder}: it is no run" + (
                     f" but holds runs: give {folder} itself" if holds else " (neither summary.json nor config.json in it)"))
     if not records:
-        raise RecordError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
+        raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
                                      "summary.json, which train.py writes at the end of a run", *notes]))
     return records, notes
 
@@ -106,7 +107,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
 def _run_folders(path: Path) -> list[Path]:
     if not path.is_dir():
         state = "is a file" if path.exists() else "does not exist"
-        raise RecordError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
+        raise UserError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
     if (path / "summary.json").exists() or _is_begun(path):
         return [path]
     return sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
@@ -117,20 +118,20 @@ def _is_begun(folder: Path) -> bool:
 
 
 def read_record(folder) -> Record:
-    """Read and check one run's summary.json. Raises RecordError naming the file, the key and what was expected."""
+    """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
     path = Path(folder) / "summary.json"
     try:
         content = path.read_bytes()
         summary = json.loads(content)
     except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:         # not JSON, or not UTF-8
-        raise RecordError(f"{path} is not valid JSON ({error}): the file is cut off or edited; "
+        raise UserError(f"{path} is not valid JSON ({error}): the file is cut off or edited; "
                           "finish the run again or leave it out") from None
     if not isinstance(summary, dict):
-        raise RecordError(f"{path} holds a {type(summary).__name__}; expected an object with a run's fields")
+        raise UserError(f"{path} holds a {type(summary).__name__}; expected an object with a run's fields")
     if summary.get("schema_version") != SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
+        raise UserError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
                           "so the run comes from another version of train.py")
     values = {key: _checked(path, summary, key, kind) for key, kind in _KINDS.items()}
     values |= {key: _checked(path, summary, key, kind) for key, kind in _OPTIONAL.items() if summary.get(key) is not None}
@@ -145,9 +146,9 @@ def read_record(folder) -> Record:
     total = sum(weights.values())
     weights = {name: weight / total for name, weight in weights.items()}
     if "t_start" in values and _utc(values["t_start"]) is None:
-        raise RecordError(f"{path}: t_start is {values['t_start']!r}; expected a UTC time such as 2026-11-21T15:44:05Z")
+        raise UserError(f"{path}: t_start is {values['t_start']!r}; expected a UTC time such as 2026-11-21T15:44:05Z")
     if ("parent_run" in values) != ("parent_step" in values):
-        raise RecordError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
+        raise UserError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
     return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
                   is_compiled=is_compiled, weights=weights, **values, **_studied(Path(folder), values["run_id"]))
 
@@ -158,7 +159,7 @@ def _studied(folder: Path, run: str) -> dict:
     study = read_study(root)
     said = study.get("params", CONVENTIONS[0])
     if said not in CONVENTIONS:
-        raise RecordError(f"{root / 'study.json'}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
+        raise UserError(f"{root / 'study.json'}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
                           "scaling/sweep.py")
     row = next((row for row in study.get("runs", []) if row["run"] == run), {})
     return {"convention": said, "planned": (row["parent"], row["parent_step"]) if row.get("parent") else None}
@@ -196,9 +197,9 @@ _OPTIONAL = {"parent_run": "text", "parent_step": "count", "continued_from": "te
 
 
 def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
-    """holder[key] if it is of the wanted kind, else a RecordError; `inside` is the dotted name of the holder."""
+    """holder[key] if it is of the wanted kind, else a UserError; `inside` is the dotted name of the holder."""
     if key not in holder:
-        raise RecordError(f"{path}: key {inside + key!r} is missing; expected {_EXPECTED[kind]}")
+        raise UserError(f"{path}: key {inside + key!r} is missing; expected {_EXPECTED[kind]}")
     value = holder[key]
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     good = {
@@ -212,7 +213,7 @@ def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
     }[kind]
     if not good:
         shown = json.dumps(value)
-        raise RecordError(f"{path}: {inside}{key} is {shown if len(shown) < 60 else shown[:57] + '...'}; "
+        raise UserError(f"{path}: {inside}{key} is {shown if len(shown) < 60 else shown[:57] + '...'}; "
                           f"expected {_EXPECTED[kind]}")
     return value
 
@@ -255,29 +256,29 @@ def counted_as(records, convention: str | None) -> list[Record]:
 
 
 def check_comparable(records) -> None:
-    """Raise RecordError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
+    """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
     for other in records[1:]:
         if other.convention != records[0].convention:
-            raise RecordError(f"{records[0].folder} belongs to a study that counts {records[0].convention} parameters and "
+            raise UserError(f"{records[0].folder} belongs to a study that counts {records[0].convention} parameters and "
                               f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
     for field, what in (("tokenizer_sha256", "different tokenizers"), ("val_sha256", "different validation sets"),
                         ("vocab_size", "different vocabularies"), ("vocab_padded", "different model vocabularies")):
         for other in records[1:]:
             mine, its = getattr(records[0], field), getattr(other, field)
             if mine != its:
-                raise RecordError(f"{records[0].run_id} and {other.run_id} differ in {field} ({mine} against {its}): "
+                raise UserError(f"{records[0].run_id} and {other.run_id} differ in {field} ({mine} against {its}): "
                                   f"losses over {what} cannot enter one fit; fit them apart")
     for other in records[1:]:
         first, second = records[0].weights, other.weights
         if first.keys() != second.keys() or any(abs(first[name] - second[name]) > 1e-9 for name in first):
-            raise RecordError(f"{records[0].run_id} and {other.run_id} weigh the sources differently ({first} against "
+            raise UserError(f"{records[0].run_id} and {other.run_id} weigh the sources differently ({first} against "
                               f"{second}): their losses cannot enter one fit; fit them apart")
     for fields in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         first_of = {}
         for record in records:
             twin = first_of.setdefault(tuple(getattr(record, field) for field in fields), record)
             if twin is not record:
-                raise RecordError(f"{twin.folder} and {record.folder} are one point given twice "
+                raise UserError(f"{twin.folder} and {record.folder} are one point given twice "
                                   f"(same {', '.join(fields)}): leave one out")
 
 

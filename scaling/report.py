@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
 from scaling.command import read_words
 from scaling.figures import render, write
 from scaling.pairs import Gap, Pair, null_pairs, pairs
-from scaling.records import LAW_FOLDER, Record, RecordError, read_runs
+from scaling.records import LAW_FOLDER, Record, read_runs
 from scaling.report_figure import draw_gpu, draw_losses, draw_time
 from scaling.report_tables import one_line, tables
 from scaling.run_figure import History, read_history
@@ -48,7 +49,7 @@ class Arm:
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
     """Finished runs, BF16 and its repeats first, else in the order given; plus a line for each thing left out or worth knowing.
 
-    Raises RecordError where no run is finished, a file is damaged, or runs differ in more than the precision."""
+    Raises UserError where no run is finished, a file is damaged, or runs differ in more than the precision."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes = [record.recipe for record in records]
@@ -59,7 +60,7 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({record.run_id})"
         history = read_history(record.folder)
         if not len(history.train["step"]):
-            raise RecordError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
+            raise UserError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
         loss = history.train["loss"]
         is_untargeted = loss == 0       # masked data: the mean over no targets is logged as exactly nought
         history.train["loss"] = np.where(is_untargeted, math.nan, loss)
@@ -94,11 +95,11 @@ def _read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise RecordError(f"{path} cannot be read ({error.strerror}): the report needs it to say what differs") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}): the report needs it to say what differs") from None
     except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path} is not valid JSON ({error}): restore it, or leave the run out") from None
+        raise UserError(f"{path} is not valid JSON ({error}): restore it, or leave the run out") from None
     if not isinstance(value, dict):
-        raise RecordError(f"{path} holds a {type(value).__name__}; expected an object: restore it, or leave the run out")
+        raise UserError(f"{path} holds a {type(value).__name__}; expected an object: restore it, or leave the run out")
     return value
 
 
@@ -110,24 +111,24 @@ def _flat(config: dict) -> dict:
 # ------------------------------------------------------------------------------------------------------------ checking
 
 def _check_one_training(arms: list[Arm]) -> None:
-    """Raise RecordError where two runs are one, or differ in more than the precision: the sentence says in what."""
+    """Raise UserError where two runs are one, or differ in more than the precision: the sentence says in what."""
     first = arms[0]
     for arm in arms[1:]:
         both = f"{first.record.folder} ({first.label}) and {arm.record.folder} ({arm.label})"
         if arm.record.pair_id != first.record.pair_id:
             unlike = _listed([one for one in _unlike(first, arm) if one.startswith(WEIGHTS)])
-            raise RecordError(f"{both} differ in more than the precision: {unlike or 'their pair_id'}; give the runs of one "
+            raise UserError(f"{both} differ in more than the precision: {unlike or 'their pair_id'}; give the runs of one "
                               "training, alike in seed, data order and settings")
         for key, what in SAME.items():
             mine, its = first.summary.get(key), arm.summary.get(key)
             if mine != its:
-                raise RecordError(f"{both} have another {what} each ({key} {mine} against {its}): their losses cannot stand "
+                raise UserError(f"{both} have another {what} each ({key} {mine} against {its}): their losses cannot stand "
                                   "beside each other")
     seen = {}
     for arm in arms:
         twin = seen.setdefault(arm.record.run_id, arm)
         if twin is not arm:
-            raise RecordError(f"{twin.record.folder} and {arm.record.folder} have one run_id: leave one out")
+            raise UserError(f"{twin.record.folder} and {arm.record.folder} have one run_id: leave one out")
 
 
 def _unlike(first: Arm, other: Arm) -> list[str]:
@@ -236,10 +237,10 @@ def _number(value) -> float | None:
 # ------------------------------------------------------------------------------------------------------------- command
 
 def main(words: list[str]) -> None:
-    """The command's words after --report: writes the report, prints it. Raises RecordError for a mistake in them."""
+    """The command's words after --report: writes the report, prints it. Raises UserError for a mistake in them."""
     paths, options = read_words(words, OPTIONS)
     if not paths:
-        raise RecordError("no runs given: name those of one training, as --report out/a_bf16 out/a_fp8")
+        raise UserError("no runs given: name those of one training, as --report out/a_bf16 out/a_fp8")
     arms, notes = read_arms(paths)
     folder = Path(options.get("out") or arms[0].record.folder.parent / LAW_FOLDER)
     result = analyse(arms)
@@ -260,5 +261,5 @@ def main(words: list[str]) -> None:
         for name, data in wrote.items():
             write(folder / name, data)
     except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
     print(f"{text}\n\nwrote {folder}/: {', '.join(wrote)}")

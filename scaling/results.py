@@ -9,11 +9,12 @@ command that makes its numbers; what is not there is said to be missing, in one 
 import sys
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling import gap_tables, results_laws, results_runs, results_tables
 from scaling.command import read_words, run
 from scaling.figures import write
 from scaling.frozen import load, read_study
-from scaling.records import LAW_FOLDER, RecordError, read_json, read_runs
+from scaling.records import LAW_FOLDER, read_json, read_runs
 from scaling.results_limits import limits
 from scaling.results_tables import Results, missing
 
@@ -30,14 +31,14 @@ def main(arguments=None) -> int:
     try:
         paths, _ = read_words(arguments, {})
         if len(paths) != 1:
-            raise RecordError(f"give one folder of a study's results such as results/study_h100, not {len(paths)}")
+            raise UserError(f"give one folder of a study's results such as results/study_h100, not {len(paths)}")
         folder = Path(paths[0])
         results = read_results(folder)
         path = folder / PAGE
         if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MARK):
-            raise RecordError(f"{path} was not written by this command, and it is not written over: move it away")
+            raise UserError(f"{path} was not written by this command, and it is not written over: move it away")
         text = page(results)
-    except RecordError as error:
+    except UserError as error:
         print(f"scaling/results.py: {error}", file=sys.stderr)
         return 2
     try:
@@ -51,14 +52,14 @@ def main(arguments=None) -> int:
 
 
 def read_results(folder: Path) -> Results:
-    """All that lies in a study's folder. Raises RecordError where a file is damaged, or where there is no finished run."""
+    """All that lies in a study's folder. Raises UserError where a file is damaged, or where there is no finished run."""
     records, notes = read_runs([folder])
     records.sort(key=lambda record: (record.N, record.recipe != "bf16", record.recipe, record.tokens, record.seed, record.repeat))
     study, law = read_study(folder), folder / LAW_FOLDER
     said = {name: law / f"{name}.json" for name in ("law", "precision")}
     fitted = read_json(said["law"]) if said["law"].exists() else {}
     if said["law"].exists() and "groups" not in fitted:
-        raise RecordError(f"{said['law']} holds no groups of runs: make it again, python scaling/fit.py {folder}")
+        raise UserError(f"{said['law']} holds no groups of runs: make it again, python scaling/fit.py {folder}")
     return Results(
         folder, study, records, {record.run_id: read_json(record.folder / "summary.json") for record in records},
         fitted, gap_tables.read_result(said["precision"]) if said["precision"].exists() else {}, load(law),
@@ -67,7 +68,7 @@ def read_results(folder: Path) -> Results:
 
 
 def page(results: Results) -> str:
-    """The whole page as Markdown. Raises RecordError where a file that other commands made is not what they make."""
+    """The whole page as Markdown. Raises UserError where a file that other commands made is not what they make."""
     folder, study = results.folder.as_posix(), results.study.get("study")
     config = f"configs/study_{study}.py" if study else "STUDY.py"
     declared = len(results.study.get("runs", []))
@@ -94,10 +95,10 @@ def page(results: Results) -> str:
             ("What a study of this size cannot show", limits, f"scaling/results.py {folder}")):
         try:
             text = section(results)
-        except RecordError:
+        except UserError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:     # law.json and its like, edited or older
-            raise RecordError(f"{folder}: a file behind {title!r} is damaged or of another version ({type(error).__name__}: "
+            raise UserError(f"{folder}: a file behind {title!r} is damaged or of another version ({type(error).__name__}: "
                               f"{error}); make it again: python {command.partition('`')[0]}") from error
         parts.append(text and f"## {title}\n\nMade by `python {command}`.\n\n{text}")
     return "\n\n".join(part for part in parts if part) + "\n"

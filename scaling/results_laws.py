@@ -3,11 +3,12 @@
 import html
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling import gap_tables, results_tables
 from scaling.forms import NAMES, Fit
 from scaling.learning_rate import tables
 from scaling.predict import describe
-from scaling.records import LAW_FOLDER, RecordError, read_json
+from scaling.records import LAW_FOLDER, read_json
 from scaling.report_tables import one_line
 from scaling.results_runs import fenced
 from scaling.results_tables import Results, missing, shown, table, told
@@ -125,16 +126,16 @@ def prediction(results: Results) -> str:
 
 
 def _scored(results: Results, one) -> list[list[str]]:
-    """A row per run that a prediction was scored against. Raises RecordError: it was another prediction, or another run."""
+    """A row per run that a prediction was scored against. Raises UserError: it was another prediction, or another run."""
     score = results.scores.get(one.target)
     if score is None:
         return []
     name = f"{results.folder / LAW_FOLDER}/score_{one.target}.json"
     if score.get("prediction_sha256") != one.sha256:
-        raise RecordError(f"{name} judges another prediction than the one that lies beside it: score again")
+        raise UserError(f"{name} judges another prediction than the one that lies beside it: score again")
     there = {record.run_id: record.summary_sha256 for record in results.records}
     if changed := [ran["run_id"] for ran in score["runs"] if there.get(ran["run_id"]) != ran["summary_sha256"]]:
-        raise RecordError(f"{name} judges {', '.join(changed)} by another summary.json than the one in this folder: score again")
+        raise UserError(f"{name} judges {', '.join(changed)} by another summary.json than the one in this folder: score again")
     ends = f"{score['low']:.4f} to {score['high']:.4f}"
     return [[ran["run_id"], ran["t_start"], results.commit(ran["run_id"]), f"{ran['loss']:.4f}",
              f"{score['predicted']:.4f}", ends, f"{ran['error_nats']:+.4f}", f"{ran['error_percent']:+.2f}",

@@ -9,8 +9,9 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.cli import UserError
 from scaling.captions import human
-from scaling.records import LARGEST, Record, RecordError, read_json, read_text
+from scaling.records import LARGEST, Record, read_json, read_text
 from scaling.report_tables import NOT_TOLD, one_line
 from scaling.tables import grid
 
@@ -108,7 +109,7 @@ def corpus(results: Results) -> dict[str, dict]:
     path = results.folder / "data.json"
     found = read_json(path) if path.exists() else {}
     if not all(isinstance(index, dict) for index in found.values()):
-        raise RecordError(f"{path} must hold an object for each source: publish it again, scaling/publish.py")
+        raise UserError(f"{path} must hold an object for each source: publish it again, scaling/publish.py")
     return found
 
 
@@ -207,7 +208,7 @@ def _values(rows, key: str) -> str:
 
 
 def read_slices(folder: Path) -> list[dict]:
-    """The rows of slices.jsonl, [] without one. Raises RecordError for a line that is none."""
+    """The rows of slices.jsonl, [] without one. Raises UserError for a line that is none."""
     path, rows = folder / "slices.jsonl", []
     for n, line in enumerate(read_text(path).splitlines(), 1):
         try:
@@ -215,7 +216,7 @@ def read_slices(folder: Path) -> list[dict]:
             named = (row["runs"], row.get("skipped") or [])
             assert all(isinstance(some, list) and set(map(type, some)) <= {str} for some in named)
         except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
-            raise RecordError(f"{path}, line {n} is no slice: expected an object with start, seconds, commit, runs; restore "
+            raise UserError(f"{path}, line {n} is no slice: expected an object with start, seconds, commit, runs; restore "
                               "the file") from None
         rows.append(row)
     return rows

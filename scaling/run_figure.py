@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from runtime.cli import UserError
 from scaling.figures import RC, human, page, render, steps_axis, write
 from scaling.files import read_text
 from scaling.gap import running_mean, window_of
-from scaling.records import RecordError
 
 # Okabe-Ito, a shape of its own for each name; a name that is not here gets one of OTHERS.
 MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", "#D55E00"), "STOP": ("P", "#000000"),
@@ -48,7 +48,7 @@ class History:
 def draw_run(run: Path, folder: Path | None = None) -> None:
     """Write run.png into `folder` (run/figures by default), say where and what was left out.
 
-    Raises RecordError where the run has no step to draw, or where `folder` cannot be written."""
+    Raises UserError where the run has no step to draw, or where `folder` cannot be written."""
     folder = folder or run / "figures"
     history = read_history(run)
     with matplotlib.rc_context(RC):
@@ -57,15 +57,15 @@ def draw_run(run: Path, folder: Path | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / "run.png", content)
     except OSError as error:
-        raise RecordError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
+        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
     print("\n".join([*history.notes, f"wrote {folder}/: run.png"]))
 
 
 def read_history(run: Path) -> History:
-    """What metrics.jsonl tells, the last of a repeated step. Raises RecordError where there is no such file or no step in it."""
+    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
     path = run / "metrics.jsonl"
     if not any((run / name).is_file() for name in (path.name, f"{path.name}.gz")):
-        raise RecordError(f"{run} {'has no metrics.jsonl' if run.is_dir() else 'is no folder'}: expected the folder of a run, "
+        raise UserError(f"{run} {'has no metrics.jsonl' if run.is_dir() else 'is no folder'}: expected the folder of a run, "
                           f"such as out/demo_s_fp8")
     lines = read_text(path).split("\n")
     rows = [row for row in map(_row, lines) if row]
@@ -85,7 +85,7 @@ def read_history(run: Path) -> History:
             name = "ROLLBACK" if name == "rollback" else name.replace("_", " ")[:14]
             history.marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
     if not len(history.train["step"]) and not history.undone:
-        raise RecordError(f"{path} has no step to draw yet: expected a line like "
+        raise UserError(f"{path} has no step to draw yet: expected a line like "
                           f'{{"kind": "train", "step": 1, "loss": 5.8, ...}}')
     if torn and torn[-1] == len(lines):
         torn.pop()      # the run is being written, or was cut there

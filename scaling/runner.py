@@ -13,7 +13,7 @@ from typing import IO
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from scaling.costs import costs_of, kind_of
 from scaling.grid import ENDED, can_lock, has_trained, has_unsaved, placed, state_of, summary_of
 from scaling.progress import StudyProgress
@@ -27,10 +27,10 @@ PATIENCE_S = 3.0        # until what has been asked to leave and has nothing to 
 
 
 def visible_gpus(options) -> list[str]:
-    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES; none on a CPU. Raises ConfigError where they are too few."""
+    """Names of this machine's GPUs for CUDA_VISIBLE_DEVICES; none on a CPU. Raises UserError where they are too few."""
     there = torch.cuda.device_count()
     if there and options.gpus * options.jobs > there:
-        raise ConfigError(f"gpus={options.gpus} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
+        raise UserError(f"gpus={options.gpus} for each of jobs={options.jobs} is more than the {there} GPUs of this machine")
     return os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there)))).split(",")[:there]
 
 

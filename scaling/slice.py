@@ -30,11 +30,12 @@ import time
 from pathlib import Path
 
 from runtime.checkpoint import latest
-from runtime.config import ConfigError, load_config
+from runtime.cli import UserError
+from runtime.config import load_config
 from scaling import command
 from scaling.calls import END_S, Ended, Slice, call, do, is_finished, shown
 from scaling.provenance import is_ignored, now, read_lines, slices, uncommitted, write_row, write_sources
-from scaling.records import LAW_FOLDER, RecordError
+from scaling.records import LAW_FOLDER
 from scaling.study import ROOT, Row, expand, load_study
 from scaling.sweep import read_options
 
@@ -56,7 +57,7 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments else 2
     try:
         this = read_slice(arguments)
-    except (ConfigError, RecordError) as error:
+    except UserError as error:
         print(f"slice.py: {error}", file=sys.stderr)
         return 2
 
@@ -75,21 +76,21 @@ def main(arguments: list[str]) -> int:
 
 
 def read_slice(arguments: list[str]) -> Slice:
-    """The Slice that the words describe. Raises RecordError or ConfigError."""
+    """The Slice that the words describe. Raises UserError or UserError."""
     paths, options = command.read_words(arguments, OPTIONS)
     if len(paths) != 1:
-        raise RecordError(f"{len(paths)} study files are given: give one such as configs/study_h100.py")
+        raise UserError(f"{len(paths)} study files are given: give one such as configs/study_h100.py")
     if "results" not in options:
-        raise RecordError("results=DIR is missing: name the folder that keeps what has finished, such as results/study_h100")
+        raise UserError("results=DIR is missing: name the folder that keeps what has finished, such as results/study_h100")
     results = Path(options["results"])
     if results.exists() and not results.is_dir():
-        raise RecordError(f"results={results} is a file: name a folder")
+        raise UserError(f"results={results} is a file: name a folder")
     try:
         limit = float(options.get("limit", "inf"))
     except ValueError:
         limit = 0.0
     if not limit > END_S:
-        raise RecordError(f"limit={options['limit']!r} must be a number of seconds above {END_S:g}, which copying what has "
+        raise UserError(f"limit={options['limit']!r} must be a number of seconds above {END_S:g}, which copying what has "
                           "finished may take")
     more = [f"{key}={options[key]}" for key in ("jobs", "start", "out") if key in options]
     read_options([paths[0], "--run", *more])    # refuses now what sweep.py would refuse then
@@ -98,11 +99,11 @@ def read_slice(arguments: list[str]) -> Slice:
     given_up = set()
     for pattern in filter(None, options.get("skip", "").split(",")):
         if not (found := fnmatch.filter([row.run for row in rows], pattern)):
-            raise RecordError(f"skip={pattern!r} matches no run of {paths[0]}: sweep.py {paths[0]} lists them")
+            raise UserError(f"skip={pattern!r} matches no run of {paths[0]}: sweep.py {paths[0]} lists them")
         given_up |= set(found)
     given_up |= {row.run for row in rows if row.parent in given_up}     # sweep.py would run the trunk for them
     if not (left := [row for row in rows if row.run not in given_up]):
-        raise RecordError(f"skip={options['skip']!r} gives up every run of {paths[0]}: nothing is left")
+        raise UserError(f"skip={options['skip']!r} gives up every run of {paths[0]}: nothing is left")
     return Slice(paths[0], left, Path(options.get("out", "out")) / study.name, results, limit, more, sorted(given_up),
                  commit=options.get("commit"))
 

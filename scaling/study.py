@@ -23,7 +23,8 @@ from typing import Literal, get_args, get_type_hints
 import torch
 
 from model import GPT, GPTConfig
-from runtime.config import Config, ConfigError, FP8Config, load_config
+from runtime.cli import UserError
+from runtime.config import Config, FP8Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
@@ -55,7 +56,7 @@ class Study:
 
     def __post_init__(self):
         if problems := list(self._problems()):
-            raise ConfigError("\n".join(problems))
+            raise UserError("\n".join(problems))
 
     def _problems(self):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", str(self.name)):
@@ -142,14 +143,14 @@ def checkpoint_of(row: Row, folder: Path) -> Path:
 def expand(study: Study) -> list[Row]:
     """All runs: by size, seed and recipe, a trunk before its branches.
 
-    Raises ConfigError for a config file that is missing, wrong, in FP8, or a branch that would leave during warm-up."""
+    Raises UserError for a config file that is missing, wrong, in FP8, or a branch that would leave during warm-up."""
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config)
         if base.fp8 != FP8Config():
-            raise ConfigError(f"{size.config} has fp8.recipe={base.fp8.recipe}: give its BF16 config; recipes= adds the others")
+            raise UserError(f"{size.config} has fp8.recipe={base.fp8.recipe}: give its BF16 config; recipes= adds the others")
         if base.data.micro_batch == "auto":
-            raise ConfigError(f"{size.config} has data.micro_batch=auto: give a number, for runs are compared and branch "
+            raise UserError(f"{size.config} has data.micro_batch=auto: give a number, for runs are compared and branch "
                               f"off from one another at the same one")
         for seed in size.seeds:
             for lr in size.lr or (None,):
@@ -159,7 +160,7 @@ def expand(study: Study) -> list[Row]:
                         rows += _family(study, size, base, seed, recipe, lr, repeat=1)
     names = [row.run for row in rows]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{study.name} names the run {min(twice)} twice: give each size once, with all its seeds and budgets")
+        raise UserError(f"{study.name} names the run {min(twice)} twice: give each size once, with all its seeds and budgets")
     return rows
 
 
@@ -175,7 +176,7 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
         leaves = steps - optim.decay_steps(steps)
         if warmup > leaves:
-            raise ConfigError(f"{size_name} at {budget:g} tokens per parameter: its {steps} steps hold no {warmup} steps of "
+            raise UserError(f"{size_name} at {budget:g} tokens per parameter: its {steps} steps hold no {warmup} steps of "
                               f"warm-up (optim.warmup_share of {size.config}) before the decay begins at step {leaves}: drop "
                               f"that budget")
         run, is_branch = f"{name}_t{budget:g}_s{seed}", budget != largest
@@ -191,7 +192,7 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
         if repeat:
             plain = load_config(ROOT / size.config, [one for one in overrides if one not in study.null])
             if (config.identity(), config.data.micro_batch) != (plain.identity(), plain.data.micro_batch):     # pair_id has both
-                raise ConfigError(f"null={study.null!r} changes what {size_name} is trained on or by: a null run may differ in "
+                raise UserError(f"null={study.null!r} changes what {size_name} is trained on or by: a null run may differ in "
                                   f"its rounding alone, as with model.loss_chunk")
         rows.insert(0, Row(
             run=run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
@@ -210,7 +211,7 @@ def _counts(model: GPTConfig) -> dict[str, int]:
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
     """What `folder`/study.json is to say before the first run: the margin, what is held out, every run.
 
-    Raises ConfigError where that file says otherwise and one of its runs has finished: only additions are left then."""
+    Raises UserError where that file says otherwise and one of its runs has finished: only additions are left then."""
     new = {"format_version": FORMAT_VERSION, "study": study.name,
            "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
            "params": study.params, "held_out": [row.run for row in rows if row.held_out],
@@ -226,13 +227,13 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
                    if old[key] != new[key]]
         declared = old["declared"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}): it holds what was declared before the first "
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): it holds what was declared before the first "
                           f"run; restore it, or give the study another name") from error
     for run, row in before.items():
         changes += ([f"{run}: {key} was {value}, now {now[run].get(key)}" for key, value in row.items()
                      if now[run].get(key) != value] if run in now else [f"{run} is gone"])
     if changes and any((folder / run / "summary.json").exists() for run in before):
-        raise ConfigError(f"{path} was declared before runs that have finished since: {changes[0]}"
+        raise UserError(f"{path} was declared before runs that have finished since: {changes[0]}"
                           f"{f' (and {len(changes) - 1} more)' * (len(changes) > 1)}; runs may be added, but nothing that is "
                           f"there may change: give the changed study another name=")
     return new if changes else {**new, "declared": declared}
@@ -247,23 +248,23 @@ def write_declaration(folder: Path, value: dict) -> None:
 
 
 def load_study(path: str | Path) -> Study:
-    """The Study that the file at `path` binds. Raises ConfigError: no such file, no `study` in it, an impossible one."""
+    """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
     path = Path(path)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("study_*.py")], 1)
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise ConfigError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        raise UserError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
         bound = runpy.run_path(str(path))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
     if "study" not in bound:
-        raise ConfigError(f"{path} must bind study = Study(...), but it binds no study" + (
+        raise UserError(f"{path} must bind study = Study(...), but it binds no study" + (
             ": it is a config, which train.py trains" if "config" in bound else ""))
     if not isinstance(bound["study"], Study):
-        raise ConfigError(f"{path} must bind study = Study(...), but study is {type(bound['study']).__name__}")
+        raise UserError(f"{path} must bind study = Study(...), but study is {type(bound['study']).__name__}")
     return bound["study"]
 
 

@@ -33,17 +33,16 @@ from typing import get_type_hints
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
-from runtime import metrics
-from runtime.annotations import nearest, parse
-from runtime.config import ConfigError
+from runtime import log as metrics
+from runtime.cli import UserError, nearest, parse
+from runtime.config import positive
 from runtime.plan import ASSUMED_MFU
-from runtime.sections import positive
 from scaling import command
 from scaling.costs import table
 from scaling.data_check import check_data
 from scaling.frozen import is_at, load
 from scaling.grid import summary_of
-from scaling.records import LAW_FOLDER, RecordError
+from scaling.records import LAW_FOLDER
 from scaling.runner import run, visible_gpus
 from scaling.study import Row, declare, expand, load_study, write_declaration
 
@@ -77,7 +76,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
         rows = expand(study)
         folder = Path(options.out) / study.name
         if files := [part for part in (folder, *folder.parents) if part.is_file()]:
-            raise ConfigError(f"{files[0]} is a file: name a folder with out=FOLDER")
+            raise UserError(f"{files[0]} is a file: name a folder with out=FOLDER")
         chosen = choose(rows, options)
         checked = declare(study, rows, folder)
         if options.run or options.slurm:
@@ -92,7 +91,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
             return run(rows, chosen, folder, options, gpus, began)
         else:
             print("\n".join(table(chosen, folder, options)))
-    except (ConfigError, RecordError) as error:
+    except UserError as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -104,7 +103,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
 
 
 def read_options(arguments: list[str]) -> Options:
-    """The Options in `name=value`, `--name value` and the flags. Raises ConfigError."""
+    """The Options in `name=value`, `--name value` and the flags. Raises UserError."""
     hints, given, rest = get_type_hints(Options), {}, iter(arguments)
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -115,26 +114,26 @@ def read_options(arguments: list[str]) -> Options:
         elif not equals:
             name, value = "study", argument
         if name not in hints:
-            raise ConfigError(f"there is no option {name!r}{nearest(name, [f.name for f in fields(Options)])}")
+            raise UserError(f"there is no option {name!r}{nearest(name, [f.name for f in fields(Options)])}")
         if name in given:
-            raise ConfigError(f"{name} is given twice: {given[name]!r} and {value!r}")
+            raise UserError(f"{name} is given twice: {given[name]!r} and {value!r}")
         if not equals and value.startswith("--"):
-            raise ConfigError(f"--{name} needs a value: write {name}=VALUE")
+            raise UserError(f"--{name} needs a value: write {name}=VALUE")
         try:
             given[name] = parse(name, value, hints[name])
         except ValueError as error:
-            raise ConfigError(str(error)) from error
+            raise UserError(str(error)) from error
     if "study" not in given:
-        raise ConfigError("a study file is missing: give one such as configs/study_demo.py")
+        raise UserError("a study file is missing: give one such as configs/study_demo.py")
     options = Options(**given)
     if options.run and options.slurm:
-        raise ConfigError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
+        raise UserError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
     if problems := list(positive(options, "", "gpus", "jobs", "limit", "mfu", "start")):
-        raise ConfigError(problems[0])
+        raise UserError(problems[0])
     if options.mfu > 1:
-        raise ConfigError(f"mfu={options.mfu:g} must be a share of the GPU's peak, such as 0.45")
+        raise UserError(f"mfu={options.mfu:g} must be a share of the GPU's peak, such as 0.45")
     if metrics.peak_flops(options.gpu) is None:
-        raise ConfigError(f"gpu={options.gpu}: the peak of that GPU is not in runtime/metrics.py; try h100, h200, b200 or a100")
+        raise UserError(f"gpu={options.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
     return options
 
 
@@ -147,7 +146,7 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
     names, spared = set(), set()
     for pattern in options.only.split(","):
         if not (found := [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]):
-            raise ConfigError(f"only={pattern!r} matches no run of {options.study}{_instead(pattern, [row.run for row in rows])}")
+            raise UserError(f"only={pattern!r} matches no run of {options.study}{_instead(pattern, [row.run for row in rows])}")
         if not all(row.held_out for row in found):
             spared |= {row.run for row in found if row.held_out}
             found = [row for row in found if not row.held_out]
@@ -164,12 +163,12 @@ def _instead(pattern: str, names: list[str]) -> str:
 
 
 def check_predicted(rows: list[Row], folder: Path) -> None:
-    """Raises ConfigError where a held-out run would begin before its prediction is frozen: it could never be scored."""
+    """Raises UserError where a held-out run would begin before its prediction is frozen: it could never be scored."""
     waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)} if waiting else {}
     if missing := [row.run for row in waiting if row.run not in goals or not is_at(row, goals[row.run])]:
         commands = " && ".join(f"python scaling/fit.py {folder} --predict {run}" for run in missing)
-        raise ConfigError(f"{missing[0]} is held out, and {folder / LAW_FOLDER} holds no prediction_{missing[0]}.json of it: run "
+        raise UserError(f"{missing[0]} is held out, and {folder / LAW_FOLDER} holds no prediction_{missing[0]}.json of it: run "
                           f"the other runs, freeze the prediction ({commands}), then start it")
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from scaling.files import RecordError, read_json
+from runtime.cli import UserError
+from scaling.files import read_json
 from scaling.records import LARGEST, SCHEMA_VERSION
 
 # Of summary.json: equal in every run, and equal in the runs of one size. Warm-up is counted in steps, so it is of the size.
@@ -34,9 +35,9 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
     """The sweep's runs under `folder`, by size, tokens, rate and seed; plus a line for each folder left out.
 
     A run without a summary.json counts as diverged if it stopped itself (diagnosis.json), else as unfinished; its rate is that
-    of study.json. Raises RecordError: no such folder, no finished run, a damaged file, runs that differ in more than the rate."""
+    of study.json. Raises UserError: no such folder, no finished run, a damaged file, runs that differ in more than the rate."""
     if not folder.is_dir():
-        raise RecordError(f"{folder} is no folder: give the one that holds the sweep's runs, such as out/h100_lr")
+        raise UserError(f"{folder} is no folder: give the one that holds the sweep's runs, such as out/h100_lr")
     trials, notes, first, declared = [], [], {}, _declared(folder)
     for run in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
         if (run / "summary.json").is_file():
@@ -53,13 +54,13 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
         elif (run / "config.json").exists():
             notes.append(f"left out {run.name}: it has not finished (no summary.json), nor is it in study.json")
     if not any(trial.status != "unfinished" for trial in trials):
-        raise RecordError("\n".join([f"no finished run in {folder}: train the sweep first, "
+        raise UserError("\n".join([f"no finished run in {folder}: train the sweep first, "
                                      "python scaling/sweep.py STUDY --run", *notes]))
     trials += [Trial(name, *row, "unfinished", None) for name, row in declared.items() if not (folder / name).exists()]
     trials.sort(key=lambda trial: (trial.N, trial.tokens, trial.lr, trial.seed))
     for one, other in pairwise(trials):
         if (one.N, one.tokens, one.lr, one.seed) == (other.N, other.tokens, other.lr, other.seed):
-            raise RecordError(f"{folder}: {one.run} and {other.run} have the same size, tokens, lr_peak and seed: leave one out")
+            raise UserError(f"{folder}: {one.run} and {other.run} have the same size, tokens, lr_peak and seed: leave one out")
     return trials, notes
 
 
@@ -71,18 +72,18 @@ def _declared(folder: Path) -> dict[str, tuple[int, int, float, int]]:
         return {row["run"]: (row["params_nonembed"], row["tokens"], row["lr"], row["seed"]) for row in rows
                 if row.get("lr") and not row.get("repeat")}
     except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(f"{path} is damaged ({type(error).__name__}: {error}); write it anew: scaling/sweep.py") from None
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); write it anew: scaling/sweep.py") from None
 
 
 def _trial(run: Path, summary: dict) -> Trial:
     path = run / "summary.json"
     if summary.get("schema_version") != SCHEMA_VERSION:
-        raise RecordError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}")
+        raise UserError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}")
 
     def value(key: str, good, expected: str):
         found = summary.get(key)
         if isinstance(found, bool) or not isinstance(found, int | float | str) or not good(found):
-            raise RecordError(f"{path}: {key} is {found!r}; expected {expected}")
+            raise UserError(f"{path}: {key} is {found!r}; expected {expected}")
         return found
 
     def count(key: str, least: int) -> int:
@@ -97,13 +98,13 @@ def _trial(run: Path, summary: dict) -> Trial:
 
 
 def _check(run: Path, summary: dict, first: dict, keys: tuple[str, ...], group: tuple) -> None:
-    """Raise RecordError where a run differs from the first one of its `group` in one of `keys`."""
+    """Raise UserError where a run differs from the first one of its `group` in one of `keys`."""
     mine = {key: summary.get(key) for key in keys}
     mine |= {"precision": _told(summary, "recipe", "compile"), "sources": _weights(summary)} if not group else {}
     name, its = first.setdefault(group, (run.name, mine))
     for key in mine:
         if mine[key] != its[key]:
-            raise RecordError(f"{name} and {run.name} differ in {key} ({its[key]} against {mine[key]}): the runs of a sweep may "
+            raise UserError(f"{name} and {run.name} differ in {key} ({its[key]} against {mine[key]}): the runs of a sweep may "
                               "differ in the learning rate, the seed and the size alone; leave one out")
 
 

@@ -18,12 +18,13 @@ import torch.distributed as dist
 import train
 from eval.loss import evaluate
 from model import GPT, GPTConfig
-from runtime import fp8, gather, optim, parallel
-from runtime.checkpoint import latest, load_model, read_manifest
+from runtime import fp8, optim, parallel
+from runtime import fp8 as gather
+from runtime.checkpoint import Saver, latest, load_model, read_manifest
+from runtime.cli import UserError
 from runtime.config import (
     CheckpointConfig,
     Config,
-    ConfigError,
     DataConfig,
     EvalConfig,
     FP8Config,
@@ -52,7 +53,7 @@ def work(folder: Path) -> None:
         shutil.copytree(whole.run_dir, halves.run_dir)
         shutil.rmtree(halves.run_dir / "checkpoints/step_00000006")
         (halves.run_dir / "summary.json").unlink()
-    parallel.meet(world)
+    parallel.barrier(world)
     train.train(halves, world)
     seen = {recipe: experiment(whole, recipe, world) for recipe in ("tensorwise", "tensorwise_gw_hp")}
     seen["saved"] = sorted(kinds)
@@ -65,17 +66,17 @@ def work(folder: Path) -> None:
 def saving():
     """Collect the kinds of tensor that are given to the checkpointer: DCP's save() would pickle the wrapper, while its
     async_save() happens to lose it."""
-    real, kinds = train.Saver.save, set()
+    real, kinds = Saver.save, set()
 
     def watched(self, step, tensors, *rest):
         kinds.update(type(t._local_tensor).__name__ for t in tensors.values())
         real(self, step, tensors, *rest)
 
-    train.Saver.save = watched
+    Saver.save = watched
     try:
         yield kinds
     finally:
-        train.Saver.save = real
+        Saver.save = real
 
 
 def build(config, world):
@@ -121,7 +122,7 @@ def experiment(config, recipe: str, world) -> dict:
     seen["scales"] = {}
     for name, p in model.named_parameters():
         if gather.is_wrapped(p):
-            whole = gather.plain(p.detach()).full_tensor()
+            whole = gather.unwrap(p.detach()).full_tensor()
             seen["scales"][name] = (p._local_tensor._precomputed_scale.item(), (448 / whole.abs().max().double()).float().item())
     with fp8.in_bf16(model):
         seen["in_bf16_later"] = loss(model)
@@ -130,7 +131,7 @@ def experiment(config, recipe: str, world) -> dict:
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for name, p in twin.named_parameters():
-            p.copy_(gather.plain(parameters[name].detach()))
+            p.copy_(gather.unwrap(parameters[name].detach()))
     seen["plain_later"] = loss(twin)
     return seen
 
@@ -265,7 +266,7 @@ def test_two_ranks_are_refused_what_cannot_be_gathered(tiny, monkeypatch, change
     monkeypatch.setenv("WORLD_SIZE", "2")
     config = replace(tiny, fp8=GATHERED)
     config = replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in changes.items()})
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(UserError, match=told):
         parallel.start(config)
 
 
@@ -274,7 +275,7 @@ def test_shards_that_torchao_would_not_pad_are_refused():
         model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=32, n_ffn=96, n_ctx=32, vocab_size=257))
     fp8.convert(model, GATHERED)
     world = SimpleNamespace(size=3, mesh={"shard": SimpleNamespace(size=lambda: 3)})
-    with pytest.raises(ConfigError, match=r"the 32 rows of layers.0.attn.out.weight do not divide among 3 ranks: choose"):
+    with pytest.raises(UserError, match=r"the 32 rows of layers.0.attn.out.weight do not divide among 3 ranks: choose"):
         parallel.shard(model, world, torch.bfloat16)
 
 

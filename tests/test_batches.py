@@ -15,7 +15,7 @@ from eval import batches
 from eval.lm import CheckpointLM
 from eval.ranks import Ranks
 from model import KVCache
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 ROOT = Path(__file__).parent.parent
 
@@ -122,11 +122,11 @@ class Pretended(Ranks):
 
 def test_a_mistake_of_one_rank_is_told_by_all():
     def mistake():
-        raise ConfigError("no such file")
+        raise UserError("no such file")
     assert Pretended([None, None]).together(lambda: 3) == 3
     for ranks, work, kind, sentence in [
-            (Pretended([None]), mistake, ConfigError, "rank 0: no such file"),
-            (Pretended([(True, "no such file")]), mistake, ConfigError, "no such file"),
+            (Pretended([None]), mistake, UserError, "rank 0: no such file"),
+            (Pretended([(True, "no such file")]), mistake, UserError, "no such file"),
             (Pretended([None, (False, "out of memory")]), lambda: 3, OSError, "rank 2: out of memory"),
             (Pretended([None]), lambda: 1 / 0, OSError, "rank 0: division by zero")]:
         with pytest.raises(kind) as caught:

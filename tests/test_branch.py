@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import train
-from runtime import metrics, optim
+from runtime import log as metrics
+from runtime import optim
 from runtime.checkpoint import checkpoints, seal
-from runtime.config import ConfigError, FP8Config, apply_overrides
-from runtime.summary import lineage
+from runtime.cli import UserError
+from runtime.config import FP8Config, apply_overrides
+from runtime.run import lineage
 from tests.conftest import ROOT, call_train, write_config
 from tests.test_train import rows, same, weights
 
@@ -130,11 +132,11 @@ def test_steps_to_keep_outlive_the_keep_policy(tiny, tmp_path, capsys):
     trunk = trunk_of(tiny)
     assert call_train(capsys, trunk, tmp_path).returncode == 0
     assert [p.name for p in checkpoints(trunk.run_dir)] == [f"step_{s:08d}" for s in (6, 8, 12)]    # 4 is gone
-    with pytest.raises(ConfigError, match="checkpoint.at names step 0: steps are counted from 1"):
+    with pytest.raises(UserError, match="checkpoint.at names step 0: steps are counted from 1"):
         apply_overrides(trunk, ["checkpoint.at=0,4"])
-    with pytest.raises(ConfigError, match="checkpoint.at='4,x' is not a list of whole numbers"):
+    with pytest.raises(UserError, match="checkpoint.at='4,x' is not a list of whole numbers"):
         apply_overrides(trunk, ["checkpoint.at=4,x"])
-    with pytest.raises(ConfigError, match="checkpoint.at names step 1000, but this run ends at step 12"):
+    with pytest.raises(UserError, match="checkpoint.at names step 1000, but this run ends at step 12"):
         apply_overrides(trunk, ["checkpoint.at=4,1e3"])
 
 

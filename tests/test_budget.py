@@ -5,10 +5,10 @@ import csv
 import numpy as np
 import pytest
 
+from runtime.cli import UserError
 from scaling import plan
 from scaling.budget import EPOCH_COMPUTE, EPOCH_RATIO, Size, break_even, optimum, read_gap, read_law, tokens
 from scaling.published import EPOCH, HOFFMANN
-from scaling.records import RecordError
 from tests.conftest import ROOT
 from tests.plan_cases import BUDGET, write_law
 
@@ -80,11 +80,11 @@ def test_the_published_range_is_that_of_the_points():
 def test_a_damaged_law_is_refused(tmp_path, text):
     path = tmp_path / "law.json"
     path.write_text(text)
-    with pytest.raises(RecordError, match="law.json"):
+    with pytest.raises(UserError, match="law.json"):
         read_law(str(path))
 
 
 def test_a_damaged_precision_json_is_refused(tmp_path):
     (tmp_path / "precision.json").write_text('{"common": {"tensorwise": {"bf16": {}}}}')
-    with pytest.raises(RecordError, match="precision.json"):
+    with pytest.raises(UserError, match="precision.json"):
         read_gap(str(tmp_path / "law.json"), "tensorwise")

@@ -17,7 +17,8 @@ from bench.buckets import BUCKETS, bucket_of
 from bench.subject import Spec, Subject, config_of, tokens_like_text
 from model import GPT
 from runtime import fp8
-from runtime.config import ConfigError, FP8Config
+from runtime.cli import UserError
+from runtime.config import FP8Config
 from tests.conftest import ROOT
 
 CPU = torch.device("cpu")
@@ -166,13 +167,13 @@ def test_another_model_is_given_by_its_keys():
     ({"model": {**TINY, "n_layrs": 2}}, "n_layer"), ({"tokens_per_step": 500}, "micro-batches"),
     ({"micro_batch": 0}, "micro_batch"), ({"model": {**TINY, "n_head": 3}}, "n_head")])
 def test_an_impossible_cell_is_a_sentence(change, word):
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(UserError, match=word):
         orders.Cell(replace(SPEC, **change))
 
 
 def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="device=cpu"):
+    with pytest.raises(UserError, match="device=cpu"):
         orders.Cell(replace(SPEC, device="cuda"))
 
 
@@ -180,7 +181,7 @@ def test_what_is_timed_are_the_lines_of_train():
     lines = [" ".join(line.split()) for line in (ROOT / "train.py").read_text().splitlines()]
     ours = [" ".join(line.split()) for line in (ROOT / "bench" / "subject.py").read_text().splitlines()]
     for line in ("micro_loss = model(x, y).sum()", "(micro_loss * step_scale).backward()", "optimizer.step()",
-                 "fp8.weights_changed(model)", "optimizer.zero_grad()"):
+                 "fp8.refresh_fp8_weights(model)", "optimizer.zero_grad()"):
         assert line in lines and line in ours, line
     assert any("parallel.clip_gradients(model, config.optim.clip)" in line for line in lines)
 
@@ -340,7 +341,7 @@ def test_sanity_can_be_compared_between_micro_batches(tiny):
     half = orders.Cell(replace(SPEC, micro_batch=2))
     one, two = (c.obey({"do": "sanity", "steps": 5, "sequences": 8})["losses"] for c in (tiny, half))
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 2e-3
-    with pytest.raises(ConfigError, match="no multiple"):
+    with pytest.raises(UserError, match="no multiple"):
         tiny.obey({"do": "sanity", "sequences": 6})
 
 
@@ -471,7 +472,7 @@ def test_the_process_answers_in_lines_of_json_and_leaves_with_whom_it_serves():
 
 
 @pytest.mark.parametrize("error, code, told", [
-    (ConfigError("do='dance' is no order"), 2, ("ConfigError: do='dance' is no order", False)),
+    (UserError("do='dance' is no order"), 2, ("UserError: do='dance' is no order", False)),
     (torch.OutOfMemoryError("out of memory: 2 GiB\nmore"), 1, ("OutOfMemoryError: out of memory: 2 GiB", True)),
     (RuntimeError(""), 1, ("RuntimeError: without a word", False))])
 def test_a_failure_is_an_answer_and_an_exit_code(monkeypatch, tmp_path, capsys, error, code, told):
@@ -507,7 +508,7 @@ def test_without_a_spec_it_says_what_it_is(capsys):
 
 @pytest.mark.parametrize("text, word", [("{", "JSON"), ("[]", "cell"), ('{"size": "125m"}', "label"), ('{"sise": 1}', "sise")])
 def test_a_spec_that_is_none_is_a_sentence(text, word):
-    with pytest.raises(ConfigError, match=word):
+    with pytest.raises(UserError, match=word):
         cell._spec(text)
 
 

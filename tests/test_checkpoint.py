@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from runtime import checkpoint, reader
+from runtime import checkpoint
+from runtime import checkpoint as reader
 from runtime.checkpoint import (
     FORMAT_VERSION,
-    CheckpointError,
     DamagedError,
+    Saver,
     checkpoints,
     discard_after,
     latest,
@@ -29,8 +30,8 @@ from runtime.checkpoint import (
     restore,
     seal,
 )
-from runtime.config import CheckpointConfig, ConfigError, read_config
-from runtime.saver import Saver
+from runtime.cli import MachineError, UserError
+from runtime.config import CheckpointConfig, read_config
 from tests.conftest import ROOT, call_train
 
 ALONE = SimpleNamespace(rank=0, size=1, is_main=True, checkpoint_group=None, device=torch.device("cpu"))
@@ -117,7 +118,7 @@ def test_a_damaged_manifest_or_another_version_gets_a_sentence(tiny):
         with pytest.raises(DamagedError, match=r"manifest.json cannot be read .* move .* away"):
             read_manifest(path)
     seal(path, json.loads(text) | {"format_version": 7})
-    with pytest.raises(ConfigError, match="has checkpoint format 7, this version reads 1 to 2: use the version that wrote it"):
+    with pytest.raises(UserError, match="has checkpoint format 7, this version reads 1 to 2: use the version that wrote it"):
         newest_good(tiny.run_dir, ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"]     # of another version is not damaged: it stays where it is
 
@@ -159,7 +160,7 @@ def test_a_run_never_starts_over_silently(tiny):
         flip(path / "__0_0.distcp", 999)
     told = []
     for _ in range(2):      # and not after a restart either, which finds them set aside
-        with pytest.raises(CheckpointError, match="holds no checkpoint that is whole; damaged are bad_step_00000001, "
+        with pytest.raises(MachineError, match="holds no checkpoint that is whole; damaged are bad_step_00000001, "
                                                   "bad_step_00000002: put back a copy of one as step_00000002, or delete"):
             restore(tiny.run_dir, empty(), ALONE, told.append)
     assert len(told) == 2
@@ -182,7 +183,7 @@ def test_one_that_fails_while_it_is_loaded_counts_as_damaged(tiny, monkeypatch):
     assert len(told) == 2 and "could not be loaded (EOFError: short read)" in told[0]
     shutil.rmtree(tiny.run_dir / "checkpoints/step_00000001")
     save(tiny, 4)
-    with pytest.raises(CheckpointError, match="no checkpoint that is whole"):       # tensors may be half filled: no way on
+    with pytest.raises(MachineError, match="no checkpoint that is whole"):       # tensors may be half filled: no way on
         restore(tiny.run_dir, empty(), ALONE, told.append, before=5)
 
 
@@ -216,7 +217,7 @@ def test_a_folder_that_cannot_be_renamed_stops_the_run(tiny, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(checkpoint.os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="is damaged .* cannot be renamed .Permission denied.: correct the folder's rights"):
+    with pytest.raises(MachineError, match="is damaged .* cannot be renamed .Permission denied.: correct the folder's rights"):
         restore(tiny.run_dir, empty(), ALONE, pytest.fail)
 
 
@@ -227,7 +228,7 @@ def test_what_may_not_be_read_is_not_damaged(tiny, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     monkeypatch.setattr(checkpoint, "sha256_of", refuse)
-    with pytest.raises(ConfigError, match="may not be read: correct its rights"):
+    with pytest.raises(UserError, match="may not be read: correct its rights"):
         newest_good(tiny.run_dir, ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"]
 
@@ -250,9 +251,9 @@ def test_what_does_not_fit_is_refused_rather_than_dropped_or_cast(tiny):
     manifest = read_manifest(path)
     for wrong in ({"model.b": torch.zeros(3)}, {"model.a": torch.zeros(40, 17)},
                   {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}):
-        with pytest.raises(ConfigError, match="the configuration does not fit"):
+        with pytest.raises(UserError, match="the configuration does not fit"):
             load(path, manifest, wrong)
-        with pytest.raises(ConfigError, match="the configuration does not fit"):
+        with pytest.raises(UserError, match="the configuration does not fit"):
             restore(tiny.run_dir, wrong, ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"]
 
@@ -400,10 +401,10 @@ def test_a_run_of_format_1_goes_on_as_if_it_had_never_stopped(old_run, data_dir,
 
 
 def test_load_model_explains_what_is_missing(tiny, tmp_path):
-    with pytest.raises(ConfigError, match="is no run: it has no config.json"):
+    with pytest.raises(UserError, match="is no run: it has no config.json"):
         load_model(tmp_path / "nothing")
     tiny.run_dir.mkdir(parents=True)
     (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
-    with pytest.raises(ConfigError, match="has no finished checkpoint yet"):
+    with pytest.raises(UserError, match="has no finished checkpoint yet"):
         load_model(tiny.run_dir)
 

@@ -5,19 +5,10 @@ import sys
 
 import pytest
 
-from runtime.config import (
-    SECTIONS,
-    Config,
-    ConfigError,
-    apply_overrides,
-    config_from_dict,
-    help_text,
-    known_keys,
-    load_config,
-    read_config,
-)
+from runtime.cli import UserError
+from runtime.config import SECTIONS, Config, apply_overrides, config_from_dict, help_text, known_keys, load_config, read_config
 from runtime.fp8 import by_name
-from runtime.metrics import pair_id
+from runtime.log import pair_id
 from tests.conftest import ROOT
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
@@ -128,13 +119,13 @@ def test_a_budget_on_the_command_line_replaces_the_files(tiny):
     ("tokens_per_param=none", "steps=None and tokens_per_param=None: give exactly one of the two"),
 ])
 def test_mistakes_get_a_sentence(tiny, override, sentence):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         apply_overrides(tiny, [override])
     assert str(error.value) == sentence
 
 
 def test_fp8_needs_multiples_of_16(tiny):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         apply_overrides(tiny, ["fp8.recipe=tensorwise", "model.n_ffn=72", "model.n_embd=40"])
     assert str(error.value).splitlines() == [
         "model.n_embd=40 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 32 or 48, or fp8.recipe=off",
@@ -174,7 +165,7 @@ def test_a_loss_chunk_that_an_fp8_head_cannot_use_is_refused(tiny, overrides, se
     if sentence is None:
         apply_overrides(tiny, overrides)
         return
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         apply_overrides(tiny, overrides)
     assert str(error.value) == sentence
 
@@ -183,7 +174,7 @@ def test_a_loss_chunk_that_an_fp8_head_cannot_use_is_refused(tiny, overrides, se
     ("data.tokens_per_step=100", "data.tokens_per_step=100 is not a whole number of sequences of 32 tokens (model.n_ctx)"),
     ("deterministic=true", "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number")])
 def test_what_cannot_be_with_a_micro_batch_that_is_to_be_found(tiny, override, sentence):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         apply_overrides(tiny, ["data.micro_batch=auto", override])
     assert str(error.value) == sentence
 
@@ -193,13 +184,13 @@ def test_a_micro_batch_that_is_to_be_found_counts_as_one_sequence_and_is_of_a_kn
     assert config.accumulation(4) == 512 // 8 // 4 and config.identity().keys() == tiny.identity().keys()
     assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     for value in ("automatic", 2.5, None, True):
-        with pytest.raises(ConfigError, match=rf"^data.micro_batch={'none' if value is None else repr(value)} is not a whole "
+        with pytest.raises(UserError, match=rf"^data.micro_batch={'none' if value is None else repr(value)} is not a whole "
                                               r"number or auto$"):
             dataclasses.replace(tiny, data=dataclasses.replace(tiny.data, micro_batch=value))
 
 
 def test_all_problems_of_a_stage_are_told_together(tiny):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         apply_overrides(tiny, ["optim.lr=-1", "checkpoint.keep=0", "data.max_epochs=0"])
     assert len(str(error.value).splitlines()) == 3
 
@@ -218,22 +209,22 @@ def test_all_problems_of_a_stage_are_told_together(tiny):
 def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, sentence):
     path = tmp_path / "mine.py"
     path.write_text(body)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         load_config(path)
     assert str(error.value) == sentence.format(path=path)
 
 
 def test_a_wrong_type_in_a_file_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"^model.n_layer='2' is not a whole number$"):
+    with pytest.raises(UserError, match=r"^model.n_layer='2' is not a whole number$"):
         dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, n_layer="2"))
-    with pytest.raises(ConfigError, match=r"^optim.clip=True is not a number$"):
+    with pytest.raises(UserError, match=r"^optim.clip=True is not a number$"):
         dataclasses.replace(tiny, optim=dataclasses.replace(tiny.optim, clip=True))
-    with pytest.raises(ConfigError, match=r"^fp8=None must be a FP8Config"):
+    with pytest.raises(UserError, match=r"^fp8=None must be a FP8Config"):
         dataclasses.replace(tiny, fp8=None)
 
 
 def test_a_missing_file_names_its_neighbour():
-    with pytest.raises(ConfigError, match=r"there is no config file .*gpt350_fp8.py; did you mean .*gpt350m_fp8.py\?"):
+    with pytest.raises(UserError, match=r"there is no config file .*gpt350_fp8.py; did you mean .*gpt350m_fp8.py\?"):
         load_config(ROOT / "configs/gpt350_fp8.py")
 
 
@@ -250,20 +241,20 @@ def test_a_record_names_kernels_beside_the_recipe(tiny):
 def test_json_round_trip(tiny, tmp_path):
     assert config_from_dict(tiny.to_dict()) == tiny
     (tmp_path / "config.json").write_text("{ half")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(UserError, match="is not JSON"):
         read_config(tmp_path)
-    with pytest.raises(ConfigError, match="is no run: it has no config.json"):
+    with pytest.raises(UserError, match="is no run: it has no config.json"):
         read_config(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="the stored configuration does not fit this version"):
+    with pytest.raises(UserError, match="the stored configuration does not fit this version"):
         config_from_dict({**tiny.to_dict(), "optim": {"momentum": 1}})
 
 
 def test_a_hugging_face_folder_given_as_a_run_is_told_of_the_import(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "vocab_size": 7}')
-    with pytest.raises(ConfigError, match=rf"^{tmp_path} is a model .* --from-hf {tmp_path} out/RUN .* as hf:{tmp_path} too$"):
+    with pytest.raises(UserError, match=rf"^{tmp_path} is a model .* --from-hf {tmp_path} out/RUN .* as hf:{tmp_path} too$"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text('["architectures"]')
-    with pytest.raises(ConfigError, match="does not fit this version"):
+    with pytest.raises(UserError, match="does not fit this version"):
         read_config(tmp_path)
 
 

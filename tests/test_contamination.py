@@ -13,7 +13,7 @@ import pytest
 
 from prepare import contamination
 from prepare.contamination import Grams, read_grams
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
 
@@ -145,11 +145,11 @@ def test_several_files_are_one_set(tmp_path):
 def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, name, content, sentence):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match=sentence) as caught:
+    with pytest.raises(UserError, match=sentence) as caught:
         read_grams([str(tmp_path / name)])
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_folder_is_a_sentence(tmp_path):
-    with pytest.raises(ConfigError, match="is a folder: name the files in it"):
+    with pytest.raises(UserError, match="is a folder: name the files in it"):
         read_grams([str(tmp_path)])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scaling_runs import write_run
 
+from runtime.cli import UserError
 from scaling import fit, frozen
 from scaling.budget import read_law
 from scaling.captions import KIND
@@ -19,16 +20,7 @@ from scaling.files import read_bytes
 from scaling.groups import fit_group
 from scaling.panels import styles
 from scaling.precision import pairs
-from scaling.records import (
-    RecordError,
-    check_comparable,
-    counted_as,
-    read_curve,
-    read_record,
-    read_runs,
-    read_text,
-    without_repeats,
-)
+from scaling.records import check_comparable, counted_as, read_curve, read_record, read_runs, read_text, without_repeats
 
 # Layers, width, width of the feed-forward, of models whose vocabulary holds half of their parameters or more.
 SHAPES = ((4, 256, 704), (4, 384, 1024), (4, 512, 1408), (5, 640, 1792))
@@ -100,14 +92,14 @@ def test_without_a_study_n_is_all_parameters_and_words_may_override(tmp_path):
 def test_a_study_that_does_not_say_what_it_counts_is_refused(tmp_path, text, sentence):
     write(tmp_path, SHAPES[0], 5, name="a")
     (tmp_path / "study.json").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(RecordError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         read_record(tmp_path / "a")
 
 
 def test_runs_of_two_conventions_are_refused_unless_one_is_named(tmp_path):
     first, second = write_study(tmp_path / "a", SHAPES[:1], (1,)), write_study(tmp_path / "b", SHAPES[1:2], (1,), params="total")
     records, _ = read_runs([first, second])
-    with pytest.raises(RecordError, match=r"a/w256\S* belongs to a study that counts nonembed parameters and .*b/w384\S* to one "
+    with pytest.raises(UserError, match=r"a/w256\S* belongs to a study that counts nonembed parameters and .*b/w384\S* to one "
                                           r"that counts total: say which for both, n=total or n=nonembed"):
         check_comparable(records)
     for convention in ("total", "nonembed"):
@@ -125,14 +117,14 @@ def test_a_repeat_is_no_twin_and_no_point(tmp_path):
     assert [record.run_id for record in kept] == ["a", "plain"] and len(notes) == 1 and "left out again: a repeat" in notes[0]
     assert without_repeats(kept) == (kept, [])
     write(tmp_path, SHAPES[0], 5, name="thrice", repeat=1)
-    with pytest.raises(RecordError, match=r"again and .*thrice are one point given twice .*seed, repeat"):
+    with pytest.raises(UserError, match=r"again and .*thrice are one point given twice .*seed, repeat"):
         check_comparable(read_runs([tmp_path])[0])
 
 
 @pytest.mark.parametrize("repeat", [-1, 1.0, True, "1", [], 2**63])
 def test_a_repeat_is_a_whole_number(tmp_path, repeat):
     write(tmp_path, SHAPES[0], 5, name="a", repeat=repeat)
-    with pytest.raises(RecordError, match="repeat is .*expected a whole number, at least 0"):
+    with pytest.raises(UserError, match="repeat is .*expected a whole number, at least 0"):
         read_record(tmp_path / "a")
 
 
@@ -155,7 +147,7 @@ def test_a_damaged_packed_file_gets_a_sentence(tmp_path):
     for damaged in (whole[:-1], whole[:40], whole[:5], b"", b"not packed", whole[:-8] + b"\0" * 8,
                     whole[:10] + b"\xff" * 20 + whole[30:]):
         packed.write_bytes(damaged)
-        with pytest.raises(RecordError, match=r"probe\.jsonl\.gz cannot be unpacked"):
+        with pytest.raises(UserError, match=r"probe\.jsonl\.gz cannot be unpacked"):
             read_text(tmp_path / "probe.jsonl")
 
 
@@ -275,7 +267,7 @@ def test_the_figure_says_what_n_counts(tmp_path, convention, words):
 def test_a_plan_refuses_a_law_in_nonembedding_parameters(tmp_path):
     path = tmp_path / "law.json"
     path.write_text(json.dumps({"conventions": {"N": "params_nonembed"}, "groups": {}}))
-    with pytest.raises(RecordError, match=r"law\.json counts non-embedding parameters.*fit\.py RUNS n=total out=DIR"):
+    with pytest.raises(UserError, match=r"law\.json counts non-embedding parameters.*fit\.py RUNS n=total out=DIR"):
         read_law(str(path))
 
 

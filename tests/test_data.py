@@ -14,7 +14,8 @@ from text_files import N_CTX, SHA, VOCAB, write_source
 
 import runtime.shards
 from model import GPTConfig
-from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from tests import conftest
 
@@ -178,7 +179,7 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     tokens[window[place] * N_CTX + 3] = VOCAB
     tokens.tofile(path)
     seen = []
-    with pytest.raises(ConfigError, match=rf"{path} holds the id {VOCAB} near token .*--verify {folder / 'c'}"):
+    with pytest.raises(UserError, match=rf"{path} holds the id {VOCAB} near token .*--verify {folder / 'c'}"):
         for x, _ in load(folder).stream(0, 6, 0, 1, "cpu"):
             seen.append(x)
     assert len(seen) == place // 2
@@ -229,7 +230,7 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(fol
                 data.verify(rank, 3)
                 try:
                     data.verified()
-                except ConfigError as error:
+                except UserError as error:
                     found.append(str(error))
             assert len(found) == 1 and str(path) in found[0] and "goes on from the last checkpoint" in found[0]
             flip(path, bit)
@@ -247,7 +248,7 @@ def test_the_stream_ends_at_the_first_batch_after_damage_is_known(folder):
     data.verify(0, 1)
     data._verification.wait()
     threads = threading.active_count()
-    with pytest.raises(ConfigError, match=f"{path} is damaged"):
+    with pytest.raises(UserError, match=f"{path} is damaged"):
         next(stream)
     assert threading.active_count() < threads, "the preparing thread has ended"
 
@@ -280,7 +281,7 @@ def test_a_shard_that_could_not_be_hashed_does_not_pass_for_a_sound_one(folder, 
 # ------------------------------------------------------------------------------------------------------------- bad data
 
 def refusal(folder, *args, sha=SHA, **kwargs):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         open_data(config(folder, *args, **kwargs), sha)
     return str(caught.value)
 

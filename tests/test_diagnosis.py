@@ -14,9 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from model import GPT, GPTConfig
-from runtime import diagnosis, fp8
+from runtime import fp8
+from runtime import guard as diagnosis
 from runtime.config import FP8Config
-from runtime.diagnosis import diagnose
+from runtime.guard import diagnose
 from tests.conftest import ROOT
 
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_ffn": 64, "n_ctx": 32, "vocab_size": 257}

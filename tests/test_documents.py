@@ -15,7 +15,7 @@ from text_files import DOCUMENTS, PACK, jsonl, parquet, some_documents
 from prepare import documents
 from prepare.documents import TXT_CHARS, TXT_CHARS_MOST, local_files
 from prepare.source import BATCH_BYTES, BadFile
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 
 def texts(file, column="text", skip_rows=0):
@@ -63,7 +63,7 @@ def test_a_bad_file_is_a_sentence(tmp_path, name):
     """Its own fault is no reason to stop the other files."""
     data, expected = {**BAD_FILES, **MISTAKES}[name]
     (tmp_path / name).write_bytes(data)
-    with pytest.raises(BadFile if name in BAD_FILES else ConfigError) as error:
+    with pytest.raises(BadFile if name in BAD_FILES else UserError) as error:
         texts(tmp_path / name)
     assert expected in str(error.value) and str(tmp_path) in str(error.value)
 
@@ -85,7 +85,7 @@ def test_what_is_no_input_file_is_a_sentence_at_once(tmp_path):
         (["fine.txt", "a.gz"], "a.gz: its name must end in"), (["fine.txt", "none.txt"], "there is no file"),
         (["."], "is a folder: name the files in it"), (["fine.txt", "./fine.txt"], "fine.txt is named twice"),
     ]:
-        with pytest.raises(ConfigError, match=re.escape(expected)):
+        with pytest.raises(UserError, match=re.escape(expected)):
             local_files([str(tmp_path / path) for path in paths], "text")
 
 
@@ -225,5 +225,5 @@ def test_a_long_text_file_is_cut_at_blank_lines(tmp_path):
 def test_a_missing_package_is_named(tmp_path, monkeypatch, package, name):
     (tmp_path / name).write_bytes(PACK[".zst"](b"{}") if package == "zstandard" else parquet(DOCUMENTS))
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(ConfigError, match=f"pip install {package}"):
+    with pytest.raises(UserError, match=f"pip install {package}"):
         texts(tmp_path / name)

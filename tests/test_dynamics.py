@@ -13,12 +13,12 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from scaling_runs import write_run
 
+from runtime.cli import UserError
 from scaling import figures as cli
 from scaling.dynamics import draw_outliers, draw_scales, draw_underflow
 from scaling.figures import RC
 from scaling.gap import draw_gap
 from scaling.probes import read_probe, table
-from scaling.records import RecordError
 from tests.conftest import ROOT
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
@@ -87,7 +87,7 @@ def draw(capsys, *arguments):
 def refused(tmp_path, line, *before):
     path = tmp_path / "probe.jsonl"
     path.write_text("\n".join([*map(json.dumps, before), line if isinstance(line, str) else json.dumps(line)]) + "\n")
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(UserError) as error:
         read_probe(path)
     return str(error.value)
 

@@ -10,6 +10,7 @@ from scipy.sparse.csgraph import connected_components
 from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
+from runtime.cli import UserError
 from scaling.equivalence import (
     Margin,
     clusters,
@@ -24,7 +25,6 @@ from scaling.equivalence import (
     tost_power,
     verdict,
 )
-from scaling.records import RecordError
 
 DECLARED = Margin(0.25, "study.json", True)
 
@@ -235,7 +235,7 @@ def test_the_command_line_overrides_and_is_after_the_fact(tmp_path):
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "inf", "much", "", "100"])
 def test_a_wrong_margin_is_refused(tmp_path, given):
-    with pytest.raises(RecordError, match="is no margin"):
+    with pytest.raises(UserError, match="is no margin"):
         read_margin(records(tmp_path, None), given)
 
 
@@ -247,13 +247,13 @@ def test_a_wrong_margin_is_refused(tmp_path, given):
     '{"margin_percent": NaN, "declared": "2026-11-21T15:00:00Z"}', "[" * 100_000, "\xff\xfe"])
 def test_a_damaged_study_is_a_sentence(tmp_path, content):
     (tmp_path / "study.json").write_bytes(content.encode("latin-1"))
-    with pytest.raises(RecordError, match=r"study\.json"):
+    with pytest.raises(UserError, match=r"study\.json"):
         read_margin(records(tmp_path, None))
 
 
 def test_two_studies_with_two_margins_are_refused(tmp_path):
     runs = records(write_study(tmp_path / "a"), None) + records(write_study(tmp_path / "b", margin_percent=0.5), None)
-    with pytest.raises(RecordError, match="different margins"):
+    with pytest.raises(UserError, match="different margins"):
         read_margin(runs)
 
 

@@ -15,7 +15,7 @@ import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, directly, expected_pair, request, rolled, words
 
 from eval import harness, held_out, results, sample, task_list
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 ROOT = Path(__file__).parent.parent
 LOAD_MODEL = sample.load_model
@@ -92,7 +92,7 @@ def test_a_context_of_blanks_alone_is_part_of_the_continuation():
         whole = list("".join(pair).encode())
         expected = expected_pair(model, *pair) if len(whole) < 32 else (rolled(model, [256], whole), False)
         assert total == pytest.approx(expected[0], abs=2e-4, rel=1e-5) and greedy == expected[1], pair
-    with pytest.raises(ConfigError, match="has an empty context and the continuation '', in which there is no token to score"):
+    with pytest.raises(UserError, match="has an empty context and the continuation '', in which there is no token to score"):
         build_lm(model).loglikelihood([request("a", "b"), request("", "")])
 
 

@@ -19,9 +19,10 @@ from bench import fleet_model, step_model
 from bench.fleet_model import Network, collectives, fleet_step
 from bench.step_model import GPUS, Shape, shape_of
 from model import GPTConfig
-from runtime import fp8, gather, parallel
-from runtime.build import build
+from runtime import fp8, parallel
+from runtime import fp8 as gather
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig, ParallelConfig
+from runtime.parallel import build
 from tests.conftest import ROOT
 
 H100 = GPUS["h100"]
@@ -77,7 +78,7 @@ def losses_of(config: Config, world) -> list:
     built = build(config, world)
     model, generator = built.model, torch.Generator().manual_seed(world.rank)
     model.init_weights(0, built.assign)
-    fp8.weights_changed(model)
+    fp8.refresh_fp8_weights(model)
     held_out, seen, before = torch.randint(257, (2, config.model.n_ctx), generator=generator), [], None
 
     @torch.no_grad()
@@ -95,18 +96,18 @@ def losses_of(config: Config, world) -> list:
             seen.append(loss.item())
         seen.append(parallel.clip_gradients(model, 1.0).item())
         if update == 2:
-            before = [gather.plain(p.detach()).to_local().clone() for p in model.parameters()], evaluated()
+            before = [gather.unwrap(p.detach()).to_local().clone() for p in model.parameters()], evaluated()
             gather.reshard(model)       # whoever changes weights after an evaluation does so: a rollback
         built.optimizer.step()
         built.optimizer.zero_grad()
-        fp8.weights_changed(model)
+        fp8.refresh_fp8_weights(model)
         seen.append(evaluated())
     weights, known = before
     gather.reshard(model)
     with torch.no_grad():
         for p, old in zip(model.parameters(), weights, strict=True):
-            gather.plain(p.detach()).to_local().copy_(old)
-    fp8.weights_changed(model)
+            gather.unwrap(p.detach()).to_local().copy_(old)
+    fp8.refresh_fp8_weights(model)
     return [*seen, {"back": evaluated() == known}]
 
 
@@ -149,7 +150,7 @@ def work(file: str) -> None:
         for reshard in (True, False):
             config = run_of(2, 3, GATHERED if recipe != "off" else FP8Config(), reshard=reshard)
             seen[f"losses {recipe} {reshard}"] = losses_of(config, world)
-    parallel.meet(world)
+    parallel.barrier(world)
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

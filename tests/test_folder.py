@@ -1,4 +1,4 @@
-"""Tests of runtime/folder.py: one writer at a time, whatever the other one died of; folders that cannot be used."""
+"""Tests of runtime/run.py: one writer at a time, whatever the other one died of; folders that cannot be used."""
 
 import contextlib
 import errno
@@ -12,13 +12,15 @@ import sys
 
 import pytest
 
-from runtime import folder, metrics
-from runtime.config import ConfigError
-from runtime.folder import LOCK, claim, hold, is_finished, keep_tokenizer, tokenizer_of
+from runtime import log as metrics
+from runtime import run as folder
+from runtime.cli import UserError
+from runtime.run import LOCK, RunLock, is_finished
+from runtime.tokenizer import keep_tokenizer, tokenizer_of
 from tests.conftest import ROOT
 
-HOLD = ("import os, sys, time\nfrom pathlib import Path\nfrom runtime.folder import claim\n"
-        "held = claim(Path(sys.argv[1]))\n{more}\nprint('held', os.getpid(), flush=True)\ntime.sleep(600)")
+HOLD = ("import os, sys, time\nfrom pathlib import Path\nfrom runtime.run import claim\n"
+        "held = RunLock(Path(sys.argv[1]))\n{more}\nprint('held', os.getpid(), flush=True)\ntime.sleep(600)")
 
 
 @pytest.fixture
@@ -46,14 +48,14 @@ def holder(tmp_path):
 
 
 def refusal(run_dir):
-    with pytest.raises(ConfigError) as caught:
-        claim(run_dir)
+    with pytest.raises(UserError) as caught:
+        RunLock(run_dir)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def free(run_dir):
-    claim(run_dir).release()
+    RunLock(run_dir).release()
 
 
 def test_a_second_run_hears_who_has_the_folder_until_that_one_is_killed(tmp_path, holder, hurry):
@@ -67,7 +69,7 @@ def test_a_second_run_hears_who_has_the_folder_until_that_one_is_killed(tmp_path
     first.kill()
     first.wait()
     (run_dir / "config.json").touch()
-    held = claim(run_dir)
+    held = RunLock(run_dir)
     assert held.line is None and json.loads((run_dir / LOCK).read_text())["pid"] == os.getpid()
     held.release()
 
@@ -107,7 +109,7 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
 def test_a_refused_run_leaves_no_folder_and_a_begun_one_stays(tmp_path):
     free(tmp_path / "out/run")
     assert not (tmp_path / "out/run").exists()
-    held = claim(tmp_path / "out/run")
+    held = RunLock(tmp_path / "out/run")
     (tmp_path / "out/run/config.json").touch()
     held.release()
     held.release()
@@ -125,7 +127,7 @@ def test_a_lock_on_a_file_that_was_removed_in_the_meantime_is_no_lock(tmp_path, 
             run_dir.rmdir()
         return locked(*arguments)
     monkeypatch.setattr(folder.fcntl, "lockf", lockf)
-    held = claim(run_dir)
+    held = RunLock(run_dir)
     assert len(calls) == 2 and (run_dir / LOCK).exists()
     held.release()
 
@@ -163,14 +165,14 @@ def test_paths_that_can_hold_no_run_get_a_sentence(tmp_path):
     assert (tmp_path / "file").read_text() == "precious"
 
 
-@pytest.mark.parametrize("number, kind", [(errno.EACCES, ConfigError), (errno.EROFS, ConfigError), (errno.ENOSPC, OSError),
+@pytest.mark.parametrize("number, kind", [(errno.EACCES, UserError), (errno.EROFS, UserError), (errno.ENOSPC, OSError),
                                           (errno.EIO, OSError)])
 def test_rights_are_the_users_to_correct_and_the_disk_is_the_machines(tmp_path, monkeypatch, number, kind):
     def fail(dir):
         raise OSError(number, os.strerror(number), str(dir))
     monkeypatch.setattr(folder.tempfile, "TemporaryFile", fail)
     with pytest.raises(kind, match=os.strerror(number)):
-        claim(tmp_path / "run")
+        RunLock(tmp_path / "run")
 
 
 def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
@@ -182,10 +184,10 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
     (tmp_path / "open").chmod(0o777)
     for closed in (tmp_path / "run", tmp_path / "open/checkpoints", tmp_path):
         closed.chmod(0o555)
-    code = ("import os, sys\nfrom pathlib import Path\nfrom runtime.folder import claim\nfrom runtime.config import ConfigError\n"
+    code = ("import os, sys\nfrom pathlib import Path\nfrom runtime.run import claim\nfrom runtime.config import UserError\n"
             "if os.geteuid() == 0:\n    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
-            "for path in sys.argv[1:]:\n    try:\n        claim(Path(path))\n"
-            "    except ConfigError as error:\n        print(error)")
+            "for path in sys.argv[1:]:\n    try:\n        RunLock(Path(path))\n"
+            "    except UserError as error:\n        print(error)")
     paths = [str(tmp_path / name) for name in ("run", "new", "open")]
     done = subprocess.run([sys.executable, "-c", code, *paths], cwd=ROOT, capture_output=True, text=True)
     tmp_path.chmod(0o755)       # or nobody but root could clear it away
@@ -201,7 +203,7 @@ def test_a_folder_that_may_not_be_written_is_refused(tmp_path):
 def test_a_lock_alone_makes_no_foreign_folder(tiny, monkeypatch):
     """A kill between the claim and config.json leaves it, and perhaps the half of that."""
     assert not is_finished(tiny)
-    held = claim(tiny.run_dir)
+    held = RunLock(tiny.run_dir)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda tmp, path: (tiny.run_dir / "copy").write_text(str(tmp)))
         metrics.write_json(tiny.run_dir / "config.json", {})
@@ -210,12 +212,12 @@ def test_a_lock_alone_makes_no_foreign_folder(tiny, monkeypatch):
     assert not is_finished(tiny)
     held.release()
     (tiny.run_dir / "thesis.tex").touch()
-    with pytest.raises(ConfigError, match="holds no run"):
+    with pytest.raises(UserError, match="holds no run"):
         is_finished(tiny)
 
 
 def test_a_run_dir_that_is_a_file_is_no_run(tiny):
     tiny.run_dir.parent.mkdir()
     tiny.run_dir.write_text("x")
-    with pytest.raises(ConfigError, match="Not a directory; a run needs a folder"):
+    with pytest.raises(UserError, match="Not a directory; a run needs a folder"):
         is_finished(tiny)

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from runtime.cli import UserError
 from scaling.forecast import FLOOR, forecast
 from scaling.laws import GAMMAS, Points, fit_power
 from scaling.published import EPOCH
-from scaling.records import RecordError
 from tests.conftest import ROOT
 
 SMALL = (53e6, 124e6, 257e6, 360e6)
@@ -124,7 +124,7 @@ def test_the_interval_covers_where_sizes_are_badly_tuned(seeds):
 
 
 def test_noise_beyond_all_numbers_is_no_interval():
-    with pytest.raises(RecordError, match="no law reaches"):
+    with pytest.raises(UserError, match="no law reaches"):
         forecast(points_of(EPOCH), at(*TARGET), seed_sd=1e4)
 
 
@@ -134,7 +134,7 @@ def test_noise_beyond_all_numbers_is_no_interval():
     (points_of(EPOCH, (10,), sizes=SMALL[:1]), "0 of 1 points"),
 ])
 def test_too_few_points_reach_nothing(points, why):
-    with pytest.raises(RecordError, match=why):
+    with pytest.raises(UserError, match=why):
         forecast(points, at(*TARGET))
 
 

@@ -12,7 +12,7 @@ from tiny_llama import make_llama
 from eval import from_hf
 from eval.from_hf import import_checkpoint
 from runtime.checkpoint import checkpoints, read_manifest
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def source(llama, tmp_path):
 
 
 def refused(source, tmp_path, target="out/run"):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         import_checkpoint(str(source), str(tmp_path / target))
     said = str(caught.value)
     assert "\n" not in said and not list(tmp_path.glob("out/*")) and not list(tmp_path.glob("out/.*")), said
@@ -136,7 +136,7 @@ def test_names_that_cannot_be_are_refused(source, tmp_path):
 def test_what_is_there_stays(source, tmp_path):
     for make in (lambda path: path.mkdir(), lambda path: path.write_text("mine"), lambda path: path.symlink_to("nowhere")):
         make(path := tmp_path / f"there{len(list(tmp_path.iterdir()))}")
-        with pytest.raises(ConfigError, match="exists: choose another"):
+        with pytest.raises(UserError, match="exists: choose another"):
             import_checkpoint(str(source), str(path))
         assert os.path.lexists(path)
 

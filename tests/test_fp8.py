@@ -9,7 +9,8 @@ import torch._inductor.config as inductor
 
 from model import GPT, GPTConfig, Linear
 from runtime import fp8, parallel, quantize, speed
-from runtime.config import ConfigError, FP8Config
+from runtime.cli import UserError
+from runtime.config import FP8Config
 from tests.conftest import ROOT
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
@@ -189,7 +190,7 @@ for recipe, kernels, compiled in [*((recipe, False, False) for recipe in RECIPES
     model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=64, n_ffn=96, n_ctx=32, vocab_size=257))
     fp8.convert(model, FP8Config(recipe=recipe, head=True, kernels=kernels))
     model.init_weights(0)
-    fp8.weights_changed(model)
+    fp8.refresh_fp8_weights(model)
     if compiled:
         model.compile(dynamic=False, fullgraph=True)
     model(x, y).sum().backward()
@@ -432,7 +433,7 @@ def test_a_converted_tied_head_stays_tied():
      "or add fp8.skip=layers.0.mlp.down"),
 ])
 def test_refusals(config, changes, sentence):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         verdicts(config, **changes)
     assert str(error.value) == sentence
 
@@ -444,7 +445,7 @@ def test_refusals(config, changes, sentence):
 def test_hardware_without_fp8_is_refused(recipe, capability, gpu, runs):
     if runs:
         return fp8.refuse_below(recipe, capability, gpu)
-    with pytest.raises(ConfigError, match=f"fp8.recipe={recipe} needs a GPU of compute capability .*, but {gpu} has "):
+    with pytest.raises(UserError, match=f"fp8.recipe={recipe} needs a GPU of compute capability .*, but {gpu} has "):
         fp8.refuse_below(recipe, capability, gpu)
     return None
 
@@ -456,7 +457,7 @@ def test_kernels_without_triton_are_refused_on_a_gpu_before_the_first_step(monke
     fp8.check_hardware(ours, gpu)
     monkeypatch.setitem(sys.modules, "triton", None)        # as if it were not installed
     for config in (ours, FP8Config(recipe="auto", kernels=True)):
-        with pytest.raises(ConfigError, match="^fp8.kernels=true needs triton, .*: install it .*, or fp8.kernels=false$"):
+        with pytest.raises(UserError, match="^fp8.kernels=true needs triton, .*: install it .*, or fp8.kernels=false$"):
             fp8.check_hardware(config, gpu)
     for config, device in ((FP8Config(recipe="tensorwise"), gpu), (ours, torch.device("cpu"))):
         fp8.check_hardware(config, device)

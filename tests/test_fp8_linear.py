@@ -33,7 +33,7 @@ def linear(w, recipe, kernels, refreshed=True):
     holder = torch.nn.Sequential(module)
     fp8.convert(holder, FP8Config(recipe=recipe, kernels=kernels), device_type="cuda")
     if refreshed:
-        fp8.weights_changed(holder)
+        fp8.refresh_fp8_weights(holder)
     return holder
 
 
@@ -52,7 +52,7 @@ def build(size=TINY, recipe="tensorwise", head=False, kernels=True, refreshed=Tr
     model.to_empty(device="cpu")
     model.init_weights(0)
     if refreshed:
-        fp8.weights_changed(model)
+        fp8.refresh_fp8_weights(model)
     return model, layers
 
 
@@ -171,9 +171,9 @@ def test_weights_that_changed_unnoticed_are_refused():
     optimizer = torch.optim.AdamW(model.parameters())       # a fused one needs runtime/optim.py's hook for it
     gradients(model, x, y)
     optimizer.step()
-    with pytest.raises(AssertionError, match="weights_changed"):
+    with pytest.raises(AssertionError, match="refresh_fp8_weights"):
         model(x, y)
-    fp8.weights_changed(model)
+    fp8.refresh_fp8_weights(model)
     fresh = build(head=True, refreshed=False)[0]
     fresh.load_state_dict(model.state_dict())
     assert torch.equal(model(x, y), fresh(x, y))
@@ -186,7 +186,7 @@ def test_refreshing_writes_into_the_same_memory():
     with torch.no_grad():
         module.weight.mul_(-3.0)
     old = [t.clone() for t in before]
-    fp8.weights_changed(model)
+    fp8.refresh_fp8_weights(model)
     assert all(a is b for a, b in zip(before, (module.q, module.qt, module.inverse), strict=True))
     assert torch.equal(module.q.float(), -old[0].float()) and torch.allclose(module.inverse, 3 * old[2])
     assert torch.equal(module.qt.float(), module.q.float().T)
@@ -308,7 +308,7 @@ def test_thirty_steps_follow_torchaos(head):
             curve.append(gradients(model, x, y)[0] / y.numel())
             optimizer.step()
             optimizer.zero_grad()
-            fp8.weights_changed(model)
+            fp8.refresh_fp8_weights(model)
         curves.append(torch.tensor(curve))
     bf16, theirs, ours = curves
     assert bf16[-1] < 0.75 * bf16[0]
@@ -328,7 +328,7 @@ class Piece(torch.nn.Module):
         for holder in (self.linear, self.head):
             torch.nn.init.normal_(holder[0].weight, std=0.2)
             fp8.convert(holder, FP8Config(recipe="tensorwise", kernels=True))
-        fp8.weights_changed(self)
+        fp8.refresh_fp8_weights(self)
 
     def forward(self, x, targets):
         head = self.head[0]
@@ -346,7 +346,7 @@ def test_compiled_equals_eager():
             for one in (eager, model):
                 with torch.no_grad():
                     one.linear[0].weight.mul_(factor)
-                fp8.weights_changed(one)
+                fp8.refresh_fp8_weights(one)
                 one.zero_grad()
                 losses = one(x, targets)
                 (losses.sum() / 48).backward()
@@ -387,7 +387,7 @@ def test_on_a_gpu_too_every_bit_is_torchaos(recipe):
     results = []
     for kernels in (True, False):
         holder = linear(w, recipe, kernels, refreshed=False).cuda()
-        fp8.weights_changed(holder)
+        fp8.refresh_fp8_weights(holder)
         results.append(passes(holder, x.cuda(), g.cuda()))
     ours, theirs = results
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
@@ -421,7 +421,7 @@ def test_a_model_compiled_for_a_gpu_learns_as_torchaos_does():
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
         curve = []
         for _ in range(20):
-            fp8.weights_changed(model)
+            fp8.refresh_fp8_weights(model)
             curve.append(gradients(model, x, y)[0] / y.numel())
             optimizer.step()
             optimizer.zero_grad()
@@ -449,7 +449,7 @@ def work(folder: Path) -> None:
         losses, x, y = [], *tokens(world.rank)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for _ in range(3):
-            fp8.weights_changed(model)
+            fp8.refresh_fp8_weights(model)
             loss = model(x, y).sum()
             (loss / 128).backward()
             losses.append(parallel.all_sum(loss.detach().clone(), world).item())

@@ -1,4 +1,4 @@
-"""eval/from_hf.py, runtime/begin.py: a Llama that transformers made comes in bit for bit, learns, goes out again."""
+"""eval/from_hf.py, runtime/checkpoint.py: a Llama that transformers made comes in bit for bit, learns, goes out again."""
 
 import json
 import random
@@ -13,9 +13,10 @@ import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export, run_tokenizer
 from eval.from_hf import import_checkpoint
-from runtime import begin
+from runtime import checkpoint as begin
 from runtime.checkpoint import checkpoints, load_model, read_manifest
-from runtime.config import CheckpointConfig, ConfigError, EvalConfig, FP8Config, ParallelConfig, read_config
+from runtime.cli import UserError
+from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConfig, read_config
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import call_train
@@ -110,18 +111,18 @@ def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
                   data=replace(config.data, tokens_per_step=64))
     begin.check(new, manifest, sha256)
-    with pytest.raises(ConfigError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
+    with pytest.raises(UserError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
         begin.check(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), manifest, sha256)
     assert "n_ctx is" not in str(caught.value)
     write_tokenizer(source, bos=None)
-    with pytest.raises(ConfigError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
+    with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
         begin.check(new, manifest, load_tokenizer(str(source)).sha256)
     tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
     assert begin.branch(new, sha256, tensors, None)[0] == checkpoint
     assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()
-    with pytest.raises(ConfigError, match="import the model first, python -m eval.export --from-hf DIR .*/out/gone"):
+    with pytest.raises(UserError, match="import the model first, python -m eval.export --from-hf DIR .*/out/gone"):
         begin.branch(replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, tensors, None)
-    with pytest.raises(ConfigError, match="no finished checkpoint"):
+    with pytest.raises(UserError, match="no finished checkpoint"):
         begin.branch(replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, tensors, None)
 
 
@@ -191,7 +192,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
     shutil.rmtree("out/arm_off/tokenizer")
     assert run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
     write_tokenizer(tmp_path / "out/llama/tokenizer", bos=None)
-    with pytest.raises(ConfigError, match="is not the one that the model of out/arm_off was trained with .*: put that one back"):
+    with pytest.raises(UserError, match="is not the one that the model of out/arm_off was trained with .*: put that one back"):
         run_tokenizer.read_tokenizer(read_config("out/arm_off"), "out/arm_off")
     shutil.rmtree("out/llama/tokenizer")
     shutil.copytree("out/arm_tensorwise/tokenizer", "out/llama/tokenizer")

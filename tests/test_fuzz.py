@@ -11,8 +11,8 @@ import signal
 import pytest
 
 import train
-from runtime.annotations import parse
-from runtime.config import Config, ConfigError, apply_overrides, known_keys, load_config, read_config
+from runtime.cli import UserError, parse
+from runtime.config import Config, apply_overrides, known_keys, load_config, read_config
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import write_config, write_source
@@ -99,7 +99,7 @@ def test_no_value_of_any_key_is_a_traceback(tiny, key):
         with bounded((key, value)):
             try:
                 config = apply_overrides(tiny, [f"{key}={value}"])
-            except ConfigError as error:
+            except UserError as error:
                 assert str(error), (key, value)
             else:
                 assert isinstance(config, Config)
@@ -192,7 +192,7 @@ def test_two_hundred_broken_indexes_are_a_sentence_or_data(tiny, tmp_path):
         with bounded(path.read_bytes()[:2000]):
             try:
                 data = open_data(config, sha)
-            except ConfigError as error:
+            except UserError as error:
                 assert str(error).startswith(str(tmp_path / "web")) and len(str(error)) < 2000, str(error)
                 assert "\n" not in str(error)
                 continue
@@ -231,5 +231,5 @@ def test_broken_config_json_of_a_run_is_a_sentence(tiny, tmp_path):
         with bounded(path.read_bytes()[:2000]):
             try:
                 assert isinstance(read_config(tmp_path), Config)
-            except ConfigError as error:
+            except UserError as error:
                 assert str(error)

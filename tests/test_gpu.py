@@ -15,11 +15,10 @@ import torch
 
 from model import GPT, GPTConfig
 from runtime import fp8
-from runtime.checkpoint import checkpoints, load, load_model, read_manifest, step_of
+from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
 from runtime.config import CheckpointConfig, FP8Config
-from runtime.diagnosis import diagnose
-from runtime.meter import Meter
-from runtime.saver import Saver
+from runtime.guard import diagnose
+from runtime.log import Meter
 from tests.conftest import call_train, run_train, with_recipe
 from tests.faults import record
 from tests.test_diagnosis import run_work

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 import train
-from runtime.config import ConfigError, GuardConfig
+from runtime.cli import UserError
+from runtime.config import GuardConfig
 from runtime.guard import Guard, Verdict
 from tests.conftest import call_train
 
@@ -121,10 +122,10 @@ def test_checkpoints_are_asked_for_only_at_the_end_of_the_ladder():
     assert [guard.judge(75 + i, math.nan, 1.0, is_there) for i in range(3)] == [Verdict.SKIP] * 2 + [Verdict.ROLLBACK]
     assert asked == [74], "of fewer steps than the row began after"
     guard.rolled_back(guard.state())
-    guard.distrust(80, "validation loss nan", is_there)
+    guard.reject_validation(80, "validation loss nan", is_there)
     assert asked == [74, 80]
     guard.rolled_back(guard.state())
-    assert guard.distrust(90, "validation loss nan", is_there) is Verdict.STOP
+    assert guard.reject_validation(90, "validation loss nan", is_there) is Verdict.STOP
     assert asked == [74, 80], "all rollbacks are used up, whatever there is"
 
 
@@ -397,7 +398,7 @@ def test_a_state_is_a_copy():
 def test_weights_that_fail_a_validation_are_gone_back_from(mode, can_roll_back, verdict, said):
     guard = filled(replace(SMALL, mode=mode))
     kept = guard.state()
-    assert guard.distrust(80, "validation loss nan", always if can_roll_back else never) is Verdict(verdict)
+    assert guard.reject_validation(80, "validation loss nan", always if can_roll_back else never) is Verdict(verdict)
     assert guard.suspect_since == 80 and guard.reason == f"validation loss nan{said}"
     assert (guard.skipped, guard.consecutive) == (0, 0), "no step was skipped"
     guard.rolled_back(kept)
@@ -406,7 +407,7 @@ def test_weights_that_fail_a_validation_are_gone_back_from(mode, can_roll_back, 
 
 @pytest.mark.parametrize("wrong", [{"window": 0}, {"threshold": -1.0}, {"skips": 0}, {"rollbacks": -1}])
 def test_settings_are_checked(tiny, wrong):
-    with pytest.raises(ConfigError, match=f"guard.{next(iter(wrong))}="):
+    with pytest.raises(UserError, match=f"guard.{next(iter(wrong))}="):
         replace(tiny, guard=GuardConfig(**wrong))
 
 

@@ -9,7 +9,7 @@ from model_reference import TINY, VARIANTS, build_rough
 
 from eval.hf_layout import from_hf, gpt_config, hf_config, layout, to_hf
 from model import GPT, GPTConfig, rope_frequencies
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 # Sizes and position encoding as the published files state them.
 LLAMA_31_8B = {
@@ -116,7 +116,7 @@ def test_a_vocabulary_is_padded_by_no_row_it_does_not_have():
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"), ({"max_position_embeddings": []}, "max_position_embeddings"),
 ])
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(change, words):
-    with pytest.raises(ConfigError, match="config.json") as caught:
+    with pytest.raises(UserError, match="config.json") as caught:
         gpt_config({**LLAMA_31_8B, **change})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
@@ -126,12 +126,12 @@ def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(change, words):
     ({"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128"),         # Qwen3-0.6B: heads wider than their share
     ({"num_key_value_heads": None}, "num_key_value_heads=None")])
 def test_qwen3_has_defaults_of_its_own(change, words):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         gpt_config({**QWEN3, **change})
     assert words in str(caught.value)
     unsaid = {key: value for key, value in QWEN3.items() if key != "head_dim"}      # is 128 whatever the width
     assert gpt_config(unsaid).head_size == 128
-    with pytest.raises(ConfigError, match="head_dim=128"):
+    with pytest.raises(UserError, match="head_dim=128"):
         gpt_config({**unsaid, "hidden_size": 2048})
 
 
@@ -181,7 +181,7 @@ def test_a_repeated_tied_head_must_be_the_embedding():
     theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"].clone()
     assert "head.weight" not in dict(from_hf(TINY, theirs, theirs.__getitem__))
     theirs["lm_head.weight"][3, 4] += 1
-    with pytest.raises(ConfigError, match="ties the head to the embedding, but lm_head.weight is another matrix"):
+    with pytest.raises(UserError, match="ties the head to the embedding, but lm_head.weight is another matrix"):
         dict(from_hf(TINY, theirs, theirs.__getitem__))
 
 
@@ -197,11 +197,11 @@ def test_a_repeated_tied_head_must_be_the_embedding():
 ])
 def test_foreign_tensors_are_named(changes, words):
     theirs = weights_of(TINY, **changes)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         dict(from_hf(TINY, theirs, theirs.__getitem__))
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_nothing_is_read_from_a_checkpoint_of_other_names():
-    with pytest.raises(ConfigError, match="lacks lm_head.weight"):
+    with pytest.raises(UserError, match="lacks lm_head.weight"):
         list(from_hf(replace(TINY, tied=False), weights_of(TINY), lambda name: pytest.fail(f"{name} was read")))

@@ -11,7 +11,8 @@ import pytest
 
 import prepare_data
 from model import GPTConfig
-from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig, apply_overrides, config_from_dict
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, EvalConfig, OptimConfig, apply_overrides, config_from_dict
 from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
@@ -226,11 +227,11 @@ def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
 
 def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
     sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
-    with pytest.raises(ConfigError, match="made with another tokenizer than the one in .*: set data.tokenizer to the folder of"):
+    with pytest.raises(UserError, match="made with another tokenizer than the one in .*: set data.tokenizer to the folder of"):
         open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
-    with pytest.raises(ConfigError, match="was made with tokenizer=folder, but data.tokenizer=gpt2: set data.tokenizer=the path"):
+    with pytest.raises(UserError, match="was made with tokenizer=folder, but data.tokenizer=gpt2: set data.tokenizer=the path"):
         open_data(config(prepared, "gpt2", 50257), load_tokenizer("gpt2").sha256)
-    with pytest.raises(ConfigError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
+    with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
         open_data(config(prepared, wide, 300), sha)
     assert open_data(config(prepared, wide, size), sha).sources == ["mine"]
 
@@ -252,9 +253,9 @@ def test_the_config_takes_a_path_and_refuses_a_word(tmp_path):
     moved = replace(made, data=replace(made.data, tokenizer="/else/where"))
     assert made.identity() == moved.identity(), "a folder may be moved; the shards say which tokenizer it is"
     assert made.identity() != config(tmp_path, "gpt2", 50257).identity()
-    with pytest.raises(ConfigError, match="data.tokenizer='gpt3' is none of gpt2, byte; a folder .* such as ./gpt3"):
+    with pytest.raises(UserError, match="data.tokenizer='gpt3' is none of gpt2, byte; a folder .* such as ./gpt3"):
         apply_overrides(made, ["data.tokenizer=gpt3"])
-    with pytest.raises(ConfigError, match="model.vocab_size=1234 does not fit data.tokenizer=gpt2"):
+    with pytest.raises(UserError, match="model.vocab_size=1234 does not fit data.tokenizer=gpt2"):
         apply_overrides(made, ["data.tokenizer=gpt2"])
 
 

@@ -21,7 +21,7 @@ from configs.sources import SOURCES
 from prepare import hub, hub_files
 from prepare.hub_files import HubFile
 from prepare.source import BadFile
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import clean
 from tests.conftest import ROOT
 from tests.hub_layout import make_hub, write_repository
@@ -168,7 +168,7 @@ def test_a_first_row_longer_than_the_probe(own):
     _, _ = own({"a.json.gz": [{"text": noise, "metadata": {"language": "C"}}], "b.json.gz": [{"text": text, "metadata": {}}]})
     value = hub.HubSource("own/set", "main", "a*.json.gz", "text", "", None, {"metadata.language": ("C",)}, "metadata.language")
     assert [f.name for f in hub.hub_source("x", value).files(None)] == ["a.json.gz"]
-    with pytest.raises(ConfigError, match=r"b.json.gz: its first rows have no metadata.language"):
+    with pytest.raises(UserError, match=r"b.json.gz: its first rows have no metadata.language"):
         hub.hub_source("x", hub.HubSource("own/set", "main", "b*", "text", "", None, value.keep, value.grouped_by)).files(None)
 
 
@@ -542,7 +542,7 @@ def test_a_refusal_is_a_sentence_at_each_step(kind, name, server):
     steps = [lambda: hub.hub_source("x", value).files(None), lambda: list(hub.check("x", value)),
              lambda: hub.any_dataset(value.dataset, "text", None, None, None)]
     for step in steps if kind == "403" else [*steps, lambda: list(file.read(0))]:
-        with pytest.raises(ConfigError, match=REFUSALS[kind]) as error:
+        with pytest.raises(UserError, match=REFUSALS[kind]) as error:
             step()
         assert value.dataset in str(error.value)
 
@@ -555,7 +555,7 @@ def test_a_refusal_is_a_sentence_at_each_step(kind, name, server):
     ({"column": "score"}, "column 'score' holds double, not text"), ({"keep": {"language": ("xx",)}}, "no row of"),
     ({"keep": {"lang": ("xx",)}}, "has no column 'lang'")])
 def test_a_wrong_value_is_a_sentence(change, words, server):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         list(hub.check("web", replace(SOURCES["fineweb_edu"], **change)))
 
 
@@ -563,7 +563,7 @@ def test_a_wrong_value_is_a_sentence(change, words, server):
                                          ([{"text": 5}], "column 'text' holds int, not text"), ([7], "is no object")])
 def test_json_without_the_column_is_a_sentence(rows, words, own):
     _, file = own({"a.json.gz": rows * 3})
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UserError, match=words):
         list(file("a.json.gz").read(0))
 
 
@@ -571,7 +571,7 @@ def test_a_json_list_is_refused_before_it_fills_the_memory(own, tmp_path):
     (tmp_path / "own/set").mkdir(parents=True)
     (tmp_path / "own/set/a.json").write_text(json.dumps([{"text": "x" * 1000}] * 5_000))
     server, file = own({})
-    with pytest.raises(ConfigError, match=r"a.json is one list"):
+    with pytest.raises(UserError, match=r"a.json is one list"):
         list(file("a.json").read(0))
 
 
@@ -614,14 +614,14 @@ def test_a_data_set_that_cannot_be_streamed_is_a_sentence(files, words, own, tmp
     for name, content in files.items():
         (folder / name).write_text(content)
     own({})
-    with pytest.raises(ConfigError, match=words) as error:
+    with pytest.raises(UserError, match=words) as error:
         hub.hub_source("x", hub.any_dataset("own/set", "text", None, None, None)).files(None)
     assert "own/set" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["a", "a/b/c", "a b/c", "", "/", "../x"])
 def test_a_name_that_is_none(name):
-    with pytest.raises(ConfigError, match="must look like"):
+    with pytest.raises(UserError, match="must look like"):
         hub.any_dataset(name, "text", None, None, None)
 
 

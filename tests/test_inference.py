@@ -18,8 +18,8 @@ from eval import harness, precision, sample
 from eval.loss import ValLoss
 from model import GPTConfig, KVCache, Linear
 from runtime.checkpoint import load_model
-from runtime.config import Config, ConfigError, FP8Config, read_config
-from runtime.sections import DataConfig, EvalConfig, LogConfig, OptimConfig, ParallelConfig
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig, read_config
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
@@ -282,9 +282,9 @@ def test_sizes_that_no_float8_matmul_takes_are_refused_before_the_checkpoint_is_
 
 def test_hardware_is_checked(runs, monkeypatch):
     def refuse(settings, device):
-        raise ConfigError(f"{settings.recipe} not on {device}")
+        raise UserError(f"{settings.recipe} not on {device}")
     monkeypatch.setattr("runtime.fp8.check_hardware", refuse)
-    with pytest.raises(ConfigError, match="amax not on cpu"):
+    with pytest.raises(UserError, match="amax not on cpu"):
         sample.sample(sample.Options(run=str(runs / "bf16"), fp8="amax"), io.StringIO())
 
 

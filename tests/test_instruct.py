@@ -11,15 +11,16 @@ import pytest
 import prepare_data
 from eval import held_out
 from model import GPTConfig
-from runtime.config import Config, ConfigError, DataConfig, EvalConfig, OptimConfig
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
+from runtime.run import save_sequence_losses
 from runtime.shards import read_index
-from runtime.summary import save_sequence_losses
 from runtime.tokenizer import load_tokenizer
 from tests.prepare_runs import Forge, content, is_a_sentence
 from tests.text_files import refused, some_documents, write_tokenizer
 
-CONTEXT, VAL_PER_10K = 2**31, 3000
+LOSS_MASK_BIT, VAL_PER_10K = 2**31, 3000
 
 
 def some_pairs(n=60, seed=3):
@@ -86,7 +87,7 @@ def test_shards_hold_prompts_as_context_and_responses_as_targets(chat):
     for name, (ids, targets, text_bytes, documents) in expected.items():
         split = index.splits[name]
         raw = np.fromfile(split.shards[0].path, "<u4")
-        assert (raw & ~np.uint32(CONTEXT)).tolist() == ids and (raw < CONTEXT).tolist() == targets
+        assert (raw & ~np.uint32(LOSS_MASK_BIT)).tolist() == ids and (raw < LOSS_MASK_BIT).tolist() == targets
         assert (split.tokens, split.text_bytes, split.documents) == (len(ids), text_bytes, documents)
     assert prepare_data.main(command(chat.file, chat.data, chat.name)) == 0, "the same command finds it complete"
 
@@ -141,7 +142,7 @@ def test_a_window_of_prompts_alone_has_no_targets(tmp_path):
     chat = SimpleNamespace(data=tmp_path / "data", tok=load_tokenizer("byte"), name="byte")
     data = open_data(config(chat, 10**6), chat.tok.sha256)
     assert min(data.targets(step) for step in range(6)) == 0 and (data.val("chat").targets == 0).any()
-    with pytest.raises(ConfigError, match="prompts fill all 1 validation windows of model.n_ctx=16 tokens.*raise eval.tokens"):
+    with pytest.raises(UserError, match="prompts fill all 1 validation windows of model.n_ctx=16 tokens.*raise eval.tokens"):
         open_data(config(chat, 16), chat.tok.sha256)
 
 
@@ -247,6 +248,6 @@ def test_the_mask_needs_its_bit(chat, tmp_path):
         read_index(folder)
     write_index(folder, {key: value for key, value in raw.items() if key != "is_masked"})
     moved = SimpleNamespace(data=tmp_path / "data", tok=chat.tok, name=chat.name)
-    with pytest.raises(ConfigError, match=r"holds the id 2147\d+ near token .* the file is damaged"):
+    with pytest.raises(UserError, match=r"holds the id 2147\d+ near token .* the file is damaged"):
         for step in range(6):
             open_data(config(moved), chat.tok.sha256).batch(step, 0, 0, 1)

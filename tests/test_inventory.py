@@ -16,7 +16,7 @@ from prepare import inventory
 from prepare.parts import Parts
 from prepare.source import DOCUMENT, Encoded
 from prepare_data import main
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.shards import read_index, write_index
 from tests import conftest
 
@@ -136,15 +136,15 @@ def rewrite_other(data):
 
 
 def test_nothing_there(tmp_path):
-    with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+    with pytest.raises(UserError, match="there is no folder .*nowhere"):
         shown(tmp_path / "nowhere")
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="there is no folder .*file"):
+    with pytest.raises(UserError, match="there is no folder .*file"):
         shown(tmp_path / "file")
     for command in shown, lambda *folders: inventory.verify(list(folders)):
-        with pytest.raises(ConfigError, match=f"{tmp_path} holds nothing prepared: `python prepare_data.py` says how"):
+        with pytest.raises(UserError, match=f"{tmp_path} holds nothing prepared: `python prepare_data.py` says how"):
             command(tmp_path)
-        with pytest.raises(ConfigError, match="there is no folder .*nowhere"):
+        with pytest.raises(UserError, match="there is no folder .*nowhere"):
             command(tmp_path / "nowhere")
 
 
@@ -220,7 +220,7 @@ def test_verify_names_all_that_is_bad(data, capsys):
         content = bytearray((data / name / file).read_bytes())
         content[len(content) // 2] ^= 1
         (data / name / file).write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         inventory.verify([data])
     assert capsys.readouterr().out == f"BAD {data / 'one'}\nBAD {data / 'two'}\n"
     assert all(f"{data / place} is damaged" in str(caught.value) for place in ("one/train_00000.bin", "two/val_00000.bin"))
@@ -228,7 +228,7 @@ def test_verify_names_all_that_is_bad(data, capsys):
 
 def test_verify_names_what_is_unfinished(data, capsys):
     begin(data / "arxiv" / "parts")
-    with pytest.raises(ConfigError, match=f"{data / 'arxiv'} is unfinished"):
+    with pytest.raises(UserError, match=f"{data / 'arxiv'} is unfinished"):
         inventory.verify([data])
     assert capsys.readouterr().out.splitlines() == [f"unfinished {data / 'arxiv'}", f"OK  {data / 'one'}", f"OK  {data / 'two'}"]
 

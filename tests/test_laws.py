@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
+from runtime.cli import UserError
 from scaling import solver
 from scaling.forms import log_law, natural, terms
 from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_power, fit_ray, unfitted
-from scaling.records import RecordError
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])
 TRUE = {"E": 1.69, "K": 412.0, "gamma": 0.155}
@@ -178,7 +178,7 @@ def test_a_fit_that_returns_its_start_is_flagged(monkeypatch):
 ])
 @pytest.mark.parametrize("fit", [fit_ray, fit_power])
 def test_hostile_points(fit, x, y, sentence):
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(UserError) as error:
         fit(x, y)
     assert str(error.value).startswith(sentence)
 
@@ -253,5 +253,5 @@ def test_points_are_checked():
     for wrong, sentence in (({"N": [1, np.nan]}, "N 1 is nan"), ({"loss": [0, 1]}, "loss 0 is 0.0"),
                             ({"D": [1]}, "D has 1 values"), ({"cluster": ["a"]}, "cluster has 1"),
                             ({"C": ["x", "y"]}, "C must be numbers"), ({"N": [[1, 2]]}, "N must be a list of numbers")):
-        with pytest.raises(RecordError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             Points(**{**vars(points), **wrong})

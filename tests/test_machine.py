@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from runtime import machine
-from runtime.machine import MachineError, check_device, out_of_memory
+from runtime.cli import MachineError
+from runtime.machine import check_device, out_of_memory
 from tests.conftest import run_train
 
 CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))

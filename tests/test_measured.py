@@ -9,7 +9,7 @@ import torch
 
 from model import GPT
 from runtime.config import load_config
-from runtime.measured import labels
+from runtime.plan import labels
 from runtime.plan import plan as train_plan
 from tests.conftest import ROOT
 

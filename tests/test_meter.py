@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from runtime.meter import Meter
+from runtime.log import Meter
 
 CUDA = torch.device("cuda", 0)
 

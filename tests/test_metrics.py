@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime import metrics
-from runtime.config import ConfigError, FP8Config, LogConfig
+from runtime import log as metrics
+from runtime.cli import UserError
+from runtime.config import FP8Config, LogConfig
 
 
 def row(step, **changes):
@@ -158,5 +159,5 @@ def test_env_json_tells_the_allowed_variables_and_leaks_no_other(tiny, monkeypat
 
 def test_a_logger_that_is_not_installed_gets_a_sentence(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="log.to=wandb needs the package wandb: pip install wandb, or leave it out"):
+    with pytest.raises(UserError, match="log.to=wandb needs the package wandb: pip install wandb, or leave it out"):
         metrics.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))

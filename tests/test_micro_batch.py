@@ -12,12 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from runtime import fp8, micro_batch
-from runtime.config import ConfigError, FP8Config
-from runtime.machine import MachineError
-from runtime.metrics import pair_id, write_json
-from runtime.micro_batch import Trial, candidates, measure, resolve, search, try_one
+from runtime import fp8
+from runtime import plan as micro_batch
+from runtime.cli import MachineError, UserError
+from runtime.config import FP8Config
+from runtime.log import pair_id, write_json
 from runtime.parallel import World
+from runtime.plan import Trial, candidates, measure, resolve_micro_batch, search, try_one
 from scaling.study import Size, Study, expand
 from tests.conftest import ROOT, call_train, with_recipe, write_config
 
@@ -81,7 +82,7 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx,
 def test_no_candidate_is_told(tiny):
     config = replace(auto(tiny, tokens_per_step=7 * 32), model=replace(tiny.model, n_ctx=8), steps=2)
     config = with_recipe(replace(config, data=replace(config.data, tokens_per_step=56)), "tensorwise")
-    with pytest.raises(ConfigError, match=r"^data.micro_batch=auto finds none by which 1 ranks .* a multiple of 256$"):
+    with pytest.raises(UserError, match=r"^data.micro_batch=auto finds none by which 1 ranks .* a multiple of 256$"):
         candidates(config, 1)
     assert candidates(auto(config, tokens_per_step=256), 1)
 
@@ -90,13 +91,13 @@ def test_no_candidate_is_told(tiny):
 
 def test_a_number_is_left_alone(tiny, monkeypatch):
     monkeypatch.setattr(micro_batch, "_decide", lambda *_: pytest.fail("searched"))
-    assert resolve(tiny, ALONE) is tiny
+    assert resolve_micro_batch(tiny, ALONE) is tiny
 
 
 def test_every_rank_has_the_number_of_rank_0(tiny, monkeypatch):
-    monkeypatch.setattr(micro_batch, "on_main", lambda world, work: 2)
+    monkeypatch.setattr(micro_batch, "run_on_rank0", lambda world, work: 2)
     monkeypatch.setattr(micro_batch, "_decide", lambda *_: pytest.fail("searched"))
-    got = resolve(auto(tiny), World(1, 1, 2, CPU))
+    got = resolve_micro_batch(auto(tiny), World(1, 1, 2, CPU))
     assert got == replace(tiny, data=replace(tiny.data, micro_batch=2))
 
 
@@ -104,32 +105,32 @@ def test_a_resume_has_the_number_that_the_run_was_begun_with(tiny, monkeypatch, 
     monkeypatch.setattr(micro_batch, "search", lambda *_: pytest.fail("searched"))
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
-    assert resolve(auto(tiny), ALONE).data.micro_batch == 16
+    assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16
     assert f"data.micro_batch=auto: 16, which {tiny.run_dir} was begun with" in capsys.readouterr().out
     monkeypatch.setattr(micro_batch, "search", lambda numbers, *_: numbers[-1])
-    monkeypatch.setattr(micro_batch, "on_main", lambda world, work: work())
-    assert resolve(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "16 sequences a step are not shared by 4 ranks so"
+    monkeypatch.setattr(micro_batch, "run_on_rank0", lambda world, work: work())
+    assert resolve_micro_batch(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "16 sequences a step are not shared by 4 ranks so"
 
 
 def test_cheap_mistakes_are_told_before_the_search(tiny, monkeypatch):
     monkeypatch.setattr(micro_batch, "search", lambda *_: pytest.fail("searched"))
-    with pytest.raises(ConfigError, match="mixture|web/index.json|no such|is not there|nowhere"):
-        resolve(auto(tiny, dir=str(tiny.run_dir / "nowhere")), ALONE)
-    with pytest.raises(ConfigError, match="data.max_epochs"):
-        resolve(replace(auto(tiny), steps=100_000), ALONE)
+    with pytest.raises(UserError, match="mixture|web/index.json|no such|is not there|nowhere"):
+        resolve_micro_batch(auto(tiny, dir=str(tiny.run_dir / "nowhere")), ALONE)
+    with pytest.raises(UserError, match="data.max_epochs"):
+        resolve_micro_batch(replace(auto(tiny), steps=100_000), ALONE)
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
-    with pytest.raises(ConfigError, match=r"holds another run: seed was 5, now 1337"):
-        resolve(auto(tiny), ALONE)
+    with pytest.raises(UserError, match=r"holds another run: seed was 5, now 1337"):
+        resolve_micro_batch(auto(tiny), ALONE)
 
 
 @pytest.mark.parametrize("size, remedy", [(1, "with parallel.recompute=true or model.loss_chunk=1024"), (
     2, "all the same, for it was tried with the model whole on one GPU, which 2 ranks may share")])
 def test_none_that_fits_names_a_number_to_give(tiny, monkeypatch, size, remedy):
     monkeypatch.setattr(micro_batch, "try_one", lambda *_: FULL)
-    monkeypatch.setattr(micro_batch, "on_main", lambda world, work: work())
-    with pytest.raises(ConfigError) as error:
-        resolve(auto(tiny), World(0, 0, size, CPU))
+    monkeypatch.setattr(micro_batch, "run_on_rank0", lambda world, work: work())
+    with pytest.raises(UserError) as error:
+        resolve_micro_batch(auto(tiny), World(0, 0, size, CPU))
     assert str(error.value) == ("data.micro_batch=auto found none that fits into the memory of cpu, not even 1: give "
                                 f"data.micro_batch=1 {remedy}")
 
@@ -138,19 +139,19 @@ def test_the_search_begins_where_a_gpu_has_something_to_do(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(micro_batch, "search", lambda numbers, first, *_: seen.append((numbers, first)) or numbers[0])
     monkeypatch.setattr(micro_batch, "FIRST_TOKENS", 100)       # of 32 each
-    resolve(auto(tiny), ALONE)
-    resolve(auto(tiny, tokens_per_step=64), ALONE)
+    resolve_micro_batch(auto(tiny), ALONE)
+    resolve_micro_batch(auto(tiny, tokens_per_step=64), ALONE)
     assert seen == [([1, 2, 4, 8, 16], 2), ([1, 2], 0)]
 
 
 def test_trials_are_of_the_run_alone_on_a_device_and_may_last_as_long_as_a_start(tiny, monkeypatch):
     seen = []
     monkeypatch.setattr(micro_batch, "try_one", lambda *job: seen.append(job) or FULL)
-    monkeypatch.setattr(micro_batch, "on_main", lambda world, work: work())
+    monkeypatch.setattr(micro_batch, "run_on_rank0", lambda world, work: work())
     config = auto(replace(tiny, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
         tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900)))
-    with pytest.raises(ConfigError):
-        resolve(config, World(0, 0, 4, torch.device("cuda", 0)))
+    with pytest.raises(UserError):
+        resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
     (tried, device, end), = seen
     assert (tried.parallel.replicate, tried.parallel.shard) == (1, None) and tried.parallel.recompute
     assert not tried.fp8.all_gather
@@ -162,7 +163,7 @@ def test_a_pair_needs_one_number_and_a_study_too(tiny, monkeypatch, tmp_path):
     assert pair_id(pair[0]) == pair_id(pair[1]) != pair_id(pair[2])
     config = write_config(auto(tiny, micro_batch="auto"), tmp_path / "size_bf16.py")
     study = Study(name="s", sizes=(Size(config=str(config)),), tokens_per_param=(1.0,), margin_percent=1.0)
-    with pytest.raises(ConfigError, match=r"size_bf16.py has data.micro_batch=auto: give a number, for runs are compared"):
+    with pytest.raises(UserError, match=r"size_bf16.py has data.micro_batch=auto: give a number, for runs are compared"):
         expand(study)
 
 
@@ -204,7 +205,7 @@ def test_a_trial_that_hangs_ends_in_time_and_leaves_no_process(tiny, child, tmp_
 
 def test_what_no_micro_batch_helps_is_the_users_mistake(tiny, child):
     child("""echo '{"mistake": "fp8.recipe=tensorwise needs another GPU"}'""")
-    with pytest.raises(ConfigError, match="^fp8.recipe=tensorwise needs another GPU$"):
+    with pytest.raises(UserError, match="^fp8.recipe=tensorwise needs another GPU$"):
         try_one(tiny, CPU, time.monotonic() + 60)
 
 
@@ -243,7 +244,7 @@ def test_a_trial_leaves_memory_to_others(monkeypatch):
 def test_a_real_trial_that_does_not_fit_and_one_whose_parent_is_gone(tiny):
     vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
     job = json.dumps({"config": tiny.to_dict(), "device": "cpu"})
-    orphan = subprocess.Popen([sys.executable, "-P", "-m", "runtime.micro_batch", job], stdin=subprocess.DEVNULL, cwd=ROOT,
+    orphan = subprocess.Popen([sys.executable, "-P", "-m", "runtime.plan", job], stdin=subprocess.DEVNULL, cwd=ROOT,
                               env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE)
     assert try_one(vast, CPU, time.monotonic() + 300) == FULL
     assert orphan.communicate(timeout=300)[0] == b"" and orphan.returncode == 1
@@ -271,5 +272,5 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
     assert try_one(huge, device, end) == FULL
     trial = try_one(small, device, end)
     assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
-    assert resolve(auto(config, tokens_per_step=4 * 1024), SimpleNamespace(
+    assert resolve_micro_batch(auto(config, tokens_per_step=4 * 1024), SimpleNamespace(
         rank=0, size=1, device=device, is_main=True)).data.micro_batch in (1, 2, 4)

@@ -1,4 +1,4 @@
-"""Tests of runtime/order.py: permutations are bijective, mixtures keep their weights at every prefix."""
+"""Tests of runtime/data.py: permutations are bijective, mixtures keep their weights at every prefix."""
 
 import random
 from fractions import Fraction
@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from runtime.order import permute, schedule, shares
+from runtime.data import permute, schedule, shares
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000, 65_537])

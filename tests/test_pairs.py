@@ -261,5 +261,5 @@ def test_published_runs_without_their_plain_logs_give_the_same_result(tmp_path, 
     ("[]", "expected an object"), ("{", "not valid JSON"), ("{}", "lacks 'conventions'")])
 def test_a_damaged_result_is_a_sentence(tmp_path, content, sentence):
     (tmp_path / "precision.json").write_text(content)
-    with pytest.raises(precision.RecordError, match=sentence):
+    with pytest.raises(precision.UserError, match=sentence):
         read_result(tmp_path / "precision.json")

@@ -16,9 +16,11 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from model import GPT, GPTConfig, KVCache
-from runtime import fp8, gather, parallel
-from runtime.build import COMPUTE_DTYPE
-from runtime.config import Config, ConfigError, DataConfig, FP8Config, OptimConfig, ParallelConfig, config_from_dict, load_config
+from runtime import fp8, parallel
+from runtime import fp8 as gather
+from runtime.cli import UserError
+from runtime.config import Config, DataConfig, FP8Config, OptimConfig, ParallelConfig, config_from_dict, load_config
+from runtime.parallel import COMPUTE_DTYPE
 from runtime.probe import Probe
 from runtime.quantize import RECIPES
 from tests.conftest import ROOT, call_train, with_recipe
@@ -147,7 +149,7 @@ def test_deterministic_refuses_a_workspace_that_is_not(tiny, monkeypatch, worksp
         if is_allowed:
             assert f"CUBLAS_WORKSPACE_CONFIG={workspace}," in parallel.set_torch_flags(config, ALONE, [])[0]
         else:
-            with pytest.raises(ConfigError, match=f"to be :4096:8 or :16:8, not '{workspace}': set it to one"):
+            with pytest.raises(UserError, match=f"to be :4096:8 or :16:8, not '{workspace}': set it to one"):
                 parallel.set_torch_flags(config, ALONE, [])
     finally:
         parallel.set_torch_flags(tiny, ALONE, [])
@@ -197,13 +199,13 @@ class TestRestarts:
                             "TORCHELASTIC_USE_AGENT_STORE": shared}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.delenv("MASTER_ADDR", raising=False)    # what comes after the check fails, and differently
-        with pytest.raises(ConfigError if refused else ValueError, match="export TORCH_DISABLE" if refused else "MASTER_ADDR"):
+        with pytest.raises(UserError if refused else ValueError, match="export TORCH_DISABLE" if refused else "MASTER_ADDR"):
             parallel.start(tiny)
 
 
 def test_shards_that_do_not_make_the_processes_there_are_refused(tiny, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="parallel.replicate=1 x parallel.shard=3 does not make 2 processes"):
+    with pytest.raises(UserError, match="parallel.replicate=1 x parallel.shard=3 does not make 2 processes"):
         parallel.start(replace(tiny, parallel=replace(tiny.parallel, shard=3)))
 
 

@@ -20,7 +20,7 @@ import pytest
 from prepare import pieces
 from prepare.parts import Parts, begun
 from prepare.source import DOCUMENT, Encoded
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 
 IDENTITY = {"tokenizer": "gpt2", "selection": {"column": "text"}, "share": [1, 2]}
 FORK = multiprocessing.get_context("fork")      # quick; and no child inherits a lock
@@ -313,7 +313,7 @@ def test_a_damaged_piece_is_a_sentence(make):
     work(parts)
     for damage in (b"", b"{}", b"[1]", b"\xff", b"[" * 100_000, b'{"rows": 3}'):
         (parts.folder / "00000_0000.json").write_bytes(damage)
-        with pytest.raises(ConfigError, match="00000_0000.json is damaged: delete .*parts and run the same command again"):
+        with pytest.raises(UserError, match="00000_0000.json is damaged: delete .*parts and run the same command again"):
             make(1).prefix(False)
 
 
@@ -528,7 +528,7 @@ def test_the_same_input_goes_on_and_another_one_is_refused(make, capsys):
         ("other input files, 2.jsonl was not among them", 3, IDENTITY),
         ("other input files, or in another order", some_files(2)[::-1], IDENTITY),
     ]:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(UserError) as error:
             make(files, identity)
         assert str(error.value) == (f"{make.folder} was begun otherwise ({change}): give the same options again, "
                                     f"or delete {make.folder}")
@@ -579,7 +579,7 @@ def test_a_file_that_changed_stops_shards_in_the_making(make):
     work(parts)
     (parts.folder / "layout.json").write_text("{}")
     before = there(parts.folder)
-    with pytest.raises(ConfigError, match=r"\(1.jsonl has changed\): give the same files again, or delete .*parts$"):
+    with pytest.raises(UserError, match=r"\(1.jsonl has changed\): give the same files again, or delete .*parts$"):
         make(CHANGED)
     assert there(parts.folder) == before and make(2).is_exhausted(False)
 
@@ -592,7 +592,7 @@ def test_a_file_that_changed_while_somebody_works_is_refused(make):
         signal.pause()
 
     with process(hold) as (child, _):
-        with pytest.raises(ConfigError, match=f"process {child.pid} .* works there on other input: 1.jsonl has changed; wait"):
+        with pytest.raises(UserError, match=f"process {child.pid} .* works there on other input: 1.jsonl has changed; wait"):
             make(CHANGED)
         assert make(2).is_exhausted(False)
 
@@ -605,7 +605,7 @@ def test_another_identity_is_refused_while_somebody_works(make):
         signal.pause()
 
     with process(hold) as (child, _):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(UserError) as error:
             make(2, IDENTITY | {"tokenizer": "byte"})
         assert f"process {child.pid} on host {socket.gethostname()!r}" in str(error.value)
         assert "tokenizer was 'gpt2', now 'byte'" in str(error.value)
@@ -615,7 +615,7 @@ def test_another_identity_is_refused_while_somebody_works(make):
         trace = f"worker_*_{child.pid}.lock"
         assert list(make.folder.glob(trace))
         assert make(2).is_exhausted(False) and not list(make.folder.glob(trace)), "the trace of a dead process goes"
-        with pytest.raises(ConfigError, match="was begun otherwise"):
+        with pytest.raises(UserError, match="was begun otherwise"):
             make(2, IDENTITY | {"tokenizer": "byte"})
 
 
@@ -755,6 +755,6 @@ def test_without_locks_each_worker_keeps_to_its_share(make, monkeypatch, capsys)
     assert work(second, 2, 2) == [1] and first.others() == []
     assert capsys.readouterr().err.count("has no locks (No locks available): each worker takes its own share") == 2
     (first.folder / "worker_far_17.lock").touch()
-    with pytest.raises(ConfigError, match="process 17 on host 'far' works there on other input.*if it is no more, delete"):
+    with pytest.raises(UserError, match="process 17 on host 'far' works there on other input.*if it is no more, delete"):
         make(5, {})
     assert json.loads((first.folder / "plan.json").read_text())["identity"] == IDENTITY

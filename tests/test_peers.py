@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import model as our_model
 from bench import peers
 from model import GPT, GPTConfig
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from tests.peer_checkouts import GPT_ROOM, NANOGPT, nanochat, nanogpt
 
 SMALL = {"n_layer": 2, "n_embd": 128, "vocab_size": 160}
@@ -56,7 +56,7 @@ def gradients(model):
 @pytest.mark.parametrize("name, missing", [("nanogpt", "model.py"), ("nanochat_fp8", "nanochat/__init__.py")])
 def test_another_folder_is_refused(tmp_path, name, missing):
     for folder in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(ConfigError, match=f"is no checkout of .*: it has no {missing}; give the folder that git clone"):
+        with pytest.raises(UserError, match=f"is no checkout of .*: it has no {missing}; give the folder that git clone"):
             peers.check(name, str(folder))
 
 
@@ -73,22 +73,22 @@ def test_another_version_is_refused_by_what_it_lacks(tmp_path, name, file, old, 
     assert peers.check(name, folder)
     path = tmp_path / "peer" / file
     path.write_text(path.read_text().replace(old, old[:-2] + "_x, " if old.endswith(", ") else old[:4] + "x" + old[4:]))
-    with pytest.raises(ConfigError, match=rf"{file} is of a version .* lacks {lacking}; check out \w+ at commit \w{{7}}"):
+    with pytest.raises(UserError, match=rf"{file} is of a version .* lacks {lacking}; check out \w+ at commit \w{{7}}"):
         peers.check(name, folder)
 
 
 def test_a_checkout_is_judged_without_running_it(tmp_path):
     folder = nanogpt(tmp_path / "peer", NANOGPT + "\nraise RuntimeError('ran')\n")
     peers.check("nanogpt", folder)
-    with pytest.raises(ConfigError, match="model.py could not be imported: RuntimeError: ran"):
+    with pytest.raises(UserError, match="model.py could not be imported: RuntimeError: ran"):
         load("nanogpt", folder)
-    with pytest.raises(ConfigError, match="gpt.py could not be imported: ModuleNotFoundError: No module named 'absent_library'"):
+    with pytest.raises(UserError, match="gpt.py could not be imported: ModuleNotFoundError: No module named 'absent_library'"):
         load("nanochat_bf16", nanochat(tmp_path / "chat", gpt="import absent_library\n" + GPT_ROOM))
 
 
 def test_what_is_no_python_is_refused(tmp_path):
     for text in ("def (", "\0"):
-        with pytest.raises(ConfigError, match="is no Python"):
+        with pytest.raises(UserError, match="is no Python"):
             peers.check("nanogpt", nanogpt(tmp_path / str(len(text)), text))
 
 
@@ -111,13 +111,13 @@ def test_the_version_is_told(tmp_path, monkeypatch):
 ])
 def test_mistakes_get_a_sentence(tmp_path, name, size, overrides, sentence):
     folder = (nanogpt if name == "nanogpt" else nanochat)(tmp_path / "peer")
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         load(name, folder, size, **overrides)
     assert sentence in str(error.value)
 
 
 def test_a_step_is_whole_micro_batches(tmp_path):
-    with pytest.raises(ConfigError, match="tokens_per_step=100 is not a whole number of micro-batches of 2 x 16 tokens"):
+    with pytest.raises(UserError, match="tokens_per_step=100 is not a whole number of micro-batches of 2 x 16 tokens"):
         peers.load("nanogpt", nanogpt(tmp_path / "peer"), "nanogpt_124m", 2, 16, CPU, tokens_per_step=100, seed=0)
 
 

@@ -251,7 +251,7 @@ def test_columns_have_headings_and_the_winners_are_among_the_rows(capsys):
 @pytest.mark.parametrize("arguments, sentence", [
     (["hours=0"], "hours=0 must be above 0"), (["hours=nan"], "must be a number"), (["gpus=1.5"], "whole number"),
     (["gpus=0"], "at least 1"),
-    (["gpu=h10"], "not in runtime/metrics.py"), (["hors=3"], "did you mean hours?"), (["--law"], "lacks its value"),
+    (["gpu=h10"], "not in runtime/log.py"), (["hors=3"], "did you mean hours?"), (["--law"], "lacks its value"),
     (["law=nowhere.json"], "law=nowhere.json is not there: give the law.json"),
     (["law=configs"], "law=configs is a folder: give the law.json"),
     (["--gpu", "a100", "gpu=h100"], "gpu is given twice"), (["--gpus", "--gap", "1"], "gpus lacks its value"),

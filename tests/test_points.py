@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from runtime.cli import UserError
 from scaling.points import read_points
-from scaling.records import RecordError
 from tests.conftest import ROOT
 
 HEAD = "run,N,tokens,flops,loss,lr"
@@ -24,7 +24,7 @@ def plain(tmp_path, head=HEAD, rows=ROWS, end="\n"):
 
 
 def refusal(path, n="N", loss="loss", **options):
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(UserError) as error:
         read_points(path, n, loss, **options)
     return str(error.value).removeprefix(str(path)).lstrip(": ")
 

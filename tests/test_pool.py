@@ -20,7 +20,7 @@ from prepare import encoder
 from prepare.contamination import read_grams
 from prepare.pool import Pool
 from prepare.source import Batch
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import clean, token_bytes
 from tests.conftest import ROOT
 
@@ -125,7 +125,7 @@ def test_contaminated_documents_keep_a_row_and_no_tokens(tmp_path, processes):
     (("gpt3", 1), "there is no tokenizer 'gpt3'"), (("gpt2", 2, "tiktok"), "tokenizer_backend='tiktok' is none of tiktoken, gig"),
     (("byte", 2, "gigatoken"), "gigatoken encodes for gpt2 alone, not for tokenizer=byte")])
 def test_mistakes_are_refused_before_anything_starts(arguments, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Pool(*arguments)
 
 
@@ -370,7 +370,7 @@ def test_a_gigatoken_that_differs_is_refused(gigatoken, processes):
     gigatoken.install("number 777")
     name = hashlib.blake2b(b"number 777", digest_size=8).digest()[::-1].hex()
     with Pool("gpt2", processes, "gigatoken") as pool, \
-            pytest.raises(ConfigError, match=f"tokenizer_backend=gigatoken encodes the document with the hash {name} otherwise"):
+            pytest.raises(UserError, match=f"tokenizer_backend=gigatoken encodes the document with the hash {name} otherwise"):
         list(pool.encode(iter([batch([f"number {n}" for n in range(1000)])])))
 
 
@@ -381,14 +381,14 @@ def test_each_process_checks_its_first_documents(gigatoken, monkeypatch):
         (encoded,) = pool.encode(iter([batch([f"number {n}" for n in range(8)])]))
         assert encoded.documents["tokens"].tolist() == [3] * 7 + [2], "the eighth was not held against tiktoken"
     monkeypatch.setattr(encoder, "CHECKED", 8)
-    with Pool("gpt2", 1, "gigatoken") as pool, pytest.raises(ConfigError, match="otherwise"):
+    with Pool("gpt2", 1, "gigatoken") as pool, pytest.raises(UserError, match="otherwise"):
         list(pool.encode(iter([batch([f"number {n}" for n in range(8)])])))
 
 
 def test_a_gigatoken_that_is_not_there_or_another_one_is_a_sentence(gigatoken, monkeypatch):
     gigatoken.install("", "def from_tiktoken(): pass")
-    with pytest.raises(ConfigError, match=r"cannot be loaded \(.*Tokenizer.*\): pip install gigatoken==0.10.0, or leave"):
+    with pytest.raises(UserError, match=r"cannot be loaded \(.*Tokenizer.*\): pip install gigatoken==0.10.0, or leave"):
         Pool("gpt2", 1, "gigatoken")
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    with pytest.raises(ConfigError, match="cannot be loaded .*pip install gigatoken"):
+    with pytest.raises(UserError, match="cannot be loaded .*pip install gigatoken"):
         Pool("gpt2", 2, "gigatoken")

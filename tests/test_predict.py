@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, frozen, predict
 from scaling.laws import Points
-from scaling.records import RecordError, read_runs
+from scaling.records import read_runs
 from tests.conftest import ROOT
 from tests.scaling_runs import law, surface, write_run
 
@@ -93,9 +94,9 @@ def test_an_fp8_run_is_predicted_from_its_own_recipe_alone(study, tmp_path):
     made = predict.freeze("big_fp8", groups_of(study), tmp_path)
     assert made.recipe == "tensorwise" and [one["run_id"] for one in made.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"]
     assert made.loss > predict.freeze("big", groups_of(study), tmp_path).loss
-    with pytest.raises(RecordError, match="a run in rowwise, but the runs at hand are bf16, tensorwise"):
+    with pytest.raises(UserError, match="a run in rowwise, but the runs at hand are bf16, tensorwise"):
         predict.freeze("big_row", groups_of(study), tmp_path)
-    with pytest.raises(RecordError, match="no runs, only a table"):
+    with pytest.raises(UserError, match="no runs, only a table"):
         predict.freeze("big", groups_of(study, records=()), tmp_path / "table", roots=[study])
 
 
@@ -117,21 +118,21 @@ def test_a_config_is_counted_exactly(study, tmp_path):
     assert made.recipe == "tensorwise" and re.search(rf"  total +{made.N:,} ", lines)
     assert re.search(rf"  tokens +{made.D:,} ", lines)
     assert f"+ attention            {made.C:.4e}" in lines
-    with pytest.raises(RecordError, match="vocabulary of 50257"):
+    with pytest.raises(UserError, match="vocabulary of 50257"):
         predict.freeze("gpt1p5b_fp8", groups_of(study), tmp_path)
 
 
 def test_nothing_is_frozen_twice(study, tmp_path):
     predict.freeze("big", groups_of(study), tmp_path)
     before = (tmp_path / "prediction_big.json").read_bytes()
-    with pytest.raises(RecordError, match="is there already"):
+    with pytest.raises(UserError, match="is there already"):
         predict.freeze("big.py", groups_of(study), tmp_path)
     assert (tmp_path / "prediction_big.json").read_bytes() == before
 
 
 @pytest.mark.parametrize("name, sentence", [("bog", "did you mean big?"), ("../big", "is no name of a run"), ("", "no name")])
 def test_an_unknown_target_is_refused(study, tmp_path, name, sentence):
-    with pytest.raises(RecordError, match=sentence.replace("?", r"\?")):
+    with pytest.raises(UserError, match=sentence.replace("?", r"\?")):
         predict.freeze(name, groups_of(study), tmp_path)
     assert not list(tmp_path.glob("prediction*"))
 
@@ -142,23 +143,23 @@ def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
     (study / "big" / "config.json").write_text("{}")
     predict.freeze("big", clean, tmp_path / "1")        # a folder with a configuration is no run yet
     (study / "big" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(RecordError, match="has begun already"):
+    with pytest.raises(UserError, match="has begun already"):
         predict.freeze("big", clean, tmp_path)
     (study / "big" / "metrics.jsonl").unlink()
     (study / "big" / "config.json").unlink()
     (study / "big").rmdir()
     write_big(study, "other_seed", seed=7)              # another name and seed, the same point
-    with pytest.raises(RecordError, match="other_seed is finished"):
+    with pytest.raises(UserError, match="other_seed is finished"):
         predict.freeze("big", groups_of(study), tmp_path)
     held = predict.Held("other_seed", GOAL["params_total"], GOAL["tokens"], 1.0, 2.0, None)
     clean[0].held_out = (held,)
-    with pytest.raises(RecordError, match="other_seed is finished"):
+    with pytest.raises(UserError, match="other_seed is finished"):
         predict.freeze("big", clean, tmp_path)
 
 
 def test_mixed_conventions_and_vocabularies_are_refused(study, tmp_path):
     write_run(study / "d_bf16", params=50_000, flops_per_token_6n_total=6.5 * 50_000, curve=False)
-    with pytest.raises(RecordError, match="counts FLOPs in another way"):
+    with pytest.raises(UserError, match="counts FLOPs in another way"):
         predict.freeze("big", groups_of(study), tmp_path)
 
 
@@ -167,7 +168,7 @@ def test_a_study_without_counts_is_refused(study, tmp_path):
                            ('{"runs": [], "held_out": "big"}', "held_out must be a list"),
                            ('{"runs": [3]}', "list of objects"), ('{"runs": [', "not valid JSON"), ("[]", "expected an object")):
         (study / "study.json").write_text(text)
-        with pytest.raises(RecordError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             predict.freeze("big", groups_of(study), tmp_path)
 
 
@@ -227,7 +228,7 @@ def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, chan
     predict.freeze("big", groups_of(study), tmp_path)
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
-    with pytest.raises(RecordError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, read_runs([study / "elsewhere"])[0])
     assert not (tmp_path / "score_big.json").exists()
 
@@ -254,7 +255,7 @@ def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
     text = path.read_text()
     path.write_text(damage(text))
     assert path.read_text() != text
-    with pytest.raises(RecordError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, [])
 
 
@@ -265,12 +266,12 @@ def test_an_input_is_no_test(study, tmp_path):
     record = next(one for one in read_runs([study])[0] if one.run_id == "big")
     content = dict(made.content, inputs=[{"run_id": "x", "summary_sha256": record.summary_sha256}])
     made.path.write_text(json.dumps(resigned(content)))
-    with pytest.raises(RecordError, match="one of the inputs"):
+    with pytest.raises(UserError, match="one of the inputs"):
         predict.score(tmp_path, [record])
 
 
 def test_a_folder_without_predictions_has_no_score(tmp_path):
-    with pytest.raises(RecordError, match="holds no prediction"):
+    with pytest.raises(UserError, match="holds no prediction"):
         predict.score(tmp_path, [])
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import prepare_data
 from configs.sources import SOURCES
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from tests.hub_server import HubServer, make_hub
 from tests.prepare_runs import Forge, Run, content, is_a_sentence
 
@@ -169,7 +169,7 @@ def test_a_resume_stays_at_the_commit_that_was_begun(forge, tmp_path, monkeypatc
 
     def resolve(dataset, column, revision, *_):
         asked.append(revision)
-        raise ConfigError("far enough")
+        raise UserError("far enough")
     monkeypatch.setattr(prepare_data.hub, "any_dataset", resolve)
     command = [f"hf:{ARXIV}", "name=arxiv", *OPTIONS, f"out={out}"]
     prepare_data.main(command)

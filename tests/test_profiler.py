@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
-from runtime.profiler import Profiler
+from runtime.log import Profiler
 from tests.conftest import call_train
 
 
@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_written_costs_the_trace_alone(tmp_path):
 def test_a_full_disk_leaves_no_half_trace(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr("runtime.profiler.shutil.copyfileobj", full)
+    monkeypatch.setattr("runtime.log.shutil.copyfileobj", full)
     said = []
     train(Profiler((2, 3), tmp_path, world(), said.append))
     assert files(tmp_path) == [] and "No space left on device" in said[0]
@@ -101,7 +101,7 @@ def test_a_full_disk_leaves_no_half_trace(tmp_path, monkeypatch):
 def test_a_profiler_that_cannot_start_costs_nothing(tmp_path, monkeypatch):
     def refuse(**options):
         raise RuntimeError("CUPTI_ERROR_NOT_INITIALIZED")
-    monkeypatch.setattr("runtime.profiler.profile", refuse)
+    monkeypatch.setattr("runtime.log.profile", refuse)
     said = []
     train(Profiler((2, 3), tmp_path, world(), said.append))
     assert files(tmp_path) == []
@@ -118,7 +118,7 @@ def test_on_a_gpu_the_allocator_is_recorded_too(tmp_path, monkeypatch):
         calls.append(len(activities))
         return profile(**options)
 
-    monkeypatch.setattr("runtime.profiler.profile", on_a_cpu)
+    monkeypatch.setattr("runtime.log.profile", on_a_cpu)
     train(Profiler((2, 3), tmp_path, world(device="cuda"), lambda line: None))
     assert calls == [{"max_entries": 100_000}, 2, "dump", {"enabled": None}]
     assert files(tmp_path) == ["memory_rank0.pickle", "trace_rank0.pt.trace.json.gz"]
@@ -127,7 +127,7 @@ def test_on_a_gpu_the_allocator_is_recorded_too(tmp_path, monkeypatch):
 def test_a_gpu_without_the_private_calls_is_traced_all_the_same(tmp_path, monkeypatch):
     for name in ("_record_memory_history", "_dump_snapshot"):
         monkeypatch.delattr(torch.cuda.memory, name, raising=False)
-    monkeypatch.setattr("runtime.profiler.profile", lambda activities, **options: profile(**options))
+    monkeypatch.setattr("runtime.log.profile", lambda activities, **options: profile(**options))
     train(Profiler((2, 3), tmp_path, world(device="cuda"), lambda line: None))
     assert files(tmp_path) == ["trace_rank0.pt.trace.json.gz"]
 

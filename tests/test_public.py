@@ -8,7 +8,7 @@ import torch
 
 from eval import harness, task_list
 from eval.public import public_dir, public_lm
-from runtime.config import ConfigError
+from runtime.cli import UserError
 
 CPU = torch.device("cpu")
 TEXTS = ["the cat sat on the mat", "a dog ran over the hill", "what is it that the cat saw"]
@@ -78,25 +78,25 @@ def test_scores_lie_in_a_folder_of_their_own_below_out(name, folder):
 
 @pytest.mark.parametrize("name", ["no such name", "a/b/c", "a/..", "", "x;y"])
 def test_a_name_that_is_none_gets_a_sentence(name):
-    with pytest.raises(ConfigError, match="is neither a folder nor a name such as hf:gpt2"):
+    with pytest.raises(UserError, match="is neither a folder nor a name such as hf:gpt2"):
         public_lm(name, CPU, "float32", 1)
 
 
 def test_folders_that_hold_no_safe_model_get_a_sentence(model_dir, tmp_path):
-    with pytest.raises(ConfigError, match="has no config.json"):
+    with pytest.raises(UserError, match="has no config.json"):
         public_lm(str(tmp_path / "nowhere"), CPU, "float32", 1)
     folder = tmp_path / "pickled"
     folder.mkdir()
     (folder / "config.json").write_text((model_dir / "config.json").read_text())
-    with pytest.raises(ConfigError, match=r"has no \*\.safetensors$"):
+    with pytest.raises(UserError, match=r"has no \*\.safetensors$"):
         public_lm(str(folder), CPU, "float32", 1)
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    with pytest.raises(ConfigError, match=r"only pytorch_model.bin, which can run code when read"):
+    with pytest.raises(UserError, match=r"only pytorch_model.bin, which can run code when read"):
         public_lm(str(folder), CPU, "float32", 1)
     for file in model_dir.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
-    with pytest.raises(ConfigError, match="could not be loaded"):
+    with pytest.raises(UserError, match="could not be loaded"):
         public_lm(str(folder), CPU, "float32", 1)
 
 
@@ -109,7 +109,7 @@ def test_code_that_a_model_brings_along_is_not_run(model_dir, tmp_path):
     config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
-    with pytest.raises(ConfigError, match="brings code of its own, which is not run here"):
+    with pytest.raises(UserError, match="brings code of its own, which is not run here"):
         public_lm(str(folder), CPU, "float32", 1)
     assert not (tmp_path / "ran").exists()
 
@@ -117,7 +117,7 @@ def test_code_that_a_model_brings_along_is_not_run(model_dir, tmp_path):
 @pytest.mark.parametrize("module", ["transformers", "accelerate"])
 def test_without_transformers_a_sentence_says_what_to_install(model_dir, monkeypatch, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match="pip install transformers accelerate"):
+    with pytest.raises(UserError, match="pip install transformers accelerate"):
         public_lm(str(model_dir), CPU, "float32", 1)
 
 
@@ -127,10 +127,10 @@ def test_without_network_a_sentence_says_so(monkeypatch):
     def fail(**settings):
         raise OSError("We couldn't connect to 'https://huggingface.co' to load the files\nmore")
     monkeypatch.setattr(theirs, "HFLM", fail)
-    with pytest.raises(ConfigError, match=r"hf:gpt2 could not be loaded \(OSError: We couldn't.*\): check the name, .*Hub"):
+    with pytest.raises(UserError, match=r"hf:gpt2 could not be loaded \(OSError: We couldn't.*\): check the name, .*Hub"):
         public_lm("gpt2", CPU, "float32", 1)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")       # what offline= does
-    with pytest.raises(ConfigError, match=r"hf:gpt2 could not be loaded without network .*: it must lie in the Hub's cache"):
+    with pytest.raises(UserError, match=r"hf:gpt2 could not be loaded without network .*: it must lie in the Hub's cache"):
         public_lm("gpt2", CPU, "float32", 1)
 
 
@@ -140,7 +140,7 @@ def test_local_tasks_do_not_cut_a_public_model_off_the_hub(tmp_path, monkeypatch
 
     def quiet(offline):
         asked.append(offline)
-        raise ConfigError("enough")
+        raise UserError("enough")
     monkeypatch.setattr(task_list, "quiet", quiet)
     monkeypatch.setattr(task_list, "is_local", lambda names, include: True)
     for extra in ([], ["offline=saved"]):

@@ -7,12 +7,13 @@ import pytest
 from scaling_runs import write_run
 from scipy.stats import ttest_1samp
 
+from runtime.cli import UserError
 from scaling import precision
 from scaling.gap_figure import draw_precision
 from scaling.gap_tables import ranking, tables
 from scaling.pairs import pairs
 from scaling.precision import analyse
-from scaling.records import RecordError, read_runs
+from scaling.records import read_runs
 
 LOSS = 2.0
 SEEDS, SIZES = (1, 2), (40_000, 90_000)
@@ -217,5 +218,5 @@ def test_a_summary_that_does_not_list_its_linears_is_a_sentence(tmp_path, value)
     if value is ...:
         del summary["precision"]["layers_converted"]
     path.write_text(json.dumps(summary))
-    with pytest.raises(RecordError, match="expected a list of the Linears"):
+    with pytest.raises(UserError, match="expected a list of the Linears"):
         ranked(tmp_path)

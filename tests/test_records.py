@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from scaling_runs import write_ladder, write_run
 
+from runtime.cli import UserError
 from scaling.precision import pairs
-from scaling.records import RecordError, check_comparable, from_scratch, read_curve, read_record, read_runs, usable
+from scaling.records import check_comparable, from_scratch, read_curve, read_record, read_runs, usable
 
 
 def test_reads_run_folders_and_folders_of_runs(tmp_path):
@@ -79,7 +80,7 @@ def test_a_branch_that_was_trained_from_scratch_belongs_to_the_trunk_that_its_st
 def test_a_study_that_names_no_proper_trunk_is_refused(tmp_path, row):
     write_run(tmp_path / "short")
     (tmp_path / "study.json").write_text(json.dumps({"runs": [{"run": "short"} | row]}))
-    with pytest.raises(RecordError, match=r"study\.json: short has the parent .*expected a run's name and a whole number"):
+    with pytest.raises(UserError, match=r"study\.json: short has the parent .*expected a run's name and a whole number"):
         read_record(tmp_path / "short")
 
 
@@ -94,13 +95,13 @@ def test_a_law_leaves_out_what_went_on_with_an_imported_model(tmp_path):
 
 
 def test_no_runs_at_all(tmp_path):
-    with pytest.raises(RecordError, match="does not exist: give a run's folder such as out/<run>"):
+    with pytest.raises(UserError, match="does not exist: give a run's folder such as out/<run>"):
         read_runs([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(RecordError, match="no finished run in .*empty: expected folders with a summary.json"):
+    with pytest.raises(UserError, match="no finished run in .*empty: expected folders with a summary.json"):
         read_runs([tmp_path / "empty"])
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="file is a file: give a run's folder"):
+    with pytest.raises(UserError, match="file is a file: give a run's folder"):
         read_runs([tmp_path / "file"])
 
 
@@ -134,7 +135,7 @@ def test_no_runs_at_all(tmp_path):
 ])
 def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
     write_run(tmp_path / "run", **{key: value})
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(UserError) as error:
         read_record(tmp_path / "run")
     assert str(error.value) == f"{tmp_path / 'run' / 'summary.json'}: {sentence}"
 
@@ -143,7 +144,7 @@ def test_bad_fields_get_a_sentence(tmp_path, key, value, sentence):
 def test_damaged_summary(tmp_path, content):
     write_run(tmp_path / "run")
     (tmp_path / "run" / "summary.json").write_bytes(content)
-    with pytest.raises(RecordError, match="summary.json (is not valid JSON .*cut off or edited|holds a list)"):
+    with pytest.raises(UserError, match="summary.json (is not valid JSON .*cut off or edited|holds a list)"):
         read_record(tmp_path / "run")
 
 
@@ -157,7 +158,7 @@ def test_mixing_is_refused_naming_two_runs(tmp_path, key, value, what):
     first = write_run(tmp_path / "a")
     write_run(tmp_path / "b", params=106_624, **{key: value})
     records, _ = read_runs([tmp_path])
-    with pytest.raises(RecordError) as error:
+    with pytest.raises(UserError) as error:
         check_comparable(records)
     assert str(error.value) == (f"a and b differ in {key} ({first[key]} against {value}): losses over {what} cannot enter "
                                 "one fit; fit them apart")
@@ -166,7 +167,7 @@ def test_mixing_is_refused_naming_two_runs(tmp_path, key, value, what):
 def test_other_source_weights_are_refused(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", params=106_624, sources={n: {"weight": 1} for n in ("docs", "latex", "python")})
-    with pytest.raises(RecordError, match="a and b weigh the sources differently"):
+    with pytest.raises(UserError, match="a and b weigh the sources differently"):
         check_comparable(read_runs([tmp_path])[0])
 
 
@@ -175,11 +176,11 @@ def test_one_point_twice_is_refused_but_another_seed_is_not(tmp_path):
     write_run(tmp_path / "b", seed=2)
     check_comparable(read_runs([tmp_path])[0])
     write_run(tmp_path / "c")
-    with pytest.raises(RecordError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed, "
+    with pytest.raises(UserError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed, "
                                           r"repeat\)"):
         check_comparable(read_runs([tmp_path])[0])
     write_run(tmp_path / "more" / "a", params=106_624)
-    with pytest.raises(RecordError, match=r"a and .*more/a are one point given twice \(same run_id\): leave one out"):
+    with pytest.raises(UserError, match=r"a and .*more/a are one point given twice \(same run_id\): leave one out"):
         check_comparable(read_runs([tmp_path / "a", tmp_path / "more" / "a"])[0])
 
 
@@ -258,7 +259,7 @@ def test_pairs_that_cannot_be(tmp_path):
 
     def refuse(sentence, **changes):
         np.savez(path, **{**good, **changes})
-        with pytest.raises(RecordError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             pairs(read_runs([tmp_path])[0])
 
     order = [1, 0, 3, 2]
@@ -270,10 +271,10 @@ def test_pairs_that_cannot_be(tmp_path):
     refuse("'source' must name each of the 2 sources 0 to 1", source=np.array([0, 0, 1, 2]))
     refuse("the two files are not from one evaluation", bf16=good["bf16"] * 1.01)
     path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(RecordError, match="val_losses.npz cannot be read"):
+    with pytest.raises(UserError, match="val_losses.npz cannot be read"):
         pairs(read_runs([tmp_path])[0])
     path.unlink()
-    with pytest.raises(RecordError, match="val_losses.npz is missing: the paired gap needs it beside summary.json"):
+    with pytest.raises(UserError, match="val_losses.npz is missing: the paired gap needs it beside summary.json"):
         pairs(read_runs([tmp_path])[0])
 
 
@@ -288,11 +289,11 @@ def test_runs_without_partner_are_said(tmp_path):
     (pair,), _ = pairs(read_runs([tmp_path])[0])
     assert pair.tok_per_s_ratio is None
     write_run(tmp_path / "d", pair_id="pair38912_778240_1337", seed=3)
-    with pytest.raises(RecordError, match="a and d are both the BF16 run of pair pair38912_778240_1337: leave one out"):
+    with pytest.raises(UserError, match="a and d are both the BF16 run of pair pair38912_778240_1337: leave one out"):
         pairs(read_runs([tmp_path])[0])
 
 
 def test_a_folder_of_studies_points_to_the_study(tmp_path):
     write_run(tmp_path / "out" / "demo" / "a_bf16")
-    with pytest.raises(RecordError, match=r"out/demo: it is no run but holds runs: give .*out/demo itself"):
+    with pytest.raises(UserError, match=r"out/demo: it is no run but holds runs: give .*out/demo itself"):
         read_runs([tmp_path / "out"])

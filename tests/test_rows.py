@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from runtime import metrics
+from runtime import log as metrics
 from tests.conftest import ROOT
 from tests.test_metrics import log, of, read, rolled_back, row, val
 
@@ -136,7 +136,7 @@ def test_a_process_killed_in_rollbacks_leaves_before_or_after(tiny):
     code = f"""if True:
         import sys
         from dataclasses import replace
-        from runtime import metrics
+        from runtime import log as metrics
         from tests.test_metrics import row
         from types import SimpleNamespace as S
         from pathlib import Path

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from runtime.metrics import Log
+from runtime.log import Log
 from scaling import figures, run_figure
 from scaling.run_figure import FIELDS, MARKS, TRAIN, UNDONE, draw, read_history
 from tests.conftest import ROOT

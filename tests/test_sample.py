@@ -14,7 +14,7 @@ from eval import run_tokenizer, sample
 from eval.options import read_options
 from eval.streaming import Growing, Piece, pieces
 from runtime.checkpoint import DamagedError
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from runtime.tokenizer import load_tokenizer
 
 
@@ -319,5 +319,5 @@ def test_options_take_every_spelling():
     assert (options.run, options.prompt, options.n) == ("out/x", "a prompt, n = 3", 2)
     assert options.top_k is None and options.temperature == 1.0
     assert read_options(sample.Options, ["out/x", "prompt=n=3\nk=v"]).prompt == "n=3\nk=v"
-    with pytest.raises(ConfigError, match="run is missing"):
+    with pytest.raises(UserError, match="run is missing"):
         read_options(sample.Options, ["n=2"])

@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from bench import checkpoint as bench
-from runtime import checkpoint, saver
-from runtime.checkpoint import CheckpointError, checkpoints, latest, read_manifest, restore
+from runtime import checkpoint
+from runtime import checkpoint as saver
+from runtime.checkpoint import Saver, checkpoints, kept, latest, read_manifest, restore
+from runtime.cli import MachineError
 from runtime.config import CheckpointConfig, config_from_dict  # noqa: F401 - config_from_dict is used by the killed process
 from runtime.optim import OptimConfig
-from runtime.saver import Saver, kept
 from tests.conftest import ROOT
 from tests.test_checkpoint import ALONE, empty, names, read_back, same, save, tensors
 
@@ -155,7 +156,7 @@ def test_a_save_that_fails_is_noted_and_tried_again(tiny, monkeypatch, where, wh
     assert len(it.failures) == 1
     assert it.failures[0].startswith(f"checkpoint step_00000002 could not be written under {tiny.run_dir}/checkpoints (OSError: ")
     assert "No space left on device" in it.failures[0]
-    with pytest.raises(CheckpointError, match="No space left .* free some disk space or correct the folder's rights, then run"):
+    with pytest.raises(MachineError, match="No space left .* free some disk space or correct the folder's rights, then run"):
         it.finish()
     it.save(3, tensors(3), {}, tiny)
     it.finish()     # the last one was good
@@ -176,7 +177,7 @@ def test_too_little_host_memory_is_told_with_a_remedy_of_its_own(tiny, monkeypat
         it.wait()
     assert "its copies need 4.83e-06 GiB of host memory on this rank, and there is not enough: " in it.failures[0]
     assert it.failures[0].endswith(str(error).splitlines()[0] + ")" if str(error) else "MemoryError: )")
-    with pytest.raises(CheckpointError, match="end other programs on that machine, .* the same command to resume") as told:
+    with pytest.raises(MachineError, match="end other programs on that machine, .* the same command to resume") as told:
         it.finish()
     assert "disk" not in str(told.value)
     it.save(3, tensors(3), {}, tiny)        # memory may be there again
@@ -198,7 +199,7 @@ def test_a_rank_that_is_gone_is_no_matter_of_disk_space(tiny, monkeypatch):
     it = begin(tiny)
     monkeypatch.setattr(saver, "gather", closed)
     it.save(1, tensors(1), {}, tiny)
-    with pytest.raises(CheckpointError, match="RuntimeError: Connection closed by peer.: run the same command to resume"):
+    with pytest.raises(MachineError, match="RuntimeError: Connection closed by peer.: run the same command to resume"):
         it.finish()
 
 
@@ -209,7 +210,7 @@ def test_three_failures_in_a_row_end_the_run(tiny, monkeypatch):
             if step != 3:       # one good one counts the others out
                 patch.setattr(checkpoint, "_write_synced", full)
             if step == 7:
-                with pytest.raises(CheckpointError, match="3 saves in a row have failed, the last: .*step_00000006 .*No space"):
+                with pytest.raises(MachineError, match="3 saves in a row have failed, the last: .*step_00000006 .*No space"):
                     it.save(step, tensors(step), {}, tiny)
             else:
                 it.save(step, tensors(step), {}, tiny)
@@ -335,7 +336,7 @@ def test_killed_at_any_moment_of_a_save_a_whole_checkpoint_remains(tiny):
 import json, os, shutil, sys
 sys.path.insert(0, {str(ROOT)!r})
 import torch
-import runtime.checkpoint as c, runtime.saver as s
+import runtime.checkpoint as c, runtime.checkpoint as s
 from tests.test_saver import begin, config_from_dict, tensors
 torch.set_num_threads(1)
 config = config_from_dict(json.loads(sys.argv[1]))
@@ -488,7 +489,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from runtime import checkpoint, reader, saver
+from runtime import checkpoint
+from runtime import checkpoint as reader
+from runtime import checkpoint as saver
 from runtime.config import CheckpointConfig, config_from_dict
 from tests.test_checkpoint import flip, tensors
 torch.set_num_threads(1)
@@ -571,7 +574,7 @@ if rank == 0:
 dist.barrier()
 try:
     checkpoint.restore(other, filled, world, told.append)
-except checkpoint.CheckpointError as error:
+except checkpoint.MachineError as error:
     out["all bad"] = str(error)
 (Path(config.out) / f"rank{rank}.json").write_text(json.dumps(out))
 dist.barrier()

@@ -6,7 +6,8 @@ from itertools import product
 import pytest
 
 from runtime import speed
-from runtime.speed import Row, SpeedError, Table, Timings, choose, load_table
+from runtime.cli import UserError
+from runtime.speed import Row, Table, Timings, choose, load_table
 
 GPU = "NVIDIA H100 80GB HBM3"
 ORIGIN = dict.fromkeys(speed.PROVENANCE, "x")
@@ -182,7 +183,7 @@ def test_a_damaged_table_gets_a_sentence(tmp_path, path, new):
     file.write_text(json.dumps(sound()))
     assert load_table(file).measured[GPU].rows[1].ratio == 1
     file.write_text(json.dumps(at(sound(), path, new)))
-    with pytest.raises(SpeedError) as caught:
+    with pytest.raises(UserError) as caught:
         load_table(file)
     assert str(file) in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 400
 
@@ -193,13 +194,13 @@ def test_a_damaged_table_gets_a_sentence(tmp_path, path, new):
 def test_a_file_that_is_no_table_gets_a_sentence(tmp_path, content):
     file = tmp_path / "table.json"
     file.write_bytes(content)
-    with pytest.raises(SpeedError, match=r"table\.json"):
+    with pytest.raises(UserError, match=r"table\.json"):
         load_table(file)
 
 
 def test_a_missing_file_and_a_folder_get_a_sentence(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
-        with pytest.raises(SpeedError, match="cannot be read"):
+        with pytest.raises(UserError, match="cannot be read"):
             load_table(path)
 
 
@@ -207,5 +208,5 @@ def test_a_table_is_written_a_row_a_line_and_never_damaged():
     text = speed.to_text(sound())
     assert json.loads(text) == sound()
     assert sum('"recipe"' in line for line in text.splitlines()) == 3
-    with pytest.raises(SpeedError):
+    with pytest.raises(UserError):
         speed.to_text(at(sound(), (*ROW, "ratio"), float("nan")))

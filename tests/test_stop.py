@@ -11,7 +11,7 @@ from tests.conftest import ROOT
 
 SCRIPT = """
 import ctypes, sys, time
-from runtime.stop import StopRequest
+from runtime.run import StopRequest
 stop = StopRequest()
 print("ready", flush=True)
 if sys.argv[1] == "stuck":              # in a call of C's that no signal ends, as a rank in a collective

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import metrics
-from runtime.config import ConfigError, apply_overrides, load_config
+from runtime import log as metrics
+from runtime.cli import UserError
+from runtime.config import apply_overrides, load_config
 from runtime.optim import check_branch, learning_rate
 from scaling.study import Size, Study, declare, expand, load_study, write_declaration
 from tests.conftest import ROOT, write_config
@@ -151,7 +152,7 @@ def test_a_study_may_grow_but_not_count_otherwise_once_a_run_is_done(study, tmp_
     grown = replace(study, recipes=("bf16", "tensorwise", "rowwise"))
     assert len(declare(grown, expand(grown), tmp_path)["runs"]) == 24
     other = replace(study, params="nonembed", tokens_per_param=(2, 5))
-    with pytest.raises(ConfigError, match="params was total, now nonembed"):
+    with pytest.raises(UserError, match="params was total, now nonembed"):
         declare(other, expand(other), tmp_path)
     old = json.loads((tmp_path / "study.json").read_text())
     del old["params"]       # as studies were declared before
@@ -197,7 +198,7 @@ def demo(**more):
      "demo_s at 0.01 tokens per parameter: its 1 steps hold no 32 steps of warm-up"),
 ])
 def test_an_impossible_study_gets_a_sentence(study, changes, told):
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         expand(replace(study, **changes))
     assert told in str(error.value)
 
@@ -211,12 +212,12 @@ def test_an_impossible_study_gets_a_sentence(study, changes, told):
 def test_a_file_that_binds_no_study_gets_a_sentence(tmp_path, body, told):
     path = tmp_path / "study_x.py"
     path.write_text(body)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(UserError) as error:
         load_study(path)
     assert told in str(error.value)
-    with pytest.raises(ConfigError, match="did you mean .*study_x.py"):
+    with pytest.raises(UserError, match="did you mean .*study_x.py"):
         load_study(tmp_path / "study_y.py")
-    with pytest.raises(ConfigError, match=f"there is no study file nowhere/study_y.py in {Path.cwd()}$"):
+    with pytest.raises(UserError, match=f"there is no study file nowhere/study_y.py in {Path.cwd()}$"):
         load_study("nowhere/study_y.py")
 
 
@@ -242,13 +243,13 @@ def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path
             (replace(study, margin_percent=1.0), "margin_percent was 0.5, now 1.0"), (fewer, "b_bf16_t0.6_s1 is gone"),
             (hidden, "held_out was False, now True"), (replace(study, decay_share=0.3), "overrides was ["),
             (replace(study, tokens_per_param=(0.3, 0.6, 1.2)), "a_bf16_t0.6_s1: parent was None, now a_bf16_t1.2_s1")):
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(UserError) as error:
             declare(changed, expand(changed), folder)
         assert told in str(error.value)
         assert "give the changed study another name=" in str(error.value)
     for text in ("{", "[]", '{"runs": [1]}', '{"runs": []}'):
         (folder / "study.json").write_text(text)
-        with pytest.raises(ConfigError, match="study.json is damaged"):
+        with pytest.raises(UserError, match="study.json is damaged"):
             declare(study, rows, folder)
 
 

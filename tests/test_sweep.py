@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from runtime.config import ConfigError, load_config
-from runtime.metrics import pair_id
+from runtime.cli import UserError
+from runtime.config import load_config
+from runtime.log import pair_id
 from scaling import command, sweep
 from scaling.data_check import check_data
 from scaling.frozen import digest
@@ -49,7 +50,7 @@ def test_runs_on_other_data_than_those_that_are_done_are_refused(fake, tmp_path)
         assert re.match(rf"sweep.py: .*/data\d* holds other tokens than a_bf16_t20_s1 was {what} on", told), told
         rows = [replace(row, overrides=(*row.overrides, "data.max_epochs=99")) if row.size == "b" else row
                 for row in expand(sweep.load_study(tmp_path / "study_tiny.py"))]
-        with pytest.raises(ConfigError, match=f"than a_bf16_t20_s1 was {what} on"):     # more epochs are of the same tokens
+        with pytest.raises(UserError, match=f"than a_bf16_t20_s1 was {what} on"):     # more epochs are of the same tokens
             check_data([row for row in rows if row.size == "b" or row.parent is None], tmp_path / "out/tiny")
         shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1")
     assert fake("finish()", "only=a_*")[0] == 0

@@ -9,7 +9,7 @@ import pytest
 from eval_runs import build, build_lm, protect_environment, words
 
 from eval import harness, results, task_data, task_list
-from runtime.annotations import ConfigError
+from runtime.cli import UserError
 from tests.hub_layout import write_repository
 from tests.hub_server import HubServer, commit
 
@@ -103,28 +103,28 @@ def test_scores_from_saved_data_are_those_of_the_data_itself(folder, tmp_path):
 def test_what_is_damaged_or_lacks_gets_a_sentence(folder):
     path = folder / "baber--piqa" / "default" / "validation.parquet"
     whole, manifest = path.read_bytes(), (folder / "manifest.json").read_text()
-    with pytest.raises(ConfigError, match=r"holds no data of Rowan--hellaswag/default: add the task with --fetch"):
+    with pytest.raises(UserError, match=r"holds no data of Rowan--hellaswag/default: add the task with --fetch"):
         load(["hellaswag"], folder)
     for content, sentence in [(whole[:-1] + b"\0", "is not what was saved"), (None, "is missing, though the manifest")]:
         path.unlink(missing_ok=True)
         if content:
             path.write_bytes(content)
-        with pytest.raises(ConfigError, match=sentence):
+        with pytest.raises(UserError, match=sentence):
             load(["piqa"], folder)
     path.write_bytes(whole)
     for content in ("{", "[]", json.dumps({"format_version": 1, "datasets": {"x": {"splits": {"test": 3}}}}),
                     manifest.replace("sha256", "sha"), '{"format_version": 1, "datasets": {"x": {"splits": {}}}}'):
         (folder / "manifest.json").write_text(content)
-        with pytest.raises(ConfigError, match="manifest.json is damaged"):
+        with pytest.raises(UserError, match="manifest.json is damaged"):
             load(["piqa"], folder)
     (folder / "manifest.json").write_text(manifest.replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(ConfigError, match="has format_version=2, this program reads 1"):
+    with pytest.raises(UserError, match="has format_version=2, this program reads 1"):
         load(["piqa"], folder)
-    with pytest.raises(ConfigError, match="holds no manifest.json, so no saved tasks"):
+    with pytest.raises(UserError, match="holds no manifest.json, so no saved tasks"):
         load(["piqa"], folder / "elsewhere")
     (folder / "manifest.json").write_text(manifest)
     task_data.write_task_data(folder, "allenai/ai2_arc", "ARC-Easy", {"train": [{"question": "?", "answerKey": "A"}]})
-    with pytest.raises(ConfigError, match="'arc_easy' could not be loaded .* may never have been saved"):
+    with pytest.raises(UserError, match="'arc_easy' could not be loaded .* may never have been saved"):
         load(["arc_easy"], folder)
 
 
@@ -152,7 +152,7 @@ def test_files_of_the_users_own_lie_beside_their_yaml(folder, tmp_path, monkeypa
     for offline in (None, str(folder)):
         assert len(task_list.load(["mine"], str(mine), offline=offline)["tasks"]["mine"].eval_docs) == 3
     (mine / "rows.jsonl").rename(tmp_path / "rows.jsonl")
-    with pytest.raises(ConfigError, match=f"FileNotFoundError: .*{mine}/rows.jsonl.*: its data lie in files that its YAML names"):
+    with pytest.raises(UserError, match=f"FileNotFoundError: .*{mine}/rows.jsonl.*: its data lie in files that its YAML names"):
         task_list.load(["mine"], str(mine))     # not the file of that name where the command happens to run
 
 

@@ -23,7 +23,7 @@ from bench.journal import Journal, rows_of
 from bench.measure import ATTENTION, SANITY_STEPS, cell_row, seconds_of
 from bench.subject import Spec, config_of
 from bench.suites import Cell, Group, Suite
-from runtime.config import ConfigError
+from runtime.cli import UserError
 from runtime.shards import damage, read_index
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT
@@ -166,13 +166,13 @@ def test_a_journal_cut_at_any_byte_keeps_the_rows_before(tmp_path):
 
 def test_a_journal_has_one_writer_and_a_name(tmp_path):
     journal = Journal(tmp_path / "deep" / "rows.jsonl")
-    with pytest.raises(ConfigError, match="another call"):
+    with pytest.raises(UserError, match="another call"):
         Journal(tmp_path / "deep" / "rows.jsonl")
     journal.close()
     Journal(tmp_path / "deep" / "rows.jsonl").close()
-    with pytest.raises(ConfigError, match="must end in .jsonl"):
+    with pytest.raises(UserError, match="must end in .jsonl"):
         Journal(tmp_path / "rows.txt")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(UserError, match="cannot be written"):
         Journal(tmp_path / "deep" / "rows.jsonl" / "x.jsonl")
 
 

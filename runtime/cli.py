@@ -1,4 +1,5 @@
-"""Check and parse values by their type annotations, and say what was expected in words."""
+"""Check and parse values by their type annotations, and say what was expected in words.
+"""
 
 import difflib
 import inspect
@@ -13,10 +14,12 @@ WHOLE = re.compile(r"[+-]?[0-9]+")
 NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf|nan)")
 
 
-class ConfigError(ValueError):
-    """A mistake of the user's, told in a sentence; the entry points print it and exit with code 2.
+class UserError(ValueError):
+    """The user's mistake, told in one sentence: what, where, what was expected, what to do. Commands exit with code 2."""
 
-    It stands here so that a command which needs no torch can raise it without loading torch."""
+
+class MachineError(Exception):
+    """The machine, or the run itself, cannot go on; the message says what and how to help it. Commands exit with code 1."""
 
 
 def parse(key: str, text: str, hint):

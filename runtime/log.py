@@ -1,28 +1,238 @@
-"""Record what a run did: a row a step, a line for people.
+"""Mirror a run's rows on W&B or TensorBoard.
+
+Each dashboard has open(config, resume_step), write(row), roll_back(to_step), close(); any of them may raise what its package
+raises, and whoever calls them decides what that costs.
+
+
+meter: Sample how full, how busy, how hungry this process's GPU is.
+
+profiler: Trace a few training steps of every rank for Perfetto and TensorBoard.
+
+`profile=10:15` writes, for each rank r of the run, to out/<run>/profile/:
+
+    trace_rank<r>.pt.trace.json.gz      of ui.perfetto.dev; of `tensorboard --logdir out/<run>/profile` with torch-tb-profiler
+    memory_rank<r>.pickle               GPU only: every allocation, of pytorch.org/memory_viz
+
+Tracing changes no number that training computes; the traced steps are slower, the first of them most.
+
+
+metrics: Record what a run did: a row a step, a line for people.
 
 metrics.jsonl is the ground truth (its rows: runtime/rows.py); the console, W&B and TensorBoard mirror it. Nothing here
 parses a log again.
+
 """
 
+import gzip
 import hashlib
 import json
 import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from runtime.config import Config, ConfigError
-from runtime.dashboards import DASHBOARDS
+from runtime.cli import UserError
+from runtime.config import Config
 from runtime.rows import kept, metrics_rows, parse, read_bytes, read_rows, to_line, undone, write_atomically, write_json
+
+# ----------------------------------------------------------------------------------------------------------- dashboards
+
+def numbers(row: dict) -> dict[str, float]:
+    """What a dashboard draws of a row: its numbers under its kind, a 1 for an event and for a verdict that is not OK."""
+    if row["kind"] == "event":
+        return {f"event/{row['event']}": 1}
+    marks = {f"event/{row['verdict']}": 1} if row.get("verdict", "OK") != "OK" else {}
+    return {f"{row['kind']}/{k}": v for k, v in row.items() if isinstance(v, (int, float)) and k != "step"} | marks
+
+
+class Wandb:
+    def open(self, config, resume_step: int) -> None:
+        self.run = import_module("wandb").init(project="nanofp8", name=config.run, id=config.run, resume="allow",
+                                          dir=str(config.run_dir), config=config.to_dict())
+        self.run.define_metric("step")
+        for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does
+            self.run.define_metric(f"{kind}/*", step_metric="step")
+
+    def write(self, row: dict) -> None:
+        self.run.log({**numbers(row), "step": row["step"]})
+
+    def roll_back(self, to_step: int) -> None:
+        """What was sent stays: the curve goes back and begins again at to_step."""
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    def open(self, config, resume_step: int) -> None:
+        import_module("tensorboard")
+        self.folder = str(config.run_dir / "tensorboard")
+        self._begin(resume_step)
+
+    def _begin(self, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+        self.writer = SummaryWriter(self.folder, purge_step=step + 1)       # hides what came later before
+
+    def write(self, row: dict) -> None:
+        for key, value in numbers(row).items():
+            self.writer.add_scalar(key, value, row["step"])
+
+    def roll_back(self, to_step: int) -> None:
+        self.writer.close()
+        self._begin(to_step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+DASHBOARDS = {"wandb": Wandb, "tensorboard": TensorBoard}      # name of the package -> what writes to it
+
+
+# ---------------------------------------------------------------------------------------------------------------- meter
+
+PERIOD = 1.0        # seconds between samples; NVML's own utilisation averages over 1/6 to 1 s
+
+
+class Meter:
+    """Reads NVML in a thread of its own, so that a slow driver never holds up a step; without NVML it has nothing to tell.
+
+    NVML comes with the driver, its Python side from `pip install nvidia-ml-py`."""
+
+    def __init__(self, device: torch.device, period: float = PERIOD):
+        self._latest: dict[str, float] = {}
+        self._closed = threading.Event()
+        if device.type == "cuda":
+            # NVML counts all GPUs of the machine, CUDA_VISIBLE_DEVICES those of this process: the uuid means the same to both.
+            uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+            if uuid is not None:
+                threading.Thread(target=self._sample, args=(f"GPU-{uuid}".replace("GPU-GPU-", "GPU-"), period), name="meter",
+                                 daemon=True).start()
+
+    def read(self) -> dict[str, float]:
+        """The latest sample: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts; what this GPU does not tell is
+        missing, and {} means nothing to tell."""
+        return dict(self._latest)
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _sample(self, uuid: str, period: float) -> None:
+        try:
+            nvml = import_module("pynvml")
+            nvml.nvmlInit()
+            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        except Exception:       # no such package, no driver, a container without NVML, a slice of a GPU: no row, no error
+            return
+        while not self._closed.is_set():
+            sample = {}
+            for name, read in (("gpu_mem_pct", lambda: _memory_percent(nvml.nvmlDeviceGetMemoryInfo(gpu))),
+                               ("gpu_util_pct", lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)),
+                               ("gpu_power_w", lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000)):     # NVML says milliwatts
+                try:
+                    sample[name] = read()
+                except Exception:       # noqa: S112 - not supported by this GPU, or lost for a moment
+                    continue
+            self._latest = sample
+            self._closed.wait(period)
+
+
+def _memory_percent(memory) -> float:
+    return round(100 * memory.used / memory.total, 2)
+
+
+# ------------------------------------------------------------------------------------------------------------- profiler
+
+MEMORY_EVENTS = 100_000     # of the allocator that a snapshot holds at most: about 100 MB
+
+
+class Profiler:
+    """Traces steps first to last (counted from 1, as rows are), once; every rank its own. None of its faults ends a run.
+
+    A run resumed in between traces the rest; one that ends in between writes what there is by close()."""
+
+    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say: Callable[[str], None] = print):
+        self.first, self.last = steps or (0, -1)
+        self.folder, self.rank, self.is_main, self.say = run_dir / "profile", world.rank, world.is_main, say
+        self.on_gpu = world.device.type == "cuda"
+        self._trace = self._range = None
+        self._begun = self._step = 0        # the first step that was traced, and the latest
+
+    def begin(self, step: int) -> None:
+        """Before the step."""
+        if self._trace is None and not self._begun and self.first <= step <= self.last:
+            self._begun = step
+            self._guarded(self._start)
+        if self._trace is not None:
+            self._step = step
+            self._range = record_function(f"ProfilerStep#{step}")       # the name by which TensorBoard tells steps apart
+            self._range.__enter__()
+
+    def end(self, step: int) -> None:
+        """After the step; after the last one the files are written, which takes seconds for a large model."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if self._trace is not None and step >= self.last:
+            self._guarded(self._write, step)
+
+    def close(self) -> None:
+        """Write what there is of a trace that the run's end cuts short."""
+        self.last = min(self.last, self._step)
+        self.end(self._step)
+
+    def _start(self) -> None:
+        if self.on_gpu and hasattr(torch.cuda.memory, "_record_memory_history"):    # private, yet the documented way
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
+        trace = profile(activities=activities, record_shapes=True)
+        trace.start()
+        self._trace = trace
+
+    def _write(self, step: int) -> None:
+        trace, self._trace = self._trace, None
+        trace.stop()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if self.on_gpu and hasattr(torch.cuda.memory, "_dump_snapshot"):
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
+        finally:
+            if self.on_gpu and hasattr(torch.cuda.memory, "_record_memory_history"):
+                torch.cuda.memory._record_memory_history(enabled=None)
+        path = self.folder / f"trace_rank{self.rank}.pt.trace.json.gz"      # the end by which TensorBoard finds it
+        plain, packed = (self.folder / f".trace_rank{self.rank}.{end}" for end in ("json", "gz"))
+        try:
+            trace.export_chrome_trace(str(plain))
+            with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
+                shutil.copyfileobj(source, target)
+            os.replace(packed, path)
+        finally:
+            plain.unlink(missing_ok=True)
+            packed.unlink(missing_ok=True)
+        if self.is_main:
+            self.say(f"profile: steps {self._begun} to {step} -> {self.folder}/ (open in ui.perfetto.dev)")
+
+    def _guarded(self, act: Callable, *arguments) -> None:
+        try:
+            act(*arguments)
+        except Exception as error:      # a full disk, a second profiler, a driver without CUPTI: no reason to end a run
+            self._trace = None
+            self.say(f"profile: rank {self.rank} wrote no trace: {type(error).__name__}: {error}")
+
+
+# -------------------------------------------------------------------------------------------------------------- metrics
 
 # Dense BF16 and FP8 peaks, FLOP/s, by a part of the name that the driver reports; the first match counts, so the
 # slower variants of a name stand before it. NVIDIA data sheets.
@@ -75,13 +285,13 @@ def environment(device: torch.device, root: Path) -> dict:
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
     """env.json: where the run goes on now, yet t_start stays that of its very first start.
 
-    A prediction counts only if it is older than that. Raises ConfigError where the file no longer tells it."""
+    A prediction counts only if it is older than that. Raises UserError where the file no longer tells it."""
     first = {}
     if path.exists():
         try:
             first = {"t_start": json.loads(path.read_text())["t_start"]}
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged ({type(error).__name__}: {error}), so it no longer tells when the run was "
+            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}), so it no longer tells when the run was "
                               f"begun: restore it, or choose another run=") from error
     write_json(path, environment(device, root) | first)
 
@@ -217,7 +427,7 @@ def validation_losses(path: Path) -> dict[int, float]:
 
 
 def check_mirrors(config: Config) -> None:
-    """Raise ConfigError where a logger in log.to is not installed, before anything is written."""
+    """Raise UserError where a logger in log.to is not installed, before anything is written."""
     for name in config.log.to:
         _package(name)
 
@@ -264,7 +474,7 @@ def _package(name: str):
     try:
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out "
+        raise UserError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out "
                           f"(metrics.jsonl is written anyway)") from error
 
 

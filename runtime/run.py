@@ -1,0 +1,661 @@
+"""The life of a run around its training steps: open its folder, resume, validate, save, roll back, finish, summarise.
+
+train.py holds the step. A Run holds everything that outlives one: the folder and its lock, the Progress that checkpoints store,
+the guard's ladder, the requests to stop, the log. All ranks call its methods together.
+"""
+
+import errno
+import fcntl
+import gc
+import json
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from eval.loss import ValLoss, bits_per_byte, evaluate
+from runtime import fp8, optim, parallel
+from runtime.checkpoint import (
+    Saver,
+    branch,
+    checkpoints,
+    is_weights_only,
+    origin_of,
+    restore,
+    run_on_rank0,
+    step_of,
+)
+from runtime.cli import MachineError, UserError
+from runtime.config import Config, read_config
+from runtime.data import open_data
+from runtime.guard import Guard, Verdict, diagnose
+from runtime.log import (
+    Log,
+    Meter,
+    Profiler,
+    device_name,
+    digest,
+    pair_id,
+    peak_flops,
+    throughput,
+    validation_losses,
+    write_environment,
+)
+from runtime.machine import out_of_memory
+from runtime.parallel import World, build
+from runtime.probe import Probe
+from runtime.rows import metrics_rows, read_rows, write_json
+from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_kind, tokenizer_of
+from runtime.watchdog import Watchdog
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Progress:
+    """How far a run has come, as its checkpoints store it."""
+    step: int = 0                   # training steps that count: done, and not undone by a rollback
+    updates: int = 0                # of the weights; fewer than steps where some were skipped
+    data_offset: int = 0            # steps' worth of data that rollbacks have left out
+    seconds: float = 0.0            # of wall time
+    probe_seconds: float = 0.0      # of these, spent in probes
+
+
+class Run:
+    """One run of `config` on the ranks of `world`, from open() to the end of its `with` block.
+
+    What the training step needs: model, optimizer, data, guard, saver, stop, progress, loss_scale.
+    """
+
+    @classmethod
+    @contextmanager
+    def open(cls, config: Config, world: World) -> Iterator["Run"]:
+        """Lock the folder, read the data's index, build the model, resume | branch | initialise; close all of it at the end.
+
+        Raises UserError, MachineError: a sentence. Errors of torch's become one where a cause is known: no memory, a lost rank.
+        """
+        with ExitStack() as ending:     # closes the log however the run ends: an error begins on a line of its own
+            watchdog = Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout)
+            ending.enter_context(watchdog)
+            try:
+                yield cls(config, world, watchdog, ending)
+            except (RuntimeError, MemoryError) as error:
+                if told := out_of_memory(error, config, world) or watchdog.explain(error):
+                    fault = MachineError(told)
+                    fault.add_note(f"on rank {world.rank}")     # the others may have another story
+                    raise fault from error
+                raise
+
+    def __init__(self, config: Config, world: World, watchdog: Watchdog, ending: ExitStack):
+        self.config, self.world, self.watchdog, self._ending = config, world, watchdog, ending
+        self._began = time.perf_counter()
+        self.log: Log | None = None     # rank 0's
+        self.progress, self.guard = Progress(), Guard(config.guard)
+        try:
+            self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        fp8.check_hardware(config.fp8, world.device)
+        self.is_finished = is_finished(config)
+        if self.is_finished:
+            if world.is_main:
+                print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
+            return
+        run_on_rank0(world, self._lock_folder)      # no second run writes to it
+        self.data = open_data(config, self.tokenizer.sha256)
+        self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
+        self._val_sets = {source: self.data.val(source) for source in self.data.sources}
+        self._built = build(config, world)
+        self.model, self.optimizer = self._built.model, self._built.optimizer
+        self._start()
+
+    # ------------------------------------------------------------------------------------------------------- the start
+
+    def _lock_folder(self) -> None:
+        lock = RunLock(self.config.run_dir)
+        self._ending.callback(lock.release)
+        if lock.warning:
+            print(lock.warning)
+
+    def _start(self) -> None:
+        """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise; then open the log."""
+        config, world, model = self.config, self.world, self.model
+        self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
+                          "fp8": digest(fp8.by_layer(self._built.layers))}
+        self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in model.named_parameters()}
+        self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, model).items()}
+        passed_over: list[str] = []     # checkpoints that were damaged
+
+        def pass_over(line: str) -> None:
+            print(line, flush=True)
+            passed_over.append(line)
+
+        restored = restore(config.run_dir, self._tensors, world, say=pass_over)     # its own win over start_from
+        is_branching = restored is None and config.start_from is not None
+        if restored is None:
+            if is_branching:
+                restored = branch(config, self.tokenizer.sha256, self._tensors, world)
+            run_on_rank0(world, lambda: refuse_to_start_over(config))
+        if restored is None:
+            model.init_weights(config.seed, self._built.assign)
+        else:
+            model.init_buffers()
+            if not is_weights_only(restored[1]):
+                self._restore_progress(*restored, is_branching)
+        self._origin = restored and origin_of(restored[1])
+        fp8.refresh_fp8_weights(model)
+        parallel.barrier(world)     # all ranks have read the folder before one writes to it
+        if world.is_main:
+            write_json(config.run_dir / "config.json", config.to_dict())    # first: it marks the folder as a run
+            keep_tokenizer(config.run_dir, config.data.tokenizer)
+        self.saver = Saver(config.run_dir, config.checkpoint, world, validation_losses(config.run_dir / "metrics.jsonl"))
+        self.saver.prepare(self._tensors)
+        self._ending.push(lambda kind, *_: kind in (UserError, MachineError) and self.saver.wait())    # no save under way is lost
+        self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model,
+                            fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
+        if world.is_main:
+            self._open_log(restored, is_branching, passed_over)
+        self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
+        self._ending.callback(self._profiler.close)
+        self.stop = StopRequest()
+        self._stream()
+        self._is_save_due = self._is_stopping = self._is_frozen = False
+        # A kill may have come between a save and its validation: that is made up for.
+        step = self.progress.step
+        self._is_to_validate = restored is not None and not is_branching and (
+            step == config.total_steps
+            or is_due(config.eval.every, step) and run_on_rank0(world, lambda: not self.log.has_validation(step)))
+
+    def _restore_progress(self, checkpoint: Path, manifest: dict, is_branching: bool) -> None:
+        state = manifest["state"]
+        if changed := [key for key in self._identity if state["data"].get(key) != self._identity[key]]:
+            if changed == ["fp8"]:
+                raise UserError("fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings "
+                                "or another fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
+            raise UserError(f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore "
+                            f"the shards, or choose another run=")
+        self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
+        if is_branching:        # the parent's hours are its own
+            self.progress.seconds = self.progress.probe_seconds = 0.0
+        optim.set_updates(self.optimizer, self.progress.updates)
+        self.guard = Guard(self.config.guard, state["guard"])
+
+    def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, passed_over: list[str]) -> None:
+        config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
+        self._meter = Meter(world.device)
+        self._ending.callback(self._meter.close)
+        write_environment(config.run_dir / "env.json", world.device, ROOT)
+        self.log = Log(config, step, config.total_steps)
+        self._ending.callback(self.log.close)
+        begins = "resuming" if not is_branching else "branching off" if step else "on from"
+        self.log.say("\n".join([
+            f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
+            f"{config.total_tokens:,} tokens ({config.total_tokens / total:.1f} per parameter)",
+            f"device: {world.size} x {device_name(world.device)}; {config.accumulation(world.size)} micro-batches of "
+            f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
+            *self._built.flags, *self.data.describe(),
+            *fp8.table(self._built.layers, config.fp8.recipe, world.device.type),
+            f"{begins} {restored[0]}" if restored else "starting at step 0",
+        ]))
+        if restored:
+            self.log.event({"event": "branch" if is_branching else "resume", "step": step})
+        for line in passed_over:
+            self.log.event({"event": "bad_checkpoint", "step": step, "reason": line})
+
+    # -------------------------------------------------------------------------------------------- around each step
+
+    @property
+    def loss_scale(self) -> float:
+        """What a micro-batch's summed loss is multiplied by: the mean over a step's tokens, by micro-batches and ranks."""
+        return self._built.loss_scale
+
+    def at(self, phase: str) -> None:
+        """Tell the watchdog where this rank is; all ranks alike."""
+        self.watchdog.at(phase, self.progress.step + 1)
+
+    def next_step(self) -> int | None:
+        """The number of steps done, where another one is due; None where the run has ended: finished, or asked to stop.
+
+        Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
+        if self._is_to_validate and not self._is_stopping:
+            self._eval_began = time.perf_counter()
+            val = self._validate()
+            if val is None:
+                self._is_stopping = True
+            elif not math.isfinite(val.loss):
+                self._reject_validation(val.loss)
+            elif self.progress.step == self.config.total_steps:
+                return self._finish(val)
+            self._is_to_validate = False
+        if self._is_stopping:
+            return self._leave()
+        self._step_began = time.perf_counter()
+        self._profiler.begin(self.progress.step + 1)
+        return self.progress.step
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
+        self.at("reading a micro-batch")
+        self._batch = next(self._batches)
+        self.at("forward and backward")
+        return self._batch
+
+    def targets(self) -> int:
+        """Targets of this step over all ranks: fewer than tokens_per_step where prompts are masked."""
+        return max(1, self.data.targets(self.progress.step + self.progress.data_offset))
+
+    def can_roll_back(self, before: int) -> bool:
+        """Whether there is a checkpoint of fewer than `before` steps; by all ranks."""
+        self.saver.wait()
+        return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir)))
+
+    def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool) -> None:
+        """Log the step, then what is due after it: probe, save; a rollback or the end of the run where the guard says so."""
+        config, progress = self.config, self.progress
+        progress.step += 1
+        step, step_s = progress.step, time.perf_counter() - self._step_began
+        self.watchdog.at("after the step", step, patience=config.parallel.start_timeout if config.profile else None)
+        self._profiler.end(step)        # a trace is large
+        if self.log:
+            self.log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
+                           "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
+                           "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": self.guard.reason}),
+                           **self._meter.read()})
+        self.watchdog.first_step_done()
+        if not self._is_frozen:     # compiled now: a full collection of what stays would take half a second in some step
+            gc.collect()
+            gc.freeze()
+            self._is_frozen = True
+        if verdict is Verdict.STOP:
+            self._give_up(*self._batch)
+        if verdict is Verdict.ROLLBACK:
+            self._roll_back()
+            self._is_save_due = False
+            return
+        if is_due(config.probe.every, step):
+            began = time.perf_counter()
+            self._probe(step, *self._batch, step_scale)
+            progress.probe_seconds += time.perf_counter() - began
+        self._is_save_due |= is_due(config.checkpoint.every, step) or is_due(config.checkpoint.rolling, step)
+        # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is due waits for its end.
+        if self._is_save_due and not self.guard.consecutive or step in (*config.checkpoint.at, config.total_steps):
+            self._save()        # before the evaluation: a fault there must not cost the steps
+            self._is_save_due = False
+        self._is_stopping = is_stopping and step < config.total_steps
+        self._is_to_validate = is_due(config.eval.every, step) or step == config.total_steps
+
+    # ------------------------------------------------------------------------------- validate, save, roll back, end
+
+    def _validate(self) -> ValLoss | None:
+        """The validation loss, logged where it is finite; None where a stop was requested meanwhile."""
+        val = self._evaluate()
+        if val is not None and math.isfinite(val.loss):
+            step = self.progress.step
+            self.saver.validated(step, val.loss)
+            if self.log:
+                self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
+                                     "sources": {name: val.source_loss(name) for name in val.sequences}})
+        return val
+
+    def _evaluate(self) -> ValLoss | None:
+        config, world = self.config, self.world
+        self.watchdog.at("validating", self.progress.step, patience=config.parallel.start_timeout)  # may be compiled first
+
+        def is_stopping() -> bool:
+            self.watchdog.at("validating", self.progress.step)
+            return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
+
+        return evaluate(self.model, self._val_sets, self.data.weights, config.data.micro_batch, world.device, world.rank,
+                        world.size, lambda t: parallel.all_concatenate(t, world), is_stopping)
+
+    def _reject_validation(self, loss: float) -> None:
+        if self.guard.reject_validation(self.progress.step, f"validation loss {loss}", self.can_roll_back) is Verdict.STOP:
+            source = self._val_sets[self.data.sources[0]]
+            self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.data.micro_batch)))
+        self._roll_back()
+
+    def _save(self) -> None:
+        step = self.progress.step
+        self.watchdog.at("saving a checkpoint", step, patience=self.config.parallel.start_timeout)
+        progress = {**asdict(self.progress), "seconds": self._seconds()}
+        del progress["step"]            # the manifest's own
+        self.data.verified()            # no checkpoint holds what a damaged shard has taught
+        self.saver.save(step, self._tensors, {**progress, "guard": self.guard.state(), "data": self._identity,
+                                              "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin}, self.config)
+        while self.saver.failures:      # of an earlier save: training goes on, and this one tries again
+            self._note("save_failed", step, self.saver.failures.pop(0))
+
+    def _roll_back(self) -> None:
+        """Back to the newest checkpoint from before the skipped steps, whose weights were sane, and on with data not seen yet."""
+        bad, progress, guard = self.progress.step, self.progress, self.guard
+        self.watchdog.at("going back to a checkpoint", bad, patience=self.config.parallel.start_timeout)
+        found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._note("bad_checkpoint", bad, line),
+                        guard.suspect_since)
+        if found is None:
+            raise MachineError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
+        to, state = found[1]["step"], found[1]["state"]
+        self.saver.roll_back(to)
+        fp8.reshard(self.model)
+        optim.set_updates(self.optimizer, state["updates"])
+        fp8.refresh_fp8_weights(self.model)
+        guard.rolled_back(state["guard"])
+        progress.step, progress.updates, progress.data_offset = to, state["updates"], progress.data_offset + bad - to
+        self._batches.close()
+        self._stream()
+        if self.log:
+            self.log.roll_back(to, {"event": "rollback", "step": bad, "to": to, "reason": guard.reason,
+                                    "data_offset": progress.data_offset})
+            self.log.say(f"step {bad}: {guard.reason}; back to step {to}, on with data not seen yet "
+                         f"({guard.rollbacks} of {self.config.guard.rollbacks} times)")
+
+    def _give_up(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
+        step = self.progress.step
+        self.watchdog.at("looking for the cause", step, patience=self.config.parallel.start_timeout)
+        raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
+                                                       self.config.run_dir, self.world.is_main, self.loss_scale))
+
+    def _leave(self) -> None:
+        """Save, where a stop was requested."""
+        self._save()
+        self.saver.finish()
+        self._note("stopped", self.progress.step,
+                   f"stopped on request at step {self.progress.step}; saved. To go on: run the same command again")
+
+    def _finish(self, as_trained: ValLoss) -> None:
+        """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary."""
+        self._batches.close()
+        with fp8.in_bf16(self.model):
+            in_bf16 = self._evaluate()
+        if in_bf16 is None:
+            return self._leave()
+        self.watchdog.at("finishing the last checkpoint", self.progress.step, patience=self.config.parallel.start_timeout)
+        self.saver.finish()
+        self.data.verified()
+        if self.log:
+            eval_s, self.progress.seconds = time.perf_counter() - self._eval_began, self._seconds()
+            summary = summarise(self, as_trained, in_bf16, eval_s)
+            save_sequence_losses(self.config.run_dir / "val_losses.npz", as_trained, in_bf16)
+            write_json(self.config.run_dir / "summary.json", summary)
+            probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
+            self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
+                         f"{summary['loss_bf16']:.4f} in BF16; {summary['tok_per_s_median']:,.0f} tok/s; "
+                         f"{summary['wall_s']:.0f} s{probes} -> {self.config.run_dir}/summary.json")
+        return None
+
+    def _stream(self) -> None:
+        """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
+        progress, total = self.progress, self.config.total_steps
+        self._batches = self.data.stream(progress.step + progress.data_offset, total + progress.data_offset, self.world.rank,
+                                         self.world.size, self.world.device)
+
+    def _seconds(self) -> float:
+        return self.progress.seconds + time.perf_counter() - self._began
+
+    def _note(self, event: str, step: int, reason: str) -> None:
+        if self.log:
+            self.log.event({"event": event, "step": step, "reason": reason})
+            self.log.say(reason)
+
+
+def is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+# ------------------------------------------------------------------------------------------------------ the run's folder
+
+LOCK = ".lock"
+OURS = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
+PATIENCE_S = 3.0        # a run that was told to stop and one that is started right after it may overlap for a moment
+# What the path itself is to blame for; any other error (no space, input/output) is the machine's and goes up as it is.
+USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
+                  errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLock:
+    """A run's folder, made where there is none, held by this process until release() or its death.
+
+    The lock is POSIX's (fcntl.lockf): the kernel drops it with the process, however that dies, and no child inherits it,
+    as it would with flock, where a forgotten worker keeps the folder of a dead run locked. Its trap: a process loses it by
+    closing ANY descriptor of the file, so nothing in a run may open LOCK again.
+
+    Raises UserError: no folder can be made or written there, or another process has it. Raises OSError where the machine is
+    to blame, a full disk for instance. `warning`: what people should hear, or None.
+    """
+
+    def __init__(self, run_dir: Path):
+        self._run_dir = run_dir
+        try:
+            run_dir.mkdir(parents=True, exist_ok=True)
+            for folder in (run_dir, run_dir / "checkpoints"):
+                if folder == run_dir or folder.exists():
+                    with tempfile.TemporaryFile(dir=folder):    # a right to write is only known by writing
+                        pass
+            self._descriptor, self.warning = _lock(run_dir)
+        except OSError as error:
+            raise _unusable(run_dir, error) from error
+        try:
+            note = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
+        except OSError:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Let the folder go; one that holds nothing but the lock goes too. A second call does nothing."""
+        if self._descriptor is None:
+            return
+        try:
+            if os.listdir(self._run_dir) == [LOCK]:     # the run was refused before it began
+                os.unlink(self._run_dir / LOCK)
+                os.rmdir(self._run_dir)
+        except OSError:     # gone already, or somebody was quicker: it is theirs
+            pass
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def is_finished(config: Config) -> bool:
+    """Whether this very run is already done. Raises UserError where its folder belongs to another run."""
+    run_dir = config.run_dir
+    try:
+        names = {path.name for path in run_dir.iterdir()} - OURS
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise _unusable(run_dir, error) from error
+    if not names:
+        return False
+    if "config.json" not in names:
+        raise UserError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
+    before, now = read_config(run_dir).identity(), config.identity()
+    if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now if before[key] != now[key]]:
+        raise UserError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
+    return "summary.json" in names
+
+
+def refuse_to_start_over(config: Config) -> None:
+    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more.
+
+    The first save that was due may have been cut short; the second one has waited for it."""
+    policy, begun = config.checkpoint, config.parent[1] if config.parent else 0
+    steps = [row["step"] for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"]
+    reached = max(steps, default=0)
+    due = [step for step in range(begun + 1, reached + 1) if step in policy.at or any(
+        every and step % every == 0 for every in (policy.every, policy.rolling))]
+    if len(due) > 1:
+        raise UserError(f"{config.run_dir} has come to step {reached}, yet no checkpoint of it is left: put its checkpoints/ "
+                          f"back, or delete the folder to start the run anew")
+
+
+def _lock(run_dir: Path) -> tuple[int, str | None]:
+    """An open, locked descriptor of the lock file; with a line instead of the lock where the file system has none."""
+    path, end = run_dir / LOCK, time.monotonic() + PATIENCE_S
+    while True:
+        run_dir.mkdir(exist_ok=True)    # a run that was refused may have taken it away just now
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in NO_LOCKS_HERE:
+                return descriptor, (f"{run_dir}: this file system has no locks ({os.strerror(error.errno)}), so nothing keeps a "
+                                    f"second run from writing here: start none")
+            holder = _holder(descriptor)
+            os.close(descriptor)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if time.monotonic() > end:
+                raise UserError(f"{run_dir} is being written by {holder}: wait for that run, stop it, or choose another "
+                                  f"run=") from error
+            time.sleep(0.1)
+            continue
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor, None
+        os.close(descriptor)    # locked what was removed between open and lock: once more
+
+
+def _holder(descriptor: int) -> str:
+    """Who holds the lock, in words, as it noted it down itself; the note may be missing or not ours."""
+    try:
+        note = json.loads(os.pread(descriptor, 1000, 0))
+        return f"process {int(note['pid'])} on host {str(note['host'])[:80]!r}, started {str(note['started'])[:40]}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"
+
+
+def _unusable(run_dir: Path, error: OSError) -> Exception:
+    """The sentence for a folder that cannot be used, or the error itself where the user cannot help it."""
+    if error.errno not in USERS_MISTAKES:
+        error.filename = error.filename or str(run_dir)
+        return error
+    return UserError(f"{error.filename or run_dir}: {os.strerror(error.errno)}; a run needs a folder {run_dir} that it can "
+                       f"make and write to: choose another out= or run=, or correct the rights")
+
+
+# ----------------------------------------------------------------------------------------------------- requests to stop
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slurm's warning
+ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
+
+
+class StopRequest:
+    """Set by the first of SIGNALS; the loop reads it once a step. A second one of the same kind ends the process at once,
+    whatever it is doing: a thread counts them, because Python's own handlers wait for a collective to come back."""
+
+    def __init__(self):
+        self.requested = False
+        self._numbers, written = socket.socketpair()
+        written.setblocking(False)
+        self._written = written         # open as long as signals are written to it
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        threading.Thread(target=self._count, name="signals", daemon=True).start()
+
+    def _on_signal(self, number, frame):
+        self.requested = True
+
+    def _count(self):
+        first: dict[int, float] = {}
+        while numbers := self._numbers.recv(64):
+            for number in filter(SIGNALS.__contains__, numbers):
+                if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
+                    print(f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and the same "
+                          f"command goes on from there", file=sys.stderr, flush=True)
+                    os._exit(128 + number)
+
+
+# -------------------------------------------------------------------------------------------------------- the summary
+
+def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) -> dict:
+    """The run's record, for scaling/: counts and FLOPs by convention, losses, precision, speed, identities.
+
+    Every N and every FLOP count is named by its convention, so that nobody has to guess which one a number follows."""
+    config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
+    wall_s, probe_s = run.progress.seconds, run.progress.probe_seconds
+    m, steps, tokens = config.model, config.total_steps, config.total_tokens
+    env = json.loads((config.run_dir / "env.json").read_text())
+    rows = read_rows(config.run_dir / "metrics.jsonl")
+    name = device_name(world.device)
+    peak = peak_flops(name) if world.device.type == "cuda" else None
+    converted = [layer for layer in layers if layer.reason is None]
+    lr_last = optim.learning_rate(steps - 1, steps, config.optim)
+    return {
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config),
+        **lineage(config),
+        "status": "ok" if guard.consecutive == 0 else "diverged",
+        "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
+        "config_sha256": digest(config.to_dict()), "device": name, "n_gpu": world.size,
+        "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
+        "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
+        "repeat": config.repeat,
+        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
+        "tokenizer": tokenizer_kind(config.data.tokenizer), "tokenizer_sha256": run.tokenizer.sha256,
+        "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
+        "n_kv_head": m.kv_heads, "n_embd": m.n_embd, "n_ffn": m.n_ffn, "n_ctx": m.n_ctx, "tied": m.tied,
+        **counts, "params_fp8": sum(layer.params for layer in converted),
+        "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
+        "tok_per_param_nonembed": tokens / counts["params_nonembed"],
+        "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
+        "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
+        "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
+        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr,
+        "lr_last": lr_last, "lr_min": config.optim.lr * config.optim.min_lr_ratio,
+        "warmup_steps": config.optim.warmup_steps(steps),
+        "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
+        "precision": {
+            "recipe": config.fp8.label,
+            "layers_converted": [layer.name for layer in converted],
+            "layers_recipes": {layer.name: layer.recipe for layer in converted},
+            "layers_kernels": [layer.name for layer in converted if layer.kernels],
+            "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
+            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
+            "compile": config.parallel.compile,
+        },
+        "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
+        "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
+        "sources": {source: {
+            "weight": data.weights[source], "epochs": data.epochs[source], "loss_as_trained": as_trained.source_loss(source),
+            "loss_bf16": in_bf16.source_loss(source),
+            "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val(source)),
+            "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val(source)),
+            "sequences": len(data.val(source)), "tokens": data.val(source).tokens,
+            "text_bytes": data.val(source).text_bytes,
+        } for source in data.sources},
+        "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
+        "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks, "moved_on_steps": run.progress.data_offset,
+        **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],
+                             peak[0] * world.size if peak else None),
+        "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s,
+        "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
+        "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if world.device.type == "cuda" else None,
+    }
+
+
+def lineage(config: Config) -> dict:
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch."""
+    run, step = config.parent or (None, None)
+    return {"parent_run": run if step else None, "parent_step": step or None, "continued_from": None if step else run}
+
+
+def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:
+    """Summed nats and number of targets of every validation sequence, sources in sorted order: what a paired comparison needs."""
+    sources = sorted(as_trained.sequences)
+    sizes = [len(as_trained.sequences[s]) for s in sources]
+    np.savez(path, as_trained=np.concatenate([as_trained.sequences[s] for s in sources]),
+             bf16=np.concatenate([in_bf16.sequences[s] for s in sources]),
+             source=np.repeat(np.arange(len(sources)), sizes), n_tokens=np.concatenate([as_trained.targets[s] for s in sources]))
