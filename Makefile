@@ -34,8 +34,8 @@ setup: .venv/installed      ## the virtual environment alone
 	@echo "setup: installing the packages of requirements.txt into .venv; one to five minutes, most of it torch"
 	$(PY) -m pip install --quiet --upgrade pip   # pip 23 fails on lm-eval's dependencies
 	@$(PY) -m pip install --progress-bar off -r requirements.txt -r requirements-dev.txt > .venv/install.log 2>&1 & pip=$$!; \
-	while kill -0 $$pip 2>/dev/null; do sleep 5; \
-	  printf 'setup: %s\n' "$$(grep -E '^(Collecting|Downloading|Installing)' .venv/install.log | tail -n 1 | cut -c1-100)"; done; \
+	s=0; while kill -0 $$pip 2>/dev/null; do sleep 1; s=$$((s + 1)); [ $$((s % 15)) != 0 ] || \
+	  echo "setup: $$s s, $$(grep -E '^(Collecting|Downloading|Installing)' .venv/install.log | tail -n 1 | cut -c1-70)"; done; \
 	wait $$pip || { tail -n 20 .venv/install.log; exit 1; }
 	touch $@
 

@@ -49,11 +49,11 @@ from prepare.documents import PAIR, local_files
 from prepare.encoder import load_backend
 from prepare.installed import installed_sources
 from prepare.job import HASH_STEPS, Job
-from prepare.options import KEYS, Options, read_options
+from prepare.options import DEFAULTS, KEYS, Options
 from prepare.parts import begun
 from prepare.phases import Unfinished, prepare
 from prepare.source import BadFile, Batch, Source, batches
-from runtime.cli import UserError, nearest
+from runtime.cli import UserError, nearest, read_options
 from runtime.shards import read_index
 from runtime.tokenizer import clean, load_tokenizer
 
@@ -180,7 +180,8 @@ def _run(arguments: list[str]) -> int:
     if kind not in KEYS:
         raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
     first = arguments.index(words[0])
-    options, words = read_options(kind, arguments[:first] + arguments[first + 1:])
+    options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
+    words = list(options.words)
     if kind == "show":
         print(*inventory.show([Path(word) for word in words] or [Path(options.out)]), sep="\n")
         return 0
@@ -221,10 +222,7 @@ def _check_sources(names: list[str]) -> int:
 
 
 def _job(options: Options) -> Job:
-    try:
-        tokenizer = load_tokenizer(options.tokenizer)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    tokenizer = load_tokenizer(options.tokenizer)
     worker, workers = _worker(options.worker)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = options.processes or max(1, cores // (_from_torchrun("LOCAL_WORLD_SIZE") or 1))

@@ -34,10 +34,11 @@ python="${PYTHON:-$default}"
 # The run's folder, from the config itself: train.py's exit code 0 means finished, or saved on request.
 run_dir=$("$python" -c '
 import sys
-from runtime.config import ConfigError, load_config
+from runtime.cli import UserError
+from runtime.config import load_config
 try:
     print(load_config(sys.argv[1], sys.argv[2:]).run_dir)
-except ConfigError as error:
+except UserError as error:
     print(f"slurm.sh: {error}", file=sys.stderr)
     sys.exit(2)' "$@") || exit 2
 newest_checkpoint() { find "$run_dir/checkpoints" -maxdepth 1 -name 'step_????????' 2>/dev/null | sort | tail -n 1; }

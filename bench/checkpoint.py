@@ -28,11 +28,10 @@ from typing import ClassVar
 
 import torch
 
-from eval.options import read_options
 from model import GPT, GPTConfig
 from runtime import optim
-from runtime.checkpoint import Saver, load, newest_good
-from runtime.cli import MachineError, UserError
+from runtime.checkpoint import Saver, latest, load, read_manifest
+from runtime.cli import MachineError, UserError, read_options
 from runtime.config import CheckpointConfig, Config, DataConfig
 from runtime.parallel import World
 
@@ -162,7 +161,7 @@ def bench(options: Options) -> None:
     print(line("median", [statistics.median(column) for column in zip(*rows[1:], strict=True)]))
 
     began = time.perf_counter()
-    found = newest_good(path, world, print)
+    found = latest(path), read_manifest(latest(path))
     verified = time.perf_counter()
     load(*found, training.tensors, world)
     print(f"restore: {verified - began:.2f} s to verify ({gib / (verified - began):.2f} GiB/s), "

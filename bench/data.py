@@ -43,9 +43,8 @@ import torch
 from bench import data_plan, data_scale
 from bench.raw import Raw
 from bench.turns import ratios
-from eval.options import read_options
 from prepare import harvest
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.log import device_name, write_atomically
 from runtime.shards import read_index
 

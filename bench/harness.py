@@ -29,10 +29,9 @@ from pathlib import Path
 from typing import ClassVar
 
 from eval import task_list
-from eval.options import read_options
 from eval.results import as_json, replace_file
 from eval.task_data import reading
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 
 ROOT = Path(__file__).resolve().parents[1]
 

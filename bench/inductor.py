@@ -23,10 +23,9 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from eval.options import read_options
 from model import GPT
 from runtime import fp8, fp8_linear
-from runtime.cli import UserError, field_lines
+from runtime.cli import UserError, field_lines, read_options
 from runtime.config import apply_overrides, load_config
 from runtime.parallel import COMPUTE_DTYPE
 from runtime.rows import write_json

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from bench.turns import in_turns, ratios
-from eval.options import read_options
-from runtime.cli import UserError, field_lines
+from runtime.cli import UserError, field_lines, read_options
 from runtime.log import environment, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]

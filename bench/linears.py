@@ -33,10 +33,9 @@ import torch
 import torch.nn as nn
 
 from bench.turns import in_turns, ratios
-from eval.options import read_options
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.cli import UserError, field_lines, nearest
+from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.config import FP8Config, load_config
 from runtime.log import environment, read_rows, write_atomically
 

@@ -24,9 +24,8 @@ from typing import ClassVar
 from bench import evidence, fleet_model, step_model
 from bench.step_model import BUCKETS, CASTS, FP8, Casts, Ceilings, Moved, Shape, Step, shape_of, step
 from bench.suites import MICRO_BATCH, TOKENS_PER_STEP
-from eval.options import read_options
 from model import GPTConfig
-from runtime.cli import UserError, field_lines, nearest
+from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.config import load_config
 from runtime.log import peak_flops, read_rows
 

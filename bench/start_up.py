@@ -21,8 +21,7 @@ import torch
 
 from bench import suites
 from bench.children import Child, ChildError
-from eval.options import read_options
-from runtime.cli import UserError, field_lines, nearest
+from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.log import environment
 from runtime.rows import write_json
 

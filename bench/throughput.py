@@ -31,8 +31,7 @@ from bench.clocks import Clocks
 from bench.group import OutOfBudget, Timer
 from bench.journal import Journal, rows_of
 from bench.suites import Group, Loop
-from eval.options import read_options
-from runtime.cli import UserError, field_lines, nearest
+from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.rows import read_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,12 +27,11 @@ from eval import float8
 from eval.hf_layout import hf_config, to_hf
 from eval.hf_tokenizer import as_json, write_tokenizer
 from eval.model_card import write_model_card
-from eval.options import read_options
 from eval.run_tokenizer import read_tokenizer
 from eval.sample import Recipe
 from eval.weights import DTYPES, newest_weights, write_safetensors, written
 from runtime.checkpoint import sync_folder
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.config import config_from_dict, read_config
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger

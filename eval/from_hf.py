@@ -134,10 +134,7 @@ def _open(path: Path, ending: ExitStack):
 
 def _check_tokenizer(source: Path, model: GPTConfig) -> str:
     """The SHA-256 of the tokenizer in the folder, whose ids must all have a row in the model."""
-    try:
-        tokenizer = load_tokenizer(str(source))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    tokenizer = load_tokenizer(str(source))
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
                           f"{model.vocab_size}: the two do not belong together")

@@ -42,17 +42,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar, Literal
 
-import torch
-
 from eval import task_list
-from eval.options import read_options
 from eval.ranks import Ranks, is_first, joined, leave
 from eval.results import evaluate, table, write
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
 from eval.task_data import save_tasks
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.config import read_config
+from runtime.machine import memory_error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +153,7 @@ def _enough_memory(advice: str) -> Iterator[None]:
         yield
     except (MemoryError, RuntimeError, OSError) as error:      # an OSError is what another rank met, see Ranks.together
         text = str(error)
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(
-                words in text for words in ("DefaultCPUAllocator", "out of memory")):
+        if memory_error(error) is None:
             raise
         raise OSError(f"the memory is full ({(text.splitlines() or ['no more to be had'])[0][:200]}): {advice}") from error
 

@@ -17,14 +17,13 @@ import numpy as np
 
 from runtime.cli import UserError
 from runtime.config import read_config
-from runtime.shards import LOSS_MASK_BIT as IS_CONTEXT
-from runtime.shards import read_index
+from runtime.shards import LOSS_MASK_BIT, read_index
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 DOCUMENTS = 32          # per source, val_ppl
 CHARACTERS = 4096       # of each document, val_ppl
 QUESTIONS = 100         # per source, val_cloze
-LOSS_MASK_BIT, CHOICE = 96, 32        # characters
+CONTEXT, CHOICE = 96, 32        # characters
 N_CHOICES = 4
 
 
@@ -51,7 +50,7 @@ def questions(run_dir: str, **_) -> dict:
             if len(choices) == N_CHOICES:
                 rng.shuffle(choices)
                 rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
-    needed = f"{N_CHOICES} different documents of {LOSS_MASK_BIT + CHOICE} characters"
+    needed = f"{N_CHOICES} different documents of {CONTEXT + CHOICE} characters"
     return {"validation": _dataset(rows, run_dir, "val_cloze", needed)}
 
 
@@ -67,14 +66,14 @@ def _pick(texts: "Texts", n: int, seed: str, transform) -> list:
 def _places(text: str) -> list[int]:
     """Where a text may be cut: before a blank, where tokenizers that merge letters part too, with enough on either side."""
     ends = (m.end() for m in re.finditer(r"\S(?=\s)", text))
-    return [i for i in ends if LOSS_MASK_BIT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
+    return [i for i in ends if CONTEXT <= i <= len(text) - CHOICE and not text[i:i + CHOICE].isspace()]
 
 
 def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
     """A context and what follows it."""
     text, places = usable
     i = rng.choice(places)
-    return text[i - LOSS_MASK_BIT:i], text[i:i + CHOICE]
+    return text[i - CONTEXT:i], text[i:i + CHOICE]
 
 
 def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
@@ -100,7 +99,7 @@ class Texts:
         return len(self.documents)
 
     def __getitem__(self, i: int) -> str:
-        return self.tokenizer.decode((self.documents[i] & ~IS_CONTEXT).tolist())
+        return self.tokenizer.decode((self.documents[i] & ~LOSS_MASK_BIT).tolist())
 
 
 def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:

@@ -30,12 +30,11 @@ import torch
 
 from eval import harness
 from eval.loss import ValLoss, evaluate
-from eval.options import read_options
 from eval.results import as_json, replace_file
 from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
 from runtime.checkpoint import latest
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.config import Config, read_config
 from runtime.data import Data, open_data
 

@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from runtime.cli import UserError
+from runtime.machine import memory_error
 
 UNPICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt", ".gguf")   # weights in a folder that are no safetensors
 
@@ -68,7 +69,7 @@ def _sentence(name: str, is_local: bool, error: Exception) -> str:
     text = str(error).lower()
     if "remote" in text and "code" in text:
         return f"hf:{name} brings code of its own, which is not run here: choose a model that transformers knows by itself"
-    if "out of memory" in text:
+    if memory_error(error):
         return f"hf:{name} does not fit into the memory of the device: try dtype=bfloat16, a smaller micro_batch or device=cpu"
     if is_local:
         return f"hf:{name} could not be loaded ({type(error).__name__}: {said})"

@@ -14,10 +14,7 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
 
     Raises UserError where it cannot be read, or its ids mean other text than in the model's training.
     """
-    try:
-        tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), config.data.tokenizer))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), config.data.tokenizer))
     trained = _trained_with(Path(run_dir))
     if trained not in (None, tokenizer.sha256):
         remedy = (f"put that one back as {Path(run_dir) / 'tokenizer'}" if tokenizer.kind == "folder" else

@@ -26,13 +26,12 @@ from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
-from eval.options import read_options
 from eval.run_tokenizer import read_tokenizer
 from eval.streaming import Piece, pieces
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import DamagedError, latest, load_model
-from runtime.cli import UserError, type_problems
+from runtime.cli import UserError, read_options, type_problems
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer
 

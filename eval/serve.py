@@ -23,11 +23,10 @@ from typing import ClassVar, Literal
 import torch
 
 from eval.curve import loss_svg, read_losses
-from eval.options import read_options
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference
 from eval.server import ROWS, Server
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.config import read_config
 
 PAGE = Path(__file__).with_name("page.html")

@@ -19,9 +19,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from eval.options import read_options
 from runtime.checkpoint import checkpoints, load, read_manifest, sync_folder
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's

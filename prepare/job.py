@@ -19,7 +19,7 @@ from prepare.contamination import Grams
 from prepare.parts import Parts
 from prepare.source import Source
 from runtime.cli import UserError
-from runtime.shards import DTYPES, Index, file_sha256, read_index
+from runtime.shards import DTYPES, file_sha256, read_index
 from runtime.tokenizer import Tokenizer
 
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
@@ -76,7 +76,7 @@ def is_complete(source: Source, job: Job) -> bool:
     folder = job.out / source.name
     if not (folder / "index.json").exists():
         return False
-    index, budget = _read(folder), job.budgets.get(source.name)
+    index, budget = read_index(folder), job.budgets.get(source.name)
     wanted = {"dataset": source.dataset, **job.common, "selection": source.selection, "revision": source.revision}
     for key, value in wanted.items():
         found = getattr(index, key)
@@ -123,7 +123,7 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
             if is_committed(folder):       # what an unfinished one holds is not known before
                 found[folder.name] = hashes
             continue
-        index = _read(folder)
+        index = read_index(folder)
         its_sha256 = index.tokenizer_sha256 if index.tokenizer == "folder" else job.tokenizer.sha256
         if (index.tokenizer, its_sha256) != (job.tokenizer.kind, job.tokenizer.sha256):    # the same text by another is no copy
             continue
@@ -147,10 +147,3 @@ def check_room(begun: list[tuple[Source, Parts]], job: Job) -> None:
     if lacking > (free := shutil.disk_usage(job.out).free):
         raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                           f"free some, ask for fewer tokens=, or give another out=")
-
-
-def _read(folder: Path) -> Index:
-    try:
-        return read_index(folder)
-    except ValueError as error:
-        raise UserError(str(error)) from error

@@ -1,32 +1,27 @@
-"""The sections of a run's configuration: every knob with its type, default, meaning.
-
-Each section judges itself in problems(): one sentence for each value that cannot be. What spans sections is judged by
-runtime/config.py, from where the sections are imported too.
-
-
-config: Every knob of a run, typed: a config file plus `section.key=value` overrides become one frozen Config.
+"""Every setting of a run, typed and checked: a config file plus `section.key=value` overrides become one frozen Config.
 
 A config file is Python that binds `config = Config(...)`. A derived run imports its parent and replaces what differs:
 
     from configs.gpt350m_bf16 import config as parent
     config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
 
-Every mistake becomes a UserError: key, value, expectation, remedy; all of a file's problems together.
-
+A section lists what is impossible in it in problems(), Config what is impossible between sections. Each mistake becomes one
+sentence of a UserError with key, value, expectation and remedy.
 """
 
 import difflib
 import json
 import math
+import os
 import re
 import runpy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Literal, get_type_hints
 
 from model import GPTConfig
-from runtime.cli import UserError, field_lines, keyword_sentence, nearest, parse, type_problems
+from runtime.cli import UserError, field_lines, nearest, parse, type_problems
 from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
 
 # ------------------------------------------------------------------------------------------------------------- sections
@@ -56,7 +51,7 @@ class DataConfig:
                 yield f"data.mixture gives {source!r} the weight {weight}: leave a source out or give it a positive weight"
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source):
                 yield f"data.mixture names {source!r}: a source is one folder name, of letters, digits, '_', '-' and '.'"
-        yield from positive(self, "data", "tokens_per_step", "max_epochs", *["micro_batch"] * (self.micro_batch != "auto"))
+        yield from positive(self, "data.", "tokens_per_step", "max_epochs", *["micro_batch"] * (self.micro_batch != "auto"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +75,7 @@ class OptimConfig:
         return max(1, round(self.decay_share * steps))
 
     def problems(self):
-        yield from positive(self, "optim", "lr", "eps", "clip")
+        yield from positive(self, "optim.", "lr", "eps", "clip")
         for name in ("min_lr_ratio", "warmup_share", "decay_share", "weight_decay"):
             if not 0 <= getattr(self, name) <= 1:
                 yield f"optim.{name}={getattr(self, name)} must lie between 0 and 1"
@@ -104,9 +99,7 @@ class FP8Config:
 
     @property
     def label(self) -> str:
-        """What a run's record and a table of timings call these settings: "bf16", a recipe, or a recipe with WITH_KERNELS.
-
-        Our kernels round as torchao does, but not their weight gradients and not the head's, so they train other weights."""
+        """Name in records: "bf16", a recipe, or a recipe with WITH_KERNELS (its weight gradients are rounded otherwise)."""
         return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels
 
     def problems(self):
@@ -140,7 +133,7 @@ class ParallelConfig:
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
     def problems(self):
-        yield from positive(self, "parallel", "replicate", "shard", "start_timeout")
+        yield from positive(self, "parallel.", "replicate", "shard", "start_timeout")
         if not 1 <= self.timeout <= self.start_timeout:
             yield (f"parallel.timeout={self.timeout} must be at least 1 second and at most "
                    f"parallel.start_timeout={self.start_timeout}")
@@ -156,7 +149,7 @@ class CheckpointConfig:
     at: tuple[int, ...] = ()                # more steps to save at; these checkpoints stay for good, to branch off from
 
     def problems(self):
-        yield from positive(self, "checkpoint", "every", "keep", "forever", "rolling")
+        yield from positive(self, "checkpoint.", "every", "keep", "forever", "rolling")
         if self.forever and (not self.every or self.forever % self.every):
             yield (f"checkpoint.forever={self.forever} must be a multiple of checkpoint.every={self.every}: what is not saved "
                    f"cannot be kept")
@@ -171,7 +164,7 @@ class EvalConfig:
     tokens: int = 1_048_576                 # validation tokens per source, always the same ones; all there are if fewer
 
     def problems(self):
-        yield from positive(self, "eval", "every", "tokens")
+        yield from positive(self, "eval.", "every", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +173,7 @@ class LogConfig:
     every: int = 10                         # steps between console lines where the output is no terminal
 
     def problems(self):
-        yield from positive(self, "log", "every")
+        yield from positive(self, "log.", "every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +182,7 @@ class ProbeConfig:
     tokens: int = 4096                      # tokens that a look passes through the model, at most; at least one sequence
 
     def problems(self):
-        yield from positive(self, "probe", "every", "tokens")
+        yield from positive(self, "probe.", "every", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +194,7 @@ class GuardConfig:
     rollbacks: int = 3                      # times that a run may go back before it stops
 
     def problems(self):
-        yield from positive(self, "guard", "skips")
+        yield from positive(self, "guard.", "skips")
         if self.window < 8:
             yield f"guard.window={self.window} must be at least 8 steps: the spread of fewer is not known"
         if not 2 <= self.threshold < math.inf:
@@ -211,12 +204,15 @@ class GuardConfig:
 
 
 def positive(section, prefix: str, *names: str) -> Iterator[str]:
-    """A sentence for each of the named fields that is a number, yet not a positive, finite one."""
+    """A sentence for each of the named fields that is a number, yet not a positive, finite one. prefix: "optim." or ""."""
     for name in names:
         value = getattr(section, name)
         if value is not None and not 0 < value < math.inf:
-            yield f"{prefix}.{name}={value} must be a positive, finite number" if prefix else (
-                f"{name}={value} must be a positive, finite number")
+            yield f"{prefix}{name}={value} must be a positive, finite number"
+
+
+def _rounded_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
 
 
 # --------------------------------------------------------------------------------------------------------------- config
@@ -227,13 +223,13 @@ class Config:
     model: GPTConfig
     data: DataConfig
     optim: OptimConfig
-    fp8: FP8Config = field(default_factory=FP8Config)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    probe: ProbeConfig = field(default_factory=ProbeConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
+    fp8: FP8Config = FP8Config()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    probe: ProbeConfig = ProbeConfig()
+    guard: GuardConfig = GuardConfig()
     steps: int | None = None                # optimizer steps; give this or tokens_per_param
     tokens_per_param: float | None = None   # training tokens per parameter (all parameters); give this or steps
     seed: int = 1337                        # of initialisation and token order; a BF16/FP8 pair shares it
@@ -244,83 +240,82 @@ class Config:
     start_from: str | None = None           # branch off another run: its out/<run>/checkpoints/step_<step>
 
     def __post_init__(self):
-        sections = {name: getattr(self, name) for name in SECTIONS}
-        problems = [f"{name}={value!r} must be a {SECTIONS[name].__name__}(...)" for name, value in sections.items()
-                    if not isinstance(value, SECTIONS[name])]
-        # Each stage judges only what the stage before found sound.
-        problems = problems or [p for name, value in {"": self, **sections}.items() for p in type_problems(name, value)]
-        problems = problems or [p for value in sections.values() for p in value.problems()]
-        problems = problems or self._cross_problems()
-        if problems:
-            raise UserError("\n".join(problems))
+        for stage in (self._type_problems, self._section_problems, self._budget_problems, self._cross_problems):
+            if problems := list(stage()):       # a stage relies on what those before it have checked
+                raise UserError("\n".join(problems))
 
-    def _cross_problems(self) -> list[str]:
-        """What no section can see alone: budget, divisibility, tokenizer, FP8 dimensions."""
-        m, d, out = self.model, self.data, []
+    def _type_problems(self):
+        yield from type_problems("", self)
+        for name, cls in SECTIONS.items():
+            value = getattr(self, name)
+            yield from type_problems(f"{name}.", value) if isinstance(value, cls) else [
+                f"{name}={value!r} must be a {cls.__name__}(...)"]
+
+    def _section_problems(self):
+        for name in SECTIONS:
+            yield from getattr(self, name).problems()
+
+    def _budget_problems(self):
         if (self.steps is None) == (self.tokens_per_param is None):
-            out.append(f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two")
-        out += positive(self, "", "steps", "tokens_per_param")
+            yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
+        yield from (wrong := list(positive(self, "", "steps", "tokens_per_param")))
+        tokens = (self.steps or 0) * self.data.tokens_per_step, (self.tokens_per_param or 0) * self.model.params_total
+        if not wrong and max(tokens) > 2**50:
+            yield f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget"
         if self.repeat not in (0, 1):
-            out.append(f"repeat={self.repeat} must be 0, or 1 for a null run")
-        if not out and max((self.steps or 0) * d.tokens_per_step, (self.tokens_per_param or 0) * m.params_total) > 2**50:
-            out.append(f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget")
+            yield f"repeat={self.repeat} must be 0, or 1 for a null run"
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
-            out.append(f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'")
+            yield f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'"
         if self.start_from is not None and not PARENT.search(self.start_from):
-            out.append(f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
-                       f"out/<run>/checkpoints/step_00000400")
-        if not out and self.parent and self.parent[1] >= self.total_steps:
-            out.append(f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step "
-                       f"{self.total_steps}: take an earlier checkpoint, or give more steps")
-        if not out and max(self.checkpoint.at, default=0) > self.total_steps:
-            out.append(f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}")
+            yield f"start_from={self.start_from!r} is no checkpoint's folder: write it like out/<run>/checkpoints/step_00000400"
         if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
-            out.append(f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15")
-        elif not out and self.profile and self.profile_steps[0] > self.total_steps:
-            out.append(f"profile={self.profile} begins after the last step of this run, {self.total_steps}")
+            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
+
+    def _cross_problems(self):
+        """What concerns several sections: number of steps, divisibility, tokenizer, FP8 dimensions."""
+        m, d, recipe = self.model, self.data, self.fp8.recipe
+        if self.parent and self.parent[1] >= self.total_steps:
+            yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {self.total_steps}: "
+                   f"take an earlier checkpoint, or give more steps")
+        if max(self.checkpoint.at, default=0) > self.total_steps:
+            yield f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}"
+        if self.profile and self.profile_steps[0] > self.total_steps:
+            yield f"profile={self.profile} begins after the last step of this run, {self.total_steps}"
         if d.micro_batch == "auto":
             if d.tokens_per_step % m.n_ctx:
-                out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of sequences of {m.n_ctx} tokens "
-                           f"(model.n_ctx)")
+                yield (f"data.tokens_per_step={d.tokens_per_step} is not a whole number of sequences of {m.n_ctx} tokens "
+                       f"(model.n_ctx)")
             if self.deterministic:
-                out.append("data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number")
+                yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
         elif d.tokens_per_step % (m.n_ctx * d.micro_batch):
-            out.append(f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of "
-                       f"{d.micro_batch} x {m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
+            yield (f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of {d.micro_batch} x "
+                   f"{m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
         if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
-            out.append(f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is "
-                       f"named by a path with a slash, such as ./{d.tokenizer}")
-        elif m.vocab_size != VOCAB_SIZE.get(d.tokenizer, m.vocab_size):     # a folder's is judged when it is read
-            out.append(f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
-                       f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
-        if self.fp8.recipe != "off":
-            multiple = 32 if self.fp8.recipe == "mxfp8" else 16
-            needs = f"is not a multiple of {multiple}, which fp8.recipe={self.fp8.recipe} needs"
-            for name, value in (("n_embd", m.n_embd), ("n_ffn", m.n_ffn),
-                                ("n_kv_head x head size", m.kv_heads * m.head_size)):
-                if value % multiple and self.fp8.recipe != "auto":      # which leaves such Linears in BF16
-                    out.append(f"model.{name}={value} {needs}: take {value // multiple * multiple or multiple} or "
-                               f"{-(-value // multiple) * multiple}, or fp8.recipe=off")
-            if d.micro_batch != "auto" and d.micro_batch * m.n_ctx % multiple:
-                out.append(f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens {needs} for the weight gradient: "
-                           f"change either, or fp8.recipe=off")
-            if self.fp8.head and m.loss_chunk is not None:
-                out += self._chunk_problems(m.loss_chunk, multiple, needs)
-        return out
-
-    def _chunk_problems(self, chunk: int, multiple: int, needs: str) -> list[str]:
-        """Why an FP8 head cannot be trained on `chunk` tokens at a time, if so."""
-        n_ctx = self.model.n_ctx
+            yield (f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is named "
+                   f"by a path with a slash, such as ./{d.tokenizer}")
+        elif m.vocab_size != VOCAB_SIZE.get(d.tokenizer, m.vocab_size):     # a folder's is checked when it is read
+            yield (f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
+                   f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
+        if recipe == "off":
+            return
+        multiple = 32 if recipe == "mxfp8" else 16
+        needs = f"is not a multiple of {multiple}, which fp8.recipe={recipe} needs"
+        for name, value in (("n_embd", m.n_embd), ("n_ffn", m.n_ffn), ("n_kv_head x head size", m.kv_heads * m.head_size)):
+            if value % multiple and recipe != "auto":       # which leaves such Linears in BF16
+                yield (f"model.{name}={value} {needs}: take {value // multiple * multiple or multiple} or "
+                       f"{_rounded_up(value, multiple)}, or fp8.recipe=off")
+        if d.micro_batch != "auto" and d.micro_batch * m.n_ctx % multiple:
+            yield (f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens {needs} for the weight gradient: change "
+                   f"either, or fp8.recipe=off")
+        chunk = m.loss_chunk if self.fp8.head else None
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test), without a word.
-        if self.fp8.kernels and self.parallel.compile and n_ctx % chunk and chunk % n_ctx:
-            multiple = math.lcm(n_ctx, multiple)
-            why = (f"neither divides model.n_ctx={n_ctx} nor is a multiple of it, which torch.compile gets wrong on a CPU with "
-                   "fp8.head and fp8.kernels (part of the gradients unwritten): take {}, or none, or parallel.compile=false")
-        elif chunk % multiple:
-            why = f"{needs} for the head's weight gradient (fp8.head=true): take {{}}, or none"
-        else:
-            return []
-        return [f"model.loss_chunk={chunk} " + why.format(-(-chunk // multiple) * multiple)]
+        if chunk and self.fp8.kernels and self.parallel.compile and m.n_ctx % chunk and chunk % m.n_ctx:
+            yield (f"model.loss_chunk={chunk} neither divides model.n_ctx={m.n_ctx} nor is a multiple of it, which torch.compile "
+                   f"gets wrong on a CPU with fp8.head and fp8.kernels (part of the gradients unwritten): take "
+                   f"{_rounded_up(chunk, math.lcm(m.n_ctx, multiple))}, or none, or parallel.compile=false")
+        elif chunk and chunk % multiple:
+            yield (f"model.loss_chunk={chunk} {needs} for the head's weight gradient (fp8.head=true): take "
+                   f"{_rounded_up(chunk, multiple)}, or none")
 
     # ------------------------------------------------------------------------------------------------ derived values
 
@@ -379,12 +374,53 @@ class Config:
 
 
 PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
-SECTIONS = {"model": GPTConfig, "data": DataConfig, "optim": OptimConfig, "fp8": FP8Config, "parallel": ParallelConfig,
-            "checkpoint": CheckpointConfig, "eval": EvalConfig, "log": LogConfig, "probe": ProbeConfig,
-            "guard": GuardConfig}
+SECTIONS = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
+
+# Our key (and how its unit differs): names of the same in nanoGPT, nanochat, torchtitan, LitGPT and transformers.
+FOREIGN = {
+    "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
+    "out": "out_dir output_dir dump_folder",
+    "start_from, a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
+    "steps": "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps",
+    "steps, optimizer steps and not passes over the data": "epochs num_epochs num_train_epochs",
+    "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",
+    "model.n_layer": "num_layers num_hidden_layers depth",
+    "model.n_embd": "hidden_size d_model dim model_dim",
+    "model.n_head": "num_heads num_attention_heads",
+    "model.n_kv_head": "num_kv_heads num_key_value_heads n_query_groups",
+    "model.n_ffn": "intermediate_size ffn_dim hidden_dim ffn_hidden_size",
+    "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions "
+                   "max_position_embeddings",
+    "model.tied": "tie_word_embeddings weight_tying",
+    "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size "
+                                                             "per_device_train_batch_size",
+    "data.tokens_per_step": "total_batch_size",
+    "data.tokens_per_step, which counts tokens, not sequences": "global_batch_size",
+    "data.tokens_per_step, from which accumulation follows, given data.micro_batch and the number of ranks":
+        "gradient_accumulation_steps grad_accum_steps gradient_accumulation_iters",
+    "data.mixture, written source:weight,source:weight": "dataset dataset_name",
+    "data.dir": "data_dir data_path dataset_path",
+    "optim.lr": "learning_rate max_lr peak_lr",
+    "optim.min_lr_ratio, a share of optim.lr": "min_lr min_lr_factor final_lr_frac",
+    "optim.warmup_share, a share of all steps": "warmup_iters warmup_steps lr_warmup_steps warmup_ratio",
+    "optim.decay_share, a share of all steps": "decay_ratio warmdown_ratio",
+    "optim.schedule": "decay_type lr_scheduler_type",
+    "optim.eps": "adam_eps adam_epsilon",
+    "optim.clip": "grad_clip clip_grad_norm max_norm max_grad_norm gradient_clip_val",
+    "fp8.recipe, off for BF16": "dtype bf16 precision mixed_precision mixed_precision_param fp8 float8 recipe_name",
+    "parallel.shard": "data_parallel_shard_degree fsdp",
+    "parallel.recompute": "gradient_checkpointing activation_checkpoint activation_checkpointing",
+    "checkpoint.every": "save_interval save_steps save_every interval",
+    "checkpoint.keep": "save_total_limit keep_latest_k",
+    "eval.every": "eval_interval eval_every eval_steps val_interval",
+    "eval.tokens, of each source": "eval_iters max_eval_iters eval_tokens",
+    "log.every": "log_interval log_freq logging_steps",
+    "log.to, wandb or tensorboard": "wandb_log report_to enable_wandb enable_tensorboard wandb_project",
+}
+
 
 def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     """The Config that the file at `path` binds, with `section.key=value` overrides applied and everything validated.
@@ -392,24 +428,29 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     Raises UserError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
     """
     path = Path(path)
-    try:
-        is_there = path.is_file()
-    except OSError:     # a name too long to be one
-        is_there = False
-    if not is_there:
+    if not os.path.isfile(path):
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
         raise UserError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
     try:
         config = runpy.run_path(str(path)).get("config")
-    except TypeError as error:      # the dataclasses' own complaint about a keyword, in our words
-        raise UserError(f"{path}{keyword_sentence(error, (Config, *SECTIONS.values()))}") from error
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+        raise UserError(f"{path}{_keyword_problem(error) or f' could not be run: {type(error).__name__}: {error}'}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")
     return apply_overrides(config, overrides)
+
+
+def _keyword_problem(error: BaseException) -> str | None:
+    """What a dataclass says of its keywords, in our words."""
+    said = re.match(r"(\w+)\.__init__\(\) (?:got an unexpected keyword argument '(\w+)'|missing \d+ .+ arguments?: (.+))",
+                    str(error))
+    for section, cls in {"": Config, **SECTIONS}.items():
+        if said and cls.__name__ == said[1]:
+            told = _meant(f"{section}.{said[2]}").replace(f"'{section}.", "'")
+            return f": {said[1]} has no field {said[2]!r}{told}" if said[2] else f": {said[1]} needs {said[3]}: give a value"
+    return None
 
 
 def apply_overrides(config: Config, overrides: list[str]) -> Config:
@@ -419,21 +460,26 @@ def apply_overrides(config: Config, overrides: list[str]) -> Config:
         key, equals, value = text.removeprefix("--").partition("=")
         if not equals:
             raise UserError(f"{text!r} is no override: write section.key=value, such as optim.lr=3e-4")
+        if key not in known_keys():
+            raise UserError(f"there is no key {key!r}{_meant(key)}")
         section, _, name = key.rpartition(".")
-        cls = SECTIONS.get(section) if section else Config
-        if cls is None or name not in get_type_hints(cls) or (not section and name in SECTIONS):
-            raise UserError(f"there is no key {key!r}{nearest(key, known_keys())}")
-        try:
-            changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(cls)[name])
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    sections = {s: replace(getattr(config, s), **c) for s, c in changes.items() if s}
-    top = changes.get("", {})
+        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS.get(section, Config))[name])
+    top = changes.pop("", {})
     if "steps" in top and "tokens_per_param" not in top:        # the command line's budget replaces the file's
         top["tokens_per_param"] = None
     elif "tokens_per_param" in top and "steps" not in top:
         top["steps"] = None
-    return replace(config, **sections, **top)
+    return replace(config, **top, **{section: replace(getattr(config, section), **new) for section, new in changes.items()})
+
+
+def _meant(key: str) -> str:
+    """How the sentence about an unknown key goes on: what another code base's name is here, or else the nearest key."""
+    name = key.lower().replace("-", "_").rpartition(".")[2]
+    for ours, theirs in FOREIGN.items():
+        if name in theirs.split():
+            ours, comma, unit = ours.partition(", ")
+            return f"; did you mean {ours!r}{comma}{unit}?"
+    return nearest(key, known_keys())
 
 
 def config_from_dict(data: dict) -> Config:
@@ -457,15 +503,15 @@ def read_config(run_dir: str | Path) -> Config:
         raise UserError(f"{path} is not JSON ({error}): the file is damaged, restore it or start the run anew") from error
     if isinstance(content, dict) and "architectures" in content:
         raise UserError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
-                          f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")
+                        f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")
     return config_from_dict(content)
 
 
 def known_keys() -> list[str]:
-    top = [f.name for f in fields(Config) if f.name not in SECTIONS]
-    return top + [f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in fields(cls)]
+    return [f"{section}.{f.name}".lstrip(".") for section, cls in {"": Config, **SECTIONS}.items() for f in fields(cls)
+            if f.name not in SECTIONS]
 
 
 def help_text() -> str:
     """Every key with its type, default and meaning, as `--help` prints it."""
-    return "\n".join(line for name, cls in {"": Config, **SECTIONS}.items() for line in field_lines(name, cls))
+    return "\n".join(field_lines("", Config) + [line for name, cls in SECTIONS.items() for line in field_lines(f"{name}.", cls)])

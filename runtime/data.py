@@ -1,25 +1,17 @@
-"""Decide which window of which source each sequence of a run reads.
+"""Serve the micro-batch of (step, micro, rank) from token shards, and the validation windows.
 
-Pure functions of whole numbers: the same on every machine, at every world size, in every precision.
-
-
-windows: Cut the shards of one source into windows.
+Nothing here has state. The order of the whole run is a pure function of the seed, the mixture and the shards: the same on
+every machine, at every world size, in every precision. Sequence i of the run belongs to a source (the mixture's weights hold
+to within one sequence at every i), is the k-th of that source, and a keyed permutation, a new one in each epoch, maps k to a
+window. A resume needs only the step number.
 
 A window is n_ctx tokens of one shard and the token after them, which is only a target; windows do not overlap. In a masked
-source some tokens are context alone: as targets they are NO_TARGET, which torch's cross-entropy passes over.
-
-
-data: Serve the micro-batch of (step, micro, rank) from token shards.
-
-Nothing here has state: the order of the whole run is a pure function of the seed, the mixture and the shards. Sequence
-i of the run belongs to a source (the mixture's weights hold to within one sequence at every i), is the source's k-th,
-and a keyed permutation, another one in each epoch, says which window the k-th is. A resume needs the step number alone,
-any number of ranks sees the same sequences in a step, two runs of one seed see the same tokens in the same order.
-
+source some tokens are context only: as targets they are NO_TARGET, which torch's cross-entropy ignores.
 """
 
 import json
 import math
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,22 +24,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
-from runtime.shards import LOSS_MASK_BIT, Index, Verification, read_index
+from runtime.shards import LOSS_MASK_BIT, Index, Shard, read_index
 from runtime.tokenizer import tokenizer_kind
 
-# ---------------------------------------------------------------------------------------------------------------- order
-
+NO_TARGET = -100            # F.cross_entropy's ignore_index
 WEIGHT_STEPS = 2**20        # a mixture of no simple ratio is rounded to shares of this
 FEISTEL_ROUNDS = 6
 
+
+# ---------------------------------------------------------------------------------------------------------------- order
 
 def shares(mixture: dict[str, float]) -> dict[str, int]:
     """Whole numbers in the ratio of the weights, without a common factor; their sum is the period of the mixture.
 
     Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are rounded to shares of
-    2**20 by largest remainder. Raises ValueError for a weight that rounds to nothing.
+    2**20 by largest remainder. Raises UserError for a weight that rounds to nothing.
     """
     near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
     scale = math.lcm(*(fraction.denominator for fraction in near.values()))
@@ -63,8 +57,8 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
         counts[name] += 1
     for name, count in counts.items():
         if not count:
-            raise ValueError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the "
-                             f"total: leave the source out or give it more")
+            raise UserError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the "
+                            f"total: leave the source out or give it more")
     return _reduced(counts)
 
 
@@ -99,7 +93,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
 
 
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
-    """Where a permutation of range(n), chosen by `key`, sends each position; O(1) memory, the same on every machine.
+    """The images of `position` under a permutation of range(n) chosen by `key`, int64; O(1) memory.
 
     A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002).
     """
@@ -126,17 +120,13 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 # -------------------------------------------------------------------------------------------------------------- windows
 
-NO_TARGET = -100        # F.cross_entropy's ignore_index
-
-
 class Windows:
-    """The windows of one split of one source, numbered through its shards: len(), then read() by number."""
+    """The windows of one split of one source, numbered through its shards."""
 
     def __init__(self, index: Index, split: str, n_ctx: int):
         self.n_ctx, self.vocab_size, self.is_masked = n_ctx, index.vocab_size, index.is_masked
-        self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # a mapping of nothing is an error
-        # The last token of a shard is only a target, hence the - 1.
-        per_shard = [max(0, shard.tokens - 1) // n_ctx for shard in self.shards]
+        self.shards = [shard for shard in index.splits[split].shards if shard.tokens]   # an empty file cannot be mapped
+        per_shard = [(shard.tokens - 1) // n_ctx for shard in self.shards]      # - 1: the last token is only a target
         self.ends = np.cumsum([0, *per_shard])
         # Plain arrays over the mapping: slicing a np.memmap costs more than copying the window.
         self.tokens = [np.asarray(np.memmap(shard.path, index.dtype, "r")) for shard in self.shards]
@@ -145,7 +135,7 @@ class Windows:
         return int(self.ends[-1])
 
     def read(self, window: int, row: np.ndarray) -> None:
-        """Copies the n_ctx + 1 tokens of one window into `row` (uint32), LOSS_MASK_BIT where it is set.
+        """Copy the n_ctx + 1 tokens of one window into `row` (uint32), LOSS_MASK_BIT where it is set.
 
         Raises UserError for an id outside the vocabulary."""
         shard, start = self._find(window)
@@ -153,20 +143,15 @@ class Windows:
         largest = (row & ~LOSS_MASK_BIT if self.is_masked else row).max()
         if largest >= self.vocab_size:
             path = self.shards[shard].path
-            raise UserError(f"{path} holds the id {largest} near token {start}, but its tokenizer has "
-                              f"{self.vocab_size}: the file is damaged; list all damage with "
-                              f"`python prepare_data.py --verify {path.parent}`")
+            raise UserError(f"{path} holds the id {largest} near token {start}, but its tokenizer has {self.vocab_size}: the "
+                            f"file is damaged; list all damage with `python prepare_data.py --verify {path.parent}`")
 
     def targets(self, window: int) -> int:
-        """How many tokens of a window the model is to foretell; without a mask nothing is read."""
+        """The number of targets in a window."""
         if not self.is_masked:
-            return self.n_ctx
+            return self.n_ctx       # without reading the shard
         shard, start = self._find(window)
         return int(np.count_nonzero(self.tokens[shard][start + 1:start + self.n_ctx + 1] < LOSS_MASK_BIT))
-
-    def targets_of_split(self) -> int:
-        """How many of all tokens, those of no window included, are targets somewhere."""
-        return sum(int(np.count_nonzero(tokens < LOSS_MASK_BIT)) if self.is_masked else len(tokens) for tokens in self.tokens)
 
     def _find(self, window: int) -> tuple[int, int]:
         """The number of its shard, and its first token there."""
@@ -175,33 +160,34 @@ class Windows:
 
 
 class Validation:
-    """The fixed validation windows of one source: the same ones, in the same order, in every run of equal n_ctx.
+    """The fixed validation windows of one source: the same, in the same order, in every run of equal n_ctx.
 
-    Attributes: n_ctx; targets, how many each window has, (windows,) int64; tokens, all of them; text_bytes, their UTF-8
-    bytes: tokens x the mean bytes per target of the whole split. End-of-text tokens count as tokens of no bytes, so bits
-    per byte = summed nats / ln 2 / text_bytes charges the text with the price of its ends. Where not all windows are chosen
-    text_bytes is an estimate, yet the same one in every run.
+    Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
+    targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per target of the whole split (an estimate where not all
+    windows are selected). End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
+    includes the cost of predicting where a document ends.
     """
 
-    def __init__(self, windows: Windows, text_bytes: int, tokens_at_most: int):
-        """`text_bytes`: of the targets of the whole split."""
-        self.n_ctx, self._windows = windows.n_ctx, windows
-        count = min(len(windows), -(-tokens_at_most // windows.n_ctx))
-        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
-        self.targets = np.array([windows.targets(int(w)) for w in self.selection], np.int64)
+    def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
+        self._windows, self.n_ctx = Windows(index, "val", n_ctx), n_ctx
+        count = min(len(self._windows), -(-tokens_at_most // n_ctx))
+        self.selection = np.arange(count) * len(self._windows) // max(1, count)      # evenly strided
+        self.targets = np.array([self._windows.targets(int(w)) for w in self.selection], np.int64)
         self.tokens = int(self.targets.sum())
-        self.text_bytes = round(self.tokens * text_bytes / max(1, windows.targets_of_split()))
+        of_split = sum(int(np.count_nonzero(tokens < LOSS_MASK_BIT)) if index.is_masked else len(tokens)
+                       for tokens in self._windows.tokens)
+        self.text_bytes = round(self.tokens * index.splits["val"].text_bytes / max(1, of_split))
 
     def __len__(self) -> int:
         return len(self.selection)
 
     def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; short at the end."""
-        return read_batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
+        """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; fewer at the end."""
+        return _read_batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
 
 
-def read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows by number as x and y, int64 (rows, n_ctx): y is x one token on, NO_TARGET where that is context alone."""
+def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x and y of numbered windows, int64 (rows, n_ctx): y is x shifted by one token, NO_TARGET where that is context only."""
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         windows.read(window, row)
@@ -220,74 +206,89 @@ def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     Raises UserError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
     that would see a source more than data.max_epochs times.
     """
-    indexes = {}
+    indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
     for name in config.data.mixture:
-        folder, wanted = Path(config.data.dir) / name, config.data.tokenizer
-        kind = tokenizer_kind(wanted)
-        try:
-            index = indexes[name] = read_index(folder)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        folder = Path(config.data.dir) / name
+        index = indexes[name] = read_index(folder)
         if index.tokenizer != kind:
             its = "the path of that folder" if index.tokenizer == "folder" else index.tokenizer
             raise UserError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
-                              f"data.tokenizer={its} and model.vocab_size={index.vocab_size}, or prepare "
-                              f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
-        if index.tokenizer_sha256 != tokenizer_sha256 and kind == "folder":
-            raise UserError(f"{folder} was made with another tokenizer than the one in {wanted} "
-                              f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): set data.tokenizer to the "
-                              f"folder of that one, or prepare the text with tokenizer={wanted} into another folder")
+                            f"data.tokenizer={its} and model.vocab_size={index.vocab_size}, or prepare "
+                            f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
         if index.tokenizer_sha256 != tokenizer_sha256:
-            raise UserError(f"{folder} was made with other rules of tokenizer={wanted} ({index.tokenizer_sha256[:9]}"
-                              f"..., not {tokenizer_sha256[:9]}...): delete the folder and prepare it again with "
-                              f"`python prepare_data.py`")
+            raise UserError(f"{folder} was made with another tokenizer than data.tokenizer={wanted} "
+                            f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): set data.tokenizer to the "
+                            f"folder of that one, or prepare the text with tokenizer={wanted} into another folder")
         # An imported model's embedding may have rows that its tokenizer does not use.
         if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
             raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
-                              f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
+                            f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
     return Data(config, indexes)
 
-
-# ----------------------------------------------------------------------------------------------------------------- data
 
 class Data:
     """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing."""
 
     def __init__(self, config: Config, indexes: dict[str, Index]):
-        self.config, self.indexes, self.sources = config, indexes, sorted(indexes)
+        self.config, self.sources = config, sorted(indexes)
+        self.indexes = [indexes[name] for name in self.sources]
         self.n_ctx, self.sequences_per_step = config.model.n_ctx, config.data.tokens_per_step // config.model.n_ctx
         self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
-        try:
-            counts = shares({name: config.data.mixture[name] for name in self.sources})
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        self.period, self._counts = sum(counts.values()), np.array(list(counts.values()))
+        counts = shares({name: config.data.mixture[name] for name in self.sources})
+        self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
         self._plan_order(self.n_sequences)
-        self._verification: Verification | None = None
-        self._train = [Windows(indexes[name], "train", self.n_ctx) for name in self.sources]
-        self._val = {name: Validation(Windows(index, "val", self.n_ctx), index.splits["val"].text_bytes, config.eval.tokens)
-                     for name, index in sorted(indexes.items())}
-        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
-        whole, rest = divmod(self.n_sequences, self.period)
+        whole, rest = divmod(self.n_sequences, self._period)
         self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
-        if problems := [p for s in range(len(self.sources)) for p in self._problems(s)]:
+        self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
+        self._val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
+        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
+        self._hashing, self._damage = None, None
+        if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
             raise UserError("\n".join(problems))
+
+    def _plan_order(self, length: int) -> None:
+        """The mixture's order over the first `length` sequences of its period: a longer one begins as a shorter one."""
+        self._table = schedule(self._counts.tolist(), min(self._period, length))
+        self._ordinal = np.empty(len(self._table), np.int64)        # which of its source's sequences each is
+        for s in range(len(self.sources)):
+            self._ordinal[self._table == s] = np.arange((self._table == s).sum())
+
+    def _problems(self, s: int) -> Iterator[str]:
+        name, there, limit, val = self.sources[s], len(self._train[s]), self.config.data.max_epochs, self._val[self.sources[s]]
+        folder = Path(self.config.data.dir) / name
+        for split, count in ("train", there), ("val", len(val)):
+            if not count:
+                yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window "
+                       f"of model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
+        if len(val) and not val.tokens:
+            yield (f"{folder}: prompts fill all {len(val)} validation windows of model.n_ctx={self.n_ctx} tokens, "
+                   f"which leaves no response to measure: raise eval.tokens")
+        if there and self.planned[s] > limit * there:
+            steps = int(limit * there) * self._period // int(self._counts[s]) // self.sequences_per_step
+            yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "
+                   f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
+                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or "
+                   f"give {name} less of data.mixture, or prepare more text")
 
     @property
     def train_sha256(self) -> str:
-        """Identity of the training tokens on disk, whatever the mixture makes of them."""
-        return _identity((name, self.indexes[name].splits["train"]) for name in self.sources)
+        """Identity of the training tokens on disk, whatever the mixture."""
+        return self._identity("train")
 
     @property
     def val_sha256(self) -> str:
-        """Identity of the validation set: tokens and the windows chosen from them."""
-        selections = [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()]
-        return _identity(((name, self.indexes[name].splits["val"]) for name in self.sources), selections)
+        """Identity of the validation set: tokens and the windows selected from them."""
+        return self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()])
+
+    def _identity(self, split: str, *more) -> str:
+        files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
+                 for name, index in zip(self.sources, self.indexes, strict=True)]
+        return sha256(json.dumps([files, *more]).encode()).hexdigest()
 
     @property
     def weights(self) -> dict[str, float]:
-        """Each source's share of the mixture, as resolved; together 1."""
-        return {name: int(count) / self.period for name, count in zip(self.sources, self._counts, strict=True)}
+        """Each source's share of the mixture, as rounded; together 1."""
+        return {name: int(count) / self._period for name, count in zip(self.sources, self._counts, strict=True)}
 
     @property
     def epochs(self) -> dict[str, float]:
@@ -298,8 +299,8 @@ class Data:
         return self._val[source]
 
     def describe(self) -> list[str]:
-        """A line per source: share of the mixture as resolved, training tokens there are, planned ones, epochs."""
-        return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self.period})  "
+        """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""
+        return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period})  "
                 f"{len(self._train[s]) * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
                 f"= {self.epochs[name]:.2f} epochs; {self._val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
@@ -310,7 +311,7 @@ class Data:
         A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run.
         """
         assert sequences.min() >= 0
-        period, position = np.divmod(sequences, self.period)
+        period, position = np.divmod(sequences, self._period)
         if position.max() >= len(self._table):
             self._plan_order(2 * int(position.max()))
         source = self._table[position].astype(np.int64)
@@ -323,23 +324,19 @@ class Data:
             window[chosen] = permute(place[chosen], len(self._train[s]), key)
         return source, window
 
-    def _plan_order(self, length: int) -> None:
-        """The mixture's order over the first `length` sequences of its period: a longer one begins as a shorter one."""
-        table = schedule(self._counts.tolist(), min(self.period, length))
-        ordinal = np.empty(len(table), np.int64)        # which of its source's sequences each is
-        for s in range(len(self.sources)):
-            ordinal[table == s] = np.arange((table == s).sum())
-        self._ordinal, self._table = ordinal, table
+    def _locate_step(self, step: int) -> list[tuple[Windows, int]]:
+        source, window = self.locate(step * self.sequences_per_step + np.arange(self.sequences_per_step))
+        return [(self._train[s], w) for s, w in zip(source.tolist(), window.tolist(), strict=True)]
 
     def targets(self, step: int) -> int:
-        """Targets of a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
-        if not any(windows.is_masked for windows in self._train):
+        """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
+        if not any(index.is_masked for index in self.indexes):
             return self.config.data.tokens_per_step
-        return sum(self._train[s].targets(w) for s, w in self._rows(step))
+        return sum(windows.targets(window) for windows, window in self._rows(step))
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x one token on, -100 where that is a prompt's. `step` counts
-        from 0.
+        """x and y, int64 (micro_batch, n_ctx) on the CPU; y is x shifted by one token, NO_TARGET where that is context only.
+        `step` counts from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
         read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary.
@@ -347,20 +344,14 @@ class Data:
         size = self.config.data.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
-        rows = self._rows(step)[place:place + size]
-        return read_batch([(self._train[s], w) for s, w in rows], self.n_ctx)
-
-    def _locate_step(self, step: int) -> list[tuple[int, int]]:
-        source, window = self.locate(step * self.sequences_per_step + np.arange(self.sequences_per_step))
-        return list(zip(source.tolist(), window.tolist(), strict=True))
+        return _read_batch(self._rows(step)[place:place + size], self.n_ctx)
 
     def stream(self, start_step: int, stop_step: int, rank: int, world_size: int,
                device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
-        Steps past the planned ones are served too. The next two batches are prepared by a background thread; its errors
-        are raised here, in their turn, and what verify() found at once. close() the generator, or let it go, and the
-        thread ends.
+        Steps past the planned ones are served too. A background thread prepares the next two batches; its errors are
+        raised in their turn, damage that verify() found at the next batch. Closing the generator ends the thread.
         """
         is_cuda = torch.device(device).type == "cuda"
 
@@ -376,57 +367,43 @@ class Data:
                 try:
                     x, y = ahead.popleft().result()
                 except UserError as error:
-                    _met_here(error)
-                    raise
+                    raise _noted(error) from None
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
     def verify(self, rank: int, size: int) -> None:
         """Begin to hash this rank's share of all shards, training and validation, in the background.
 
-        Ranks that read the same disk share the work: `rank` of `size` of them. A size tells at open that a file was cut,
-        the hash alone that a bit of it flipped, and the ids of such a file are mostly possible ones.
+        Ranks that read the same disk share the work: `rank` of `size` of them. File sizes, checked at open, show a truncated
+        shard; only the hash shows a flipped bit, and most ids in such a file are still valid.
         """
-        shards = [shard for name in self.sources for split in self.indexes[name].splits.values() for shard in split.shards]
-        self._verification = Verification(sorted(shards, key=lambda shard: -shard.tokens)[rank::size])
+        every = [shard for index in self.indexes for split in index.splits.values() for shard in split.shards]
+        mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
+        # A thread of our own, not a pool's: it is a daemon, which does not keep an interrupted run from exiting. hashlib
+        # releases the interpreter's lock, so the training thread hardly waits.
+        self._hashing = threading.Thread(target=self._hash, args=(mine,), name="verify", daemon=True)
+        self._hashing.start()
+
+    def _hash(self, mine: list[Shard]) -> None:
+        try:
+            for shard in mine:
+                if problem := shards.shard_damage(shard):
+                    raise _noted(UserError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
+        except Exception as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound
+            self._damage = error
 
     def verified(self) -> None:
-        """Wait until verify() is through. Raises UserError naming a damaged shard, OSError for one it could not read."""
-        if self._verification is not None:
-            self._verification.wait()
+        """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one that could not be read."""
+        if self._hashing is not None:
+            self._hashing.join()
         self._raise_damage()
 
     def _raise_damage(self) -> None:
-        problem = self._verification and self._verification.problem
-        if isinstance(problem, Exception):
-            raise problem
-        if problem:
-            raise _met_here(UserError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
-
-    def _problems(self, s: int) -> Iterator[str]:
-        name, there, limit = self.sources[s], len(self._train[s]), self.config.data.max_epochs
-        folder = Path(self.config.data.dir) / name
-        for split, count in ("train", there), ("val", len(self._val[name])):
-            if not count:
-                yield (f"{folder} has {self.indexes[name].splits[split].tokens} {split} tokens, too few for one window "
-                       f"of model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
-        if len(self._val[name]) and not self._val[name].tokens:
-            yield (f"{folder}: prompts fill all {len(self._val[name])} validation windows of model.n_ctx={self.n_ctx} tokens, "
-                   f"which leaves no response to measure: raise eval.tokens")
-        if there and self.planned[s] > limit * there:
-            steps = int(limit * there) * self.period // int(self._counts[s]) // self.sequences_per_step
-            yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "
-                   f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
-                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or "
-                   f"give {name} less of data.mixture, or prepare more text")
+        if self._damage is not None:
+            raise self._damage
 
 
-def _met_here(error: UserError) -> UserError:
-    """Other ranks read other shards and may know nothing of it: the note says that this one must be heard."""
+def _noted(error: UserError) -> UserError:
+    """The same error with a note: other ranks read other shards, and train.py prints an error with a note on every rank."""
     error.add_note("met by this rank, perhaps alone")
     return error
-
-
-def _identity(splits, *more) -> str:
-    shards = [[name, [[s.path.name, s.tokens, s.sha256] for s in split.shards]] for name, split in splits]
-    return sha256(json.dumps([shards, *more]).encode()).hexdigest()

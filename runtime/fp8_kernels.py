@@ -1,16 +1,16 @@
 """Triton kernels that cast to FP8 in both layouts from one read of their input.
 
-An FP8 matmul on Hopper wants both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
-sum over different dimensions of the same tensors, so each tensor is needed row by row and transposed. A program takes one
-tile: reads it once, scales, saturates, rounds to nearest even, writes it both ways.
+An FP8 matmul on Hopper needs both operands contiguous along the dimension that it sums over. The three matmuls of a Linear
+sum over different dimensions of the same tensors, so each tensor is needed both row by row and transposed. A program reads
+one tile once, scales, saturates, rounds to nearest even, and writes it both ways.
 
 Least bytes moved per value: cast_both 2 + 1 + 1 for BF16 (2 + 1 without rows), 4 + 1 + 1 for fp32; cross_entropy_grad
 2 + 1 + 1. In the time that 4 bytes take at 3 TB/s, an H100 SXM (132 x 4 x 32 lanes at 1.7 GHz) can issue 38 instructions;
-the code compiled for it needs 9 a value (cast_both) and 16 (cross_entropy_grad), with 16-byte accesses and no spills: the
-memory's pace is the limit. Modelled, from the compiled code (tests/test_fp8_kernels.py); bench/kernels.py measures it.
+the code compiled for it needs 9 a value (cast_both) and 16 (cross_entropy_grad), with 16-byte accesses and no spills, so
+that memory bandwidth is the limit: modelled from the compiled code (tests/test_fp8_kernels.py); bench/kernels.py measures.
 
-This room needs triton; its caller imports it when the first tensor lies on a GPU. TRITON_INTERPRET=1, set before the
-import, runs the kernels on CPU tensors, but Triton's interpreter rounds FP8 wrongly (the tests repair it).
+TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter rounds to FP8 wrongly
+(the tests repair it).
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-IGNORED = tl.constexpr(-100)        # a target that counts for nothing: torch's ignore_index
+IGNORED = tl.constexpr(-100)        # target of a token without loss: torch's ignore_index
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 MOST_PROGRAMS = 65_535              # along a grid's second or third axis (CUDA)
@@ -27,13 +27,13 @@ MOST_PROGRAMS = 65_535              # along a grid's second or third axis (CUDA)
 
 class Tile(NamedTuple):
     """What one program casts."""
-    rows: int           # 128 are one line of the cache in the transposed copy
+    rows: int           # 128 are one cache line of the transposed copy
     columns: int
     warps: int
-    group: int = 8      # programs in a row that write neighbouring lines of the transposed copy: DRAM wants long runs both ways
+    group: int = 8      # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-# Chosen by the registers and instructions of what is compiled for sm_90; bench/kernels.py times them among others.
+# Chosen by the registers and instructions of the code compiled for sm_90; bench/kernels.py times them among others.
 CAST_TILE = Tile(128, 128, 8)
 GRAD_TILE = Tile(128, 64, 8)
 
@@ -45,8 +45,7 @@ def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype, q: torc
     x (M, K) BF16 or fp32, scale () fp32, q and qt of `format`, all contiguous; M and K multiples of 16. The values are those
     of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's largest value.
     """
-    M, K = _check(x, scale, format, q, qt, tile)
-    _cast_both[_grid(M, K, tile)](x, scale, *_as_integers(q, qt), M, K, **_constants(format, tile), num_warps=tile.warps)
+    _launch(_cast_both, (x, scale), format, q, qt, tile)
 
 
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
@@ -57,23 +56,24 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
     zero in rows whose target is -100. logits (M, V) BF16 or fp32, lse (M,) fp32 their log-sum-exp, targets (M,) int64, grad
     (M,) fp32 the gradient of each row's loss, scale () fp32; all contiguous, M and V multiples of 16.
     """
-    M, V = _check(logits, scale, qt.dtype, q, qt, tile)
-    assert lse.shape == targets.shape == grad.shape == (M,), (lse.shape, targets.shape, grad.shape)
-    assert (lse.dtype, targets.dtype, grad.dtype) == (torch.float32, torch.int64, torch.float32)
-    assert lse.is_contiguous() and targets.is_contiguous() and grad.is_contiguous()
-    _cross_entropy_grad[_grid(M, V, tile)](logits, lse, targets, grad, scale, *_as_integers(q, qt), M, V,
-                                           **_constants(qt.dtype, tile), num_warps=tile.warps)
+    for vector, dtype in ((lse, torch.float32), (targets, torch.int64), (grad, torch.float32)):
+        assert vector.shape == logits.shape[:1] and vector.dtype == dtype and vector.is_contiguous(), (vector.shape, vector.dtype)
+    _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), qt.dtype, q, qt, tile)
 
 
-def _check(x, scale, format, q, qt, tile) -> tuple[int, int]:
-    """The shape of x. A kernel writes wherever it is told to: what does not fit must not get that far."""
+def _launch(kernel, inputs: tuple[torch.Tensor, ...], format: torch.dtype, q, qt, tile: Tile) -> None:
+    x, scale = inputs[0], inputs[-1]
     M, K = x.shape
+    # A kernel that is given wrong shapes overwrites other tensors.
     assert x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous() and M % 16 == K % 16 == 0, (x.dtype, x.shape)
     assert scale.dtype == torch.float32 and scale.numel() == 1, (scale.dtype, scale.shape)
     assert q is None or (q.shape == (M, K) and q.dtype == format and q.is_contiguous())
     assert qt.shape == (K, M) and qt.dtype == format and qt.is_contiguous(), (qt.shape, qt.dtype)
     assert tile.rows * K < 2**31 and tile.columns * M < 2**31, "offsets in a tile are int32"
-    return M, K
+    # q (M, K) as bytes, qt (K, M / 2) as pairs of them
+    kernel[_grid(M, K, tile)](*inputs, None if q is None else q.view(torch.uint8), qt.view(torch.int16), M, K,
+                              FORMAT=FORMATS[format], LARGEST=torch.finfo(format).max, ROWS=tile.rows, COLUMNS=tile.columns,
+                              num_warps=tile.warps)
 
 
 def _grid(M: int, K: int, tile: Tile) -> tuple[int, int, int]:
@@ -85,28 +85,20 @@ def _grid(M: int, K: int, tile: Tile) -> tuple[int, int, int]:
     return grid
 
 
-def _as_integers(q: torch.Tensor | None, qt: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    return None if q is None else q.view(torch.uint8), qt.view(torch.int16)     # (M, K), (K, M / 2)
-
-
-def _constants(format: torch.dtype, tile: Tile) -> dict:
-    return {"FORMAT": FORMATS[format], "LARGEST": torch.finfo(format).max, "ROWS": tile.rows, "COLUMNS": tile.columns}
-
-
 # -------------------------------------------------------------------------------------------------------- on the device
 #
 # Even and odd rows of a tile are two tensors, so that a thread holds two values which are neighbours in the transposed
-# copy. Transposed as pairs of 16 bits they pass shared memory by ldmatrix; single bytes do not, and the compiler would
-# rather compute every value twice (counted in the code for sm_90: 35 instructions a value of the cross-entropy, not 16).
+# copy. Pairs of 16 bits are transposed in shared memory by ldmatrix; single bytes are not, and the compiler would compute
+# every value twice (counted in the code for sm_90: 35 instructions a value of the cross-entropy, not 16).
 
 @triton.jit
 def _cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    s = tl.load(scale)      # first: its latency then hides behind the tile's
+    s = tl.load(scale)      # first, so that its latency overlaps with the tile's loads
     m0 = (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * ROWS
     k0 = tl.program_id(1) * COLUMNS
     m, k = 2 * tl.arange(0, ROWS // 2)[:, None], tl.arange(0, COLUMNS)[None, :]
-    inside = (m < M - m0) & (k < K - k0)    # M is even: an even row has its odd one
-    x += m0.to(tl.int64) * K + k0           # M * K passes 2^31 where 65,536 tokens have logits
+    inside = (m < M - m0) & (k < K - k0)    # M is even: the odd row is inside too
+    x += m0.to(tl.int64) * K + k0           # 65,536 tokens' logits are more than 2^31 values
     even = tl.load(x + (m * K + k), mask=inside).to(tl.float32) * s
     odd = tl.load(x + (m * K + K + k), mask=inside).to(tl.float32) * s
     _store_both(even, odd, q, qt, m0, k0, M, K, FORMAT, LARGEST, ROWS, COLUMNS)
@@ -136,7 +128,7 @@ def _grad_of_rows(logits, lse, targets, grad, s, m, m0, v0, M, V, COLUMNS: tl.co
     p = tl.exp2(logit.to(tl.float32) * LOG2_E - total[:, None])
     hot = (target.to(tl.int32) - v0)[:, None] == v
     value = tl.where(hot, p - 1, p) * factor[:, None]
-    return tl.where(target[:, None] == IGNORED, 0.0, value)     # not by a factor: 0 * NaN is NaN
+    return tl.where(target[:, None] == IGNORED, 0.0, value)     # no factor 0: 0 * NaN is NaN
 
 
 @triton.jit

@@ -1,21 +1,22 @@
-"""Linears whose FP8 copies are made by our own kernels, each tensor read once:
+"""Linears that multiply in FP8 with casts by our own Triton kernels (fp8.kernels=true), which read each tensor once.
 
-torchao's recipes tensorwise, tensorwise_gw_hp and amax by another way (fp8.kernels=true). Every operand but the head's
-gradient is rounded as torchao rounds it, bit for bit: the same scale (largest magnitude of the tensor, fp64 division), the
-same formats, forward with fast accumulation, backward without. What differs is how often memory is read and written:
+The recipes are torchao's tensorwise, tensorwise_gw_hp and amax. Except for the head's gradient, every operand has torchao's
+scale (largest magnitude of the tensor, fp64 division), format and rounding, bit for bit; forward with fast accumulation,
+backward without. What differs is the memory traffic:
 
-    largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with what produces x
+    largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with the kernel that produces x
     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
-    weights                 quantised by refresh() when they have changed, not in every micro-batch. A sharded weight is whole
-                            for a moment only, so under FSDP2 it is quantised whenever it is gathered
-    weight gradients        leave the matmul as fp32, not rounded to BF16 in between, as sharded weights' are
-    the head                the loss's gradient leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as BF16; its
-                            scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most 1, so no
-                            value exceeds the largest token's factor
+    weights                 quantised by refresh() once per optimizer step, not in every micro-batch; under FSDP2, which frees
+                            gathered weights, at every use
+    weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
+    the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
+                            BF16. Its scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most 1,
+                            so no value exceeds the largest token's factor
 
-tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: its casts are Inductor's, its weights'
-copies are kept all the same. On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py.
+tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: Inductor compiles its casts. On a CPU the
+operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on a GPU:
+CPU users lack triton.
 """
 
 import types
@@ -26,26 +27,21 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from model import GPT
-from runtime.quantize import E4M3, E5M2, Operand, Recipe, scale_of, scaled_mm
+from runtime.quantize import E4M3, E5M2, Operand, Recipe, cast, scale_of, scaled_mm
 
 FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
 NAMES = {format: name for name, format in FORMATS.items()}
-NO_TARGET = -100        # a target that counts nothing, as in F.cross_entropy
+NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 
 
 # ---------------------------------------------------------------------------------------------------------- the operators
 
-def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
-    largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
-    return (x.float() * scale).clamp(-largest, largest).to(format)
-
-
 @torch.library.custom_op("nanofp8::cast_both", mutates_args=(), device_types="cpu")
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: str, want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K), row-major, times scale (), rounded to "e4m3" or "e5m2", saturating: (q (M, K), its transpose (K, M)).
+    """x (M, K) times scale (), rounded to "e4m3" or "e5m2", saturating: (q (M, K), its transpose (K, M)).
 
-    Both are row-major in memory; without want_rows q is empty, (0,)."""
-    q = _cast(x, scale, FORMATS[format])
+    All are row-major; without want_rows q is empty, (0,)."""
+    q = cast(x, scale, FORMATS[format])
     return q if want_rows else q.new_empty(0), q.t().contiguous()
 
 
@@ -70,12 +66,12 @@ def _empty(x, format, want_rows=True):
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=(), device_types="cpu")
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
                        scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zeros where no target is.
+    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zero rows for NO_TARGET.
 
-    logits (M, V) bf16; lse (M,) log of the summed exponentials, targets (M,) int64, grad (M,) fp32 factor of each token."""
+    logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
     p = torch.exp(logits.float() - lse[:, None])
     p -= F.one_hot(targets.clamp(min=0), logits.size(1))
-    q = _cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
+    q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
     return q, q.t().contiguous()
 
 
@@ -95,33 +91,33 @@ def _(logits, lse, targets, grad, scale):
 # ---------------------------------------------------------------------------------------------------------- the matmuls
 
 def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
-    """x (M, K) -> its FP8 copy, that transposed, what the matmul multiplies by to undo the scale ()."""
+    """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
     scale = scale_of(x, operand)
     return *cast_both(x, scale, NAMES[operand.format], want_rows), scale.reciprocal()
 
 
 def _rows(x: torch.Tensor, operand: Operand):
-    """x (M, K) -> its FP8 copy, what undoes the scale (); for where nothing needs the transpose."""
+    """x (M, K) -> its FP8 copy, the inverse () of the scale; where no matmul needs the transpose."""
     scale = scale_of(x, operand)
-    return _cast(x, scale, operand.format), scale.reciprocal()
+    return cast(x, scale, operand.format), scale.reciprocal()
 
 
 def _multiply(a, a_inverse, bt, b_inverse, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """a (m, k), bt (n, k), both row-major -> a bt' (m, n); float8 matmuls want their second operand column-major."""
+    """a (m, k), bt (n, k), both row-major -> a bt' (m, n); float8 matmuls need their second operand column-major."""
     return scaled_mm(a, a_inverse, bt.t(), b_inverse, dtype, fast)
 
 
-def _weight_rows(w, copies, recipe: Recipe):
-    return (copies[0], copies[2]) if copies[0] is not None else _rows(w, recipe.weight)
+def _weight_rows(w, q, inverse, recipe: Recipe):
+    return (q, inverse) if q is not None else _rows(w, recipe.weight)
 
 
-def _weight_columns(w, copies, recipe: Recipe):
+def _weight_columns(w, qt, inverse, recipe: Recipe):
     # Without lasting copies w itself was kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
-    return (copies[1], copies[2]) if copies[1] is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
+    return (qt, inverse) if qt is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N). q (N, K), qt (K, N), inverse (): the copies of w that KernelLinear holds, or None."""
+    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), inverse (): KernelLinear.copies()."""
 
     @staticmethod
     def forward(ctx, x, w, q, qt, inverse, recipe):
@@ -132,13 +128,13 @@ class KernelMatmul(torch.autograd.Function):
             xq, kept, x_inverse = _both(x, recipe.input)
         ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, inverse)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        return _multiply(xq, x_inverse, *_weight_rows(w, (q, qt, inverse), recipe), x.dtype, fast=True)
+        return _multiply(xq, x_inverse, *_weight_rows(w, q, inverse, recipe), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
         kept, x_inverse, w, qt, inverse = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
-        columns = _weight_columns(w, (None, qt, inverse), recipe)
+        columns = _weight_columns(w, qt, inverse, recipe)
         if recipe.grad_for_weight_grad.format is None:
             grad_x = _multiply(*_rows(g, recipe.grad), *columns, ctx.dtype)
             return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
@@ -148,12 +144,12 @@ class KernelMatmul(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; copies as for KernelMatmul."""
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; q, qt, inverse as for KernelMatmul."""
 
     @staticmethod
     def forward(ctx, h, w, targets, q, qt, inverse, recipe):
         hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
-        logits = _multiply(hq, h_inverse, *_weight_rows(w, (q, qt, inverse), recipe), h.dtype, fast=True)
+        logits = _multiply(hq, h_inverse, *_weight_rows(w, q, inverse, recipe), h.dtype, fast=True)
         l32 = logits.float()
         largest = l32.amax(-1, keepdim=True)
         lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
@@ -166,10 +162,10 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         ht, h_inverse, logits, lse, targets, w, qt, inverse = ctx.saved_tensors
         grad = grad.contiguous()
-        scale = scale_of(grad, ctx.recipe.grad)     # (M,) read instead of (M, V): no value exceeds the largest factor
+        scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
         gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
         g_inverse = scale.reciprocal()
-        grad_h = _multiply(gq, g_inverse, *_weight_columns(w, (None, qt, inverse), ctx.recipe), ctx.dtype)
+        grad_h = _multiply(gq, g_inverse, *_weight_columns(w, qt, inverse, ctx.recipe), ctx.dtype)
         return grad_h, _multiply(gt, g_inverse, ht, h_inverse, ctx.w_dtype), None, None, None, None, None
 
 
@@ -181,56 +177,55 @@ class KernelLinear(nn.Linear):
     version: int | None     # of the weight when its FP8 copies were made
 
     def forward(self, x):
-        rows = x.reshape(-1, x.shape[-1])       # (M, K)
-        copies = self.copies()
+        rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
         if torch.is_grad_enabled():
             y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe)
-        else:                                   # nothing will need a transpose
-            y = _multiply(*_rows(rows, self.recipe.input), *_weight_rows(self.weight, copies, self.recipe), x.dtype, fast=True)
+        else:                                   # no matmul will need a transpose
+            q, _, inverse = copies
+            weight = _weight_rows(self.weight, q, inverse, self.recipe)
+            y = _multiply(*_rows(rows, self.recipe.input), *weight, x.dtype, fast=True)
         return y.view(*x.shape[:-1], -1)
 
     def copies(self) -> tuple[torch.Tensor | None, ...]:
-        """The weight's FP8 copies (N, K), (K, N), what undoes their scale (); Nones where the weight is quantised at each use."""
-        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot ask; eager ones are tested
+        """The weight's FP8 copies (N, K) and (K, N) and the inverse () of their scale; all None where refresh() made none."""
+        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
         return self.q, self.qt, self.inverse
 
 
 def swap(model: nn.Module, name: str, recipe: Recipe) -> None:
-    """Make a KernelLinear of the Linear `name`, in place; of a GPT's head with FP8 weight gradients, the way to the loss too.
-
-    The FP8 copies are buffers that no checkpoint holds, filled by refresh(); until then weights are quantised at each use."""
+    """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
+    computed. The FP8 copies are buffers outside checkpoints; until refresh() fills them, each use quantises the weight."""
     module = model.get_submodule(name)
     module.__class__ = KernelLinear
     module.recipe, module.version = recipe, None
     for buffer in ("q", "qt", "inverse"):
         module.register_buffer(buffer, None, persistent=False)
     if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
-        model.token_losses = types.MethodType(token_losses, model)
+        model.token_losses = types.MethodType(_token_losses, model)
 
 
-def token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """GPT.token_losses, through HeadLoss where it trains the head in FP8; a BF16 head, by in_bf16, goes the plain way.
-
-    So does a head that somebody watches: the hooks of a probe or a diagnosis hear of a call of the module alone."""
+def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
+    the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
     head = model.head
-    is_watched = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
-    if type(head) is not KernelLinear or is_watched or not torch.is_grad_enabled():
+    is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
+    if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
         return GPT.token_losses(model, h, targets)
     return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe)
 
 
 @torch.no_grad()
 def refresh(model: nn.Module) -> None:
-    """Quantise the weights of all KernelLinears anew, into the same memory; due whenever weights have changed."""
+    """Quantise the weights of all KernelLinears again, into the same memory; due whenever weights have changed."""
     if isinstance(model, FSDPModule):
         return
     for module in model.modules():
         if isinstance(module, KernelLinear):
-            q, qt, inverse = _both(module.weight, module.recipe.weight)
+            new = _both(module.weight, module.recipe.weight)
             if module.q is None:
-                module.q, module.qt, module.inverse = q, qt, inverse
+                module.q, module.qt, module.inverse = new
             else:
-                for old, new in ((module.q, q), (module.qt, qt), (module.inverse, inverse)):
-                    old.copy_(new)
+                for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):
+                    old.copy_(copy)
             module.version = module.weight._version

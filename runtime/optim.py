@@ -1,4 +1,4 @@
-"""AdamW as pretraining uses it: which parameters decay, what the learning rate is at each step."""
+"""AdamW for pretraining: which parameters decay, the learning rate of each step, which runs may branch off another."""
 
 import math
 
@@ -8,25 +8,25 @@ import torch.nn as nn
 from runtime.cli import UserError
 from runtime.config import Config, OptimConfig
 
-# What a branch may have of its own: as long as it is trained at its parent's rates up to where it leaves it.
+# Keys in which a branch may differ from its parent, provided that their learning rates agree up to the branch point.
 BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "optim.decay_share", "optim.min_lr_ratio"}
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW (1711.05101) with weight decay on matrices only; a norm's weights have no reason to shrink."""
+    """Fused AdamW (1711.05101) with weight decay on matrices only, not on the norms' weights."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
-    # The fused update does not count as a change of its parameters (Tensor._version), by which FP8 copies are known to be stale.
+    # FP8 copies of weights are stale when Tensor._version has changed, which the fused update does not increment itself.
     optimizer.register_step_post_hook(lambda optimizer, *_: torch.autograd.graph.increment_version(
         [p for group in optimizer.param_groups for p in group["params"]]))
     return optimizer
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
-    """The rate of update `step` (0-based) of `steps`.
+    """The learning rate of update `step` (0-based) of `steps`.
 
     cosine  linear warm-up, then half a cosine from the peak down to min_lr_ratio of it (1608.03983)
     wsd     linear warm-up, stable at the peak, linear down to min_lr_ratio over the last decay_share (2404.06395)
@@ -43,9 +43,8 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def check_branch(config: Config, parent: Config, step: int) -> None:
-    """That `config`, trained from scratch, would have come by the state of `parent` after `step` updates.
-
-    Raises UserError: another model, data, seed, optimizer or FP8 recipe; another learning rate at a step before."""
+    """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates: the same
+    model, data, seed, optimizer and FP8 recipe, and the same learning rate at every step before."""
     if step != config.parent[1]:
         raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
@@ -71,7 +70,7 @@ def _remedy(config: Config, parent: Config) -> str:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
-    """Give the optimizer the rate of update `step` of `steps`, and return it."""
+    """Set the learning rate of update `step` of `steps`, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -79,7 +78,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 
 
 def fill_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the state that AdamW would otherwise create at its first step, so that a checkpoint has where to load."""
+    """Create the state that AdamW would create at its first step, for a checkpoint to be loaded into."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             optimizer.state[p] = {
@@ -88,12 +87,12 @@ def fill_state(optimizer: torch.optim.AdamW) -> None:
 
 
 def state_tensors(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Both moments by parameter name; the update count is one number for all and travels as JSON."""
+    """Both moments by parameter name; the number of updates is the same for all and is saved as JSON."""
     return {f"{name}.{key}": optimizer.state[p][key]
             for name, p in model.named_parameters() for key in ("exp_avg", "exp_avg_sq")}
 
 
 def set_updates(optimizer: torch.optim.AdamW, updates: int) -> None:
-    """Tell AdamW how many updates its moments have seen: its bias correction depends on it."""
+    """Set the number of updates behind the moments, which AdamW's bias correction depends on."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)

@@ -1,6 +1,6 @@
-"""Everything that is about more than one process or one device: process group, mesh, sharding, compilation.
+"""Build the model and optimizer of a run on one process or many: process group, mesh, sharding, recomputation, compilation.
 
-build: Build what a run trains: model, optimizer, by one order that train.py and everything that measures it share.
+build() fixes the order for training, planning and benchmarks: meta device, FP8 Linears, shards, compilation, memory.
 """
 
 import contextlib
@@ -20,23 +20,25 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from model import GPT, Block
-from runtime import fp8, optim, parallel
-from runtime import fp8 as gather
+from runtime import fp8, optim
 from runtime.cli import UserError
 from runtime.config import Config
 
-# ------------------------------------------------------------------------------------------------------------- parallel
+COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among all; with size 1 there is no process group and every collective is a no-op."""
+    """This process's place among all. With size 1 there is no process group, and every collective is a no-op."""
     rank: int
     local_rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None = None                  # ("replicate", "shard"), or None with one process
     local_size: int = 1                             # processes on this machine
-    checkpoint_group: dist.ProcessGroup | None = None   # gloo, so that a save in the background meets no other collective
+    checkpoint_group: dist.ProcessGroup | None = None   # gloo; a save in the background must not meet the step's own
 
     @property
     def is_main(self) -> bool:
@@ -47,88 +49,76 @@ def start(config: Config) -> World:
     """Join the processes that torchrun started, or be the only one. Raises UserError where the ranks do not fit."""
     size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    p = config.parallel
-    shard = p.shard or size // p.replicate
-    if p.replicate * shard != size:
-        raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
-                          f"processes: their product must be the number that torchrun starts")
-    config.accumulation(size)
-    _check_all_gather(config, size, shard)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UserError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} "
-                          f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
-    if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
+    shard = config.parallel.shard or size // config.parallel.replicate
+    _check(config, size, shard, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
         return World(0, 0, 1, device)
-    _check_store()
-    store = own_keys(next(dist.rendezvous("env://"))[0])
-    for name, value in flight_recorder(config).items():
-        os.environ.setdefault(name, value)
-    # Twice the watchdog's longest patience: it judges first, by beats of its own, and knows what to say.
-    patience = timedelta(seconds=2 * max(p.timeout, p.start_timeout))
+    # NCCL and gloo keep their last 2,000 collectives (about a MB of host memory), and NCCL dumps them where a time-out ends
+    # the job: names that torch 2.13 takes without a warning. runtime/watchdog.py makes the folder when there is a dump.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_dir / "flight_recorder" / "nccl_rank_"))
+    # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
+    patience = timedelta(seconds=2 * max(config.parallel.timeout, config.parallel.start_timeout))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = own_keys(next(dist.rendezvous("env://"))[0])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
-    mesh = init_device_mesh(device.type, (p.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
+    for group in (dist.group.WORLD, *mesh.get_all_groups()):    # the mesh's were made with torch's default: 10 minutes for NCCL
+        backend = group._get_backend(device)
+        if hasattr(backend, "_set_default_timeout"):    # torch has no public call for it
+            backend._set_default_timeout(patience)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    world = World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
-    _set_timeouts(world, patience)      # the mesh's groups were made with torch's defaults: 10 minutes for NCCL
-    return world
+    return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
 
-def _check_store() -> None:
-    """Refuse restarts over several nodes with a store that outlives them: the nodes' restart counts, which alone tell an
-    attempt's keys from those of the one before, can disagree (pytorch#135712), and the restarted job would hang."""
+def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
+    p = config.parallel
+    if p.replicate * shard != size:
+        raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
+                        f"processes: their product must be the number that torchrun starts")
+    config.accumulation(size)
+    if config.fp8.all_gather and shard == 1:
+        raise UserError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
+                        f"set fp8.all_gather=false, or start more processes with torchrun and leave parallel.shard to them")
+    if config.fp8.all_gather and config.fp8.head and config.model.tied:
+        raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
+                        "fp8.head=false, model.tied=false or fp8.all_gather=false")
+    if device.type == "cuda" and device.index >= torch.cuda.device_count():
+        raise UserError(f"torchrun started a process {device.index} on this machine, which has {torch.cuda.device_count()} "
+                        f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
+    if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+        raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
+    # Nodes tell an attempt's keys from those of the one before by their restart counts, which can disagree (pytorch#135712):
+    # with a store that outlives the workers the restarted job would hang.
     if (int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-            and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+            and _has_agent_store()):
         raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
-                          "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
+                        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
 
 
 def own_keys(store: dist.Store) -> dist.Store:
-    """`store` as this attempt of torchrun sees it: the agent's store outlives the workers, and gloo would otherwise read
-    the addresses of dead ones. A store that rank 0 hosts itself is as young as the attempt, and needs no prefix."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    """`store` with keys of this attempt of torchrun's own. The agent's store outlives the workers, and gloo would otherwise
+    read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and needs no prefix."""
+    if not _has_agent_store():
         return store
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def flight_recorder(config: Config) -> dict[str, str]:
-    """Environment by which NCCL and gloo keep their last collectives, and NCCL dumps them where a time-out ends the job;
-    by the names that torch 2.13 takes without a warning. Room for 2,000 entries: about a MB of host memory. The
-    folder is made by runtime/watchdog.py, once something is to be put there."""
-    file = str(config.run_dir / "flight_recorder" / "nccl_rank_")
-    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_DUMP_TEMP_FILE": file}
-
-
-def _set_timeouts(world: World, patience: timedelta) -> None:
-    for group in (dist.group.WORLD, *world.mesh.get_all_groups()):
-        backend = group._get_backend(world.device)
-        if hasattr(backend, "_set_default_timeout"):    # torch has no public call for it
-            backend._set_default_timeout(patience)
-
-
-def _check_all_gather(config: Config, size: int, shard: int) -> None:
-    if not config.fp8.all_gather:
-        return
-    if shard == 1:
-        raise UserError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
-                          f"set fp8.all_gather=false, or start more processes with torchrun and leave parallel.shard to them")
-    if config.fp8.head and config.model.tied:
-        raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
-                          "fp8.head=false, model.tied=false or fp8.all_gather=false")
+def _has_agent_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def finish(world: World, code: int) -> None:
-    """Leave with `code`. With several processes the interpreter's own exit is skipped: about one finished gloo job in
+    """Exit with `code`. With several processes the interpreter's own exit is skipped: about one finished gloo job in
     fifty aborts there ("terminate called without an active exception"), and torchrun would take it for a failure."""
     if world.size == 1:
         sys.exit(code)
     if code == 0:
-        with contextlib.suppress(RuntimeError):     # a rank that died here, all work done, tells by its own exit code
+        with contextlib.suppress(RuntimeError):     # a rank that died here, after all work, has an exit code of its own
             dist.barrier()
             dist.destroy_process_group()
     sys.stdout.flush()
@@ -136,11 +126,85 @@ def finish(world: World, code: int) -> None:
     os._exit(code)
 
 
+def barrier(world: World) -> None:
+    """Wait until every rank has come here."""
+    if world.size > 1:
+        dist.barrier(group=world.checkpoint_group)
+
+
+def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Sum `tensor` over all ranks, in place."""
+    if world.size > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
+    """Stack equally shaped tensors of all ranks: (...) -> (size, ...)."""
+    if world.size == 1:
+        return tensor[None]
+    parts = [torch.empty_like(tensor) for _ in range(world.size)]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------------- build
+
+@dataclass
+class Built:
+    """A model in memory whose weights and buffers are uninitialised: fill them by model.init_weights(seed, assign) or from a
+    checkpoint, then call fp8.refresh_fp8_weights(model)."""
+    model: GPT
+    optimizer: torch.optim.AdamW
+    assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
+    layers: list[fp8.Layer]         # the choice of recipe for every Linear
+    counts: dict[str, int]          # GPT.counts()
+    loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
+    flags: list[str]                # lines for people: torch's global switches that were set
+
+
+def build(config: Config, world: World) -> Built:
+    """Build on the meta device, so that no rank ever holds the whole model: swap the Linears, shard, compile, then allocate.
+
+    Raises UserError where the config's fp8 or parallel does not fit this model or machine."""
+    with torch.device("meta"):
+        model = GPT(config.model, COMPUTE_DTYPE)
+    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
+    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
+    counts = model.counts()
+    flags = set_torch_flags(config, world, fp8.by_layer(layers).values())
+    if config.parallel.recompute:
+        recompute(model)
+    shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
+    if config.parallel.compile:
+        compile_model(model, world)
+    assign = materialise(model, world)
+    optimizer = optim.build_optimizer(model, config.optim)
+    optim.fill_state(optimizer)
+    return Built(model, optimizer, assign, layers, counts, loss_scale, flags)
+
+
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:
-    """Every process-wide switch of torch that a run touches, set here and nowhere else; returns them as lines.
+    """Set every process-wide switch of torch that a run depends on, also back to off; returns those set as lines for people.
 
     recipes: those that Linears were converted by, which fp8.recipe=auto does not tell."""
-    flags = _set_deterministic(config.deterministic)
+    flags = []
+    # Makes a GPU repeat its bits; an operation that cannot raises where it is called.
+    torch.use_deterministic_algorithms(config.deterministic)
+    # torch would also fill every new tensor, to show reads of uninitialised memory: a write of all that is ever allocated.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.deterministic = config.deterministic
+    if config.deterministic or "torch._inductor.config" in sys.modules:     # importing it takes 0.7 s
+        import torch._inductor.config as inductor
+        inductor.deterministic = config.deterministic       # no kernel is chosen by a measurement
+    if config.deterministic:
+        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
+        workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        if workspace not in (":4096:8", ":16:8"):       # torch would refuse the first matmul on a GPU
+            raise UserError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
+                            f"{workspace!r}: set it to one of them, or unset it")
+        flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, "
+                     f"inductor.deterministic")
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         flags.append("float32 matmuls in TF32 (none is in the training step)")
@@ -151,36 +215,13 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     return [f"torch: {flag}" for flag in flags]
 
 
-def _set_deterministic(on: bool) -> list[str]:
-    """Set, or set back, all that makes a GPU repeat its bits; an operation that cannot raises where it is called."""
-    torch.use_deterministic_algorithms(on)
-    # torch would also fill every new tensor, a write of all that is ever allocated, to show reads of what nobody wrote.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cudnn.deterministic = on
-    if not on and "torch._inductor.config" not in sys.modules:      # 0.7 s of imports, to set what is set
-        return []
-    import torch._inductor.config as inductor
-    has_switch = hasattr(inductor, "deterministic")     # no kernel is chosen by a measurement; not in every torch
-    if has_switch:
-        inductor.deterministic = on
-    if not on:
-        return []
-    # cuBLAS may split a sum by what memory is free; a workspace of fixed size leaves it one way. Read at its first call.
-    workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    if workspace not in (":4096:8", ":16:8"):       # torch would refuse the first matmul on a GPU
-        raise UserError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
-                          f"{workspace!r}: set it to one of them, or unset it")
-    return [f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic"
-            + (", inductor.deterministic" if has_switch else "")]
-
-
 class RecomputedBlock(Block):
-    """A Block that keeps only its input for the backward pass and is computed again there."""
+    """A Block that keeps only its input for the backward pass, and runs its forward pass again there."""
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
             return super().forward(x, cos, sin, cache)
-        # Nothing in a block draws random numbers, so that no generator's state has to be kept and put back.
+        # Nothing in a block draws random numbers, so no generator's state needs to be saved and restored.
         return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
 
 
@@ -202,19 +243,19 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: b
     Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
     token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32.
 
-    reshard: drop a block's gathered weights after its forward pass and gather them again in the backward pass. Without,
-    the blocks are gathered once a step and lie in memory whole in between. What a forward pass without a backward one
-    (an evaluation) leaves gathered stays so until the next step's backward pass: change no weights in between.
+    reshard: drop a block's gathered weights after its forward pass and gather them again in the backward pass. If False,
+    the blocks are gathered once a step and stay in memory until its backward pass, also after a forward pass alone (an
+    evaluation): do not change weights in between.
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """
     if world.size == 1:
         return
     for name, p in model.named_parameters():
-        if gather.is_wrapped(p) and p.shape[0] % world.mesh["shard"].size():
+        if fp8.is_wrapped(p) and p.shape[0] % world.mesh["shard"].size():
             raise UserError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
-                              f"{world.mesh['shard'].size()} ranks: choose parallel.shard such that they do, or "
-                              f"fp8.all_gather=false")
+                            f"{world.mesh['shard'].size()} ranks: choose parallel.shard such that they do, or "
+                            f"fp8.all_gather=false")
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
@@ -225,11 +266,11 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: b
 def compile_model(model: nn.Module, world: World) -> None:
     """In place, so that the names in the state dict stay: the whole model on one process, per block under FSDP2.
 
-    There the head and the cross-entropy are one more piece: eager, they would hold three copies of the logits.
+    Under FSDP2 head and cross-entropy are one more piece: eager, they would hold three copies of the logits.
     """
     import torch._functorch.config as functorch
     if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
-        # Or cscale's and our kernels' are traced anew at each start; a changed backward() changes the cache's key.
+        # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
         functorch.autograd_cache_allow_custom_autograd_functions = True
     for module in [model] if world.size == 1 else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
@@ -238,12 +279,12 @@ def compile_model(model: nn.Module, world: World) -> None:
 
 
 def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Move a model from the meta device to memory; returns how to give a parameter, sharded or not, its full value."""
+    """Move a model from the meta device to memory, uninitialised; returns Built.assign."""
     model.to_empty(device=world.device)
     model.tie()
 
     def assign(p: torch.Tensor, full: torch.Tensor) -> None:
-        if isinstance(p, DTensor):  # each rank holds the same full value and keeps its part: nothing is sent
+        if isinstance(p, DTensor):  # each rank has the same full value and keeps its part: nothing is sent
             full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
         p.copy_(full)
 
@@ -251,9 +292,8 @@ def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
-    """Reduce gradients in the next backward pass or only add them up: all but the last micro-batch of a step skip it.
-
-    With `reshard` as shard() got it, False: these keep their gathered weights, too, until the last has been."""
+    """Reduce gradients over the ranks in the next backward pass, or (now=False: all but a step's last micro-batch) only add
+    them up. reshard: as given to shard(); if False, gathered weights stay until the last micro-batch."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(now)
         if not reshard:
@@ -264,64 +304,3 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients to a global L2 norm of at most `max_norm`; returns the norm before, on the device, ()."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def barrier(world: World) -> None:
-    """Wait here for every other rank."""
-    if world.size > 1:
-        dist.barrier(group=world.checkpoint_group)
-
-
-def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """`tensor` summed over all ranks, in place."""
-    if world.size > 1:
-        dist.all_reduce(tensor)
-    return tensor
-
-
-def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Equally shaped tensors of all ranks, stacked: (...) -> (size, ...)."""
-    if world.size == 1:
-        return tensor[None]
-    parts = [torch.empty_like(tensor) for _ in range(world.size)]
-    dist.all_gather(parts, tensor)
-    return torch.stack(parts)
-
-
-# ---------------------------------------------------------------------------------------------------------------- build
-
-COMPUTE_DTYPE = torch.bfloat16      # of activations in both arms; weights, gradients and moments are fp32
-
-
-@dataclass
-class Built:
-    """A model in memory whose weights and buffers hold nothing yet: model.init_weights(seed, assign) or a checkpoint fills them,
-    then fp8.refresh_fp8_weights(model) is due."""
-    model: GPT
-    optimizer: torch.optim.AdamW
-    assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
-    layers: list[fp8.Layer]         # the verdict on every Linear
-    counts: dict[str, int]          # GPT.counts()
-    loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
-    flags: list[str]                # lines for people: the global switches that were set
-
-
-def build(config: Config, world: World) -> Built:
-    """Meta device first, so that no rank ever holds the whole model unsharded: swap the Linears, shard, compile, then memory.
-
-    Raises UserError where fp8 or parallel cannot be had on this model or machine."""
-    with torch.device("meta"):
-        model = GPT(config.model, COMPUTE_DTYPE)
-    loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
-    layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
-    counts = model.counts()
-    flags = parallel.set_torch_flags(config, world, fp8.by_layer(layers).values())
-    if config.parallel.recompute:
-        parallel.recompute(model)
-    parallel.shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
-    if config.parallel.compile:
-        parallel.compile_model(model, world)
-    assign = parallel.materialise(model, world)
-    optimizer = optim.build_optimizer(model, config.optim)
-    optim.fill_state(optimizer)
-    return Built(model, optimizer, assign, layers, counts, loss_scale, flags)

@@ -1,30 +1,20 @@
-"""Look up how fast a model trained on a GPU, in the rows of bench/throughput.py.
+"""Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
-bench/results/*.jsonl, as bench/results/README.md describes them. Whatever in them cannot be read counts as not measured.
+--plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
+optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the measurements
+of bench/throughput.py (bench/results/*.jsonl, described in its README.md) where it has timed this model and precision on such
+a GPU, else from an assumed MFU.
 
-
-plan: Say what a run would cost before it is run: parameters, tokens, FLOPs, memory, hours, disk.
-
-Counts are exact, from the modules. Memory of weights, gradients and optimizer follows from them; activations and
-hours are estimates and are printed as such. Hours follow from bench/throughput.py's measurements where it has timed this
-model and precision on such a GPU (bench/results/*.jsonl), else from an assumed MFU.
-
-
-micro_batch: Find the fastest micro-batch that fits, for data.micro_batch=auto.
-
-Before the run each candidate is tried in a process of its own, on rank 0's device: whatever it allocates, compiles or
-breaks ends with it. A trial may take 94 % of the memory that is free (the allocator refuses the rest), trains a few
-micro-batches as the run will, then passes one through the model as the evaluation in BF16 does, uncompiled and hence the
-hungrier of the two at large micro-batches. What a trial compiled the run finds in the compiler's cache.
-
-A run of several ranks is searched for with the model whole on one GPU, which needs more memory than its share.
-
+data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
+allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
+trains a few micro-batches as the run will, then passes one through the model as the evaluation in BF16 does, uncompiled and
+hence the hungrier of the two at large micro-batches. What a trial compiled the run finds in the compiler's cache. A run of
+several ranks is searched for with the model whole on one GPU, which needs more memory than its share.
 """
 
 import json
 import math
 import os
-import re
 import resource
 import subprocess
 import sys
@@ -40,120 +30,47 @@ import torch
 
 from model import GPT
 from runtime import fp8, parallel
-from runtime import log as metrics
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
-from runtime.machine import out_of_memory
+from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
 from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
-# ------------------------------------------------------------------------------------------------------------- measured
-
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
-
-
-@dataclass(frozen=True)
-class Speed:
-    """What one GPU was measured to do."""
-    tok_per_s: float        # at the planned run's context
-    remark: str             # where it comes from
-
-
-def labels(config: Config) -> tuple[str, str | None]:
-    """What bench/throughput.py calls this run in BF16 and in its FP8, None where it times no such thing."""
-    f = config.fp8
-    bf16 = "bf16" if config.parallel.compile else "bf16_eager"
-    if f.recipe == "off" or f.include or f.skip or f.first_bf16 or f.last_bf16 or not config.parallel.compile:
-        return bf16, None
-    return bf16, f.recipe + "+kernels" * f.kernels + "+head" * f.head
-
-
-def measured(config: Config, counts: dict[str, int], label: str, gpu: str, results: Path = RESULTS) -> Speed | None:
-    """The speed of this model under this label on one such GPU, None where no valid row tells it.
-
-    A row of another context length counts at the same FLOP/s. Of each micro-batch the newest row counts, of several that whose
-    number of tokens is closest to the run's (the fastest where it is auto)."""
-    found = []
-    for path in sorted(results.glob("*.jsonl")):
-        rows = [row for row in read_rows(path) if isinstance(row, dict)]
-        runs = {str(row.get("run")): row for row in rows if row.get("kind") == "run" and _is_gpu(row.get("gpu"), gpu)}
-        found += [(row, runs[str(row.get("run"))], path) for row in rows
-                  if row.get("kind") == "cell" and row.get("valid") is True and row.get("label") == label
-                  and str(row.get("run")) in runs and _is_model(row, config, counts)]
-    found.sort(key=lambda entry: str(entry[1].get("t")))
-    newest = {(row["T"], row["micro_batch"]): (row, run, path) for row, run, path in found}
-    if not newest:
-        return None
-
-    def fitness(entry):
-        row, d = entry[0], config.data
-        if d.micro_batch == "auto":
-            return row["tok_per_s"] * row["flops_per_token"]
-        return -abs(math.log(row["micro_batch"] * row["T"] / (d.micro_batch * config.model.n_ctx)))
-
-    row, run, path = max(newest.values(), key=fitness)
-    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    origin = f"commit {str(run['commit'])[:10]}" if run.get("commit") else f"code {run.get('code')}"
-    changes = " with uncommitted changes" if run.get("dirty") else ""
-    scaled = "" if row["T"] == config.model.n_ctx else f"; T={row['T']} scaled by FLOPs per token"
-    remark = (f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} on one {run['gpu']}"
-              f"{scaled} ({name}, {origin}{changes})")
-    return Speed(row["tok_per_s"] * row["flops_per_token"] / counts["flops_per_token"], remark)
-
-
-def _is_gpu(name, gpu: str) -> bool:
-    """Whether a driver's name is of the GPU that --plan calls `gpu`: "h100" is the SXM one, as in the table of peaks."""
-    return isinstance(name, str) and gpu.lower() in name.lower() and peak_flops(name) == peak_flops(gpu)
-
-
-def _is_model(row: dict, config: Config, counts: dict[str, int]) -> bool:
-    """Whether a row is of this model, whatever its context: as many parameters, as much attention per token and position."""
-    numbers = [row.get(name) for name in ("tok_per_s", "flops_per_token", "params_total", "params_matmul", "T", "micro_batch")]
-    if not all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers):
-        return False
-    attention = row["flops_per_token"] - 6 * row["params_matmul"]
-    return (row["params_total"] == counts["params_total"] and row["params_matmul"] == counts["params_matmul"]
-            and attention * config.model.n_ctx == counts["flops_per_token_attn"] * row["T"])
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
-
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
 # (0.41 to 0.51 below 2B parameters), for whatever bench/throughput.py has not measured.
 ASSUMED_MFU = 0.45
-GIB = 2**30
 
+# The search of a micro-batch.
+SHARE = 0.94            # of the free memory that a trial may take; fragments of a long run and NCCL's buffers need the rest
+FIRST_TOKENS = 8192     # of the first trial: fewer tokens at a time leave a GPU idle, and are tried only where these do not fit
+GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
+MEASURED_S = 0.5        # least duration of what is timed, of which the best of three counts
+NO_FIT = "does not fit"
+
+
+# --------------------------------------------------------------------------------------------------------------- --plan
 
 def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = RESULTS) -> list[str]:
     """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU.
 
     results: the folder of bench/throughput.py's rows."""
+    if gpu and peak_flops(gpu) is None:
+        raise UserError(f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
     with torch.device("meta"):
         model = GPT(config.model, compute_dtype)
-    layers = fp8.select(model, config.fp8, gpu.upper() if gpu else None)
-    peak = metrics.peak_flops(gpu) if gpu else None
-    if gpu and peak is None:
-        raise UserError(f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
-    counts, speeds = model.counts(), {}
-    if gpu:
-        speeds = {label: measured(config, counts, label, gpu, results) for label in labels(config) if label}
-    return plan_lines(config, counts, layers, fp8.table(layers, config.fp8.recipe, "cuda"), gpu, peak, speeds)
-
-
-def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: list[str], gpu: str,
-               peak: tuple[float, float | None] | None, speeds: dict[str, Speed | None]) -> list[str]:
-    """The plan as lines for people. `layers` as fp8.select() gives them, `peak` (BF16, FP8) FLOP/s of one `gpu`, `speeds`
-    of labels() on it."""
-    c, tokens = counts, config.total_tokens
-    token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
+    layers = fp8.select(model, config.fp8, gpu.upper() or None)
+    c, tokens, steps = model.counts(), config.total_tokens, config.total_steps
+    in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
-    policy, steps = config.checkpoint, config.total_steps
+    token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
+    policy, checkpoint = config.checkpoint, 12 * c["params_total"]
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
         policy.rolling is not None)
     budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
@@ -163,87 +80,24 @@ def plan_lines(config: Config, counts: dict[str, int], layers: list, fp8_table: 
         _row("total", c["params_total"], "with embedding and head" + (", one tied matrix" if config.model.tied else "")),
         _row("non-embedding", c["params_nonembed"], "without embedding and head (Kaplan)"),
         _row("matmul", c["params_matmul"], "every Linear, the head once"),
-        _row("in FP8", sum(layer.params for layer in layers if layer.reason is None), f"fp8.recipe={config.fp8.recipe}"), "",
+        _row("in FP8", in_fp8, f"fp8.recipe={config.fp8.recipe}"), "",
         f"budget: {budget}",
         _row("tokens", tokens, f"{tokens / c['params_total']:.2f} per parameter (total), "
              f"{tokens / c['params_nonembed']:.2f} per non-embedding parameter"),
-        _row("steps", config.total_steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"), "",
+        _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"), "",
         "FLOPs of training",
         *(f"  {name:22} {c[key] * tokens:.4e}   {c[key]:,} per token" for name, key in (
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), "",
-        *_memory(config, counts, gpus), "",
-        *fp8_table, "",
-        *_hours(config, counts, layers, gpus, gpu, peak, speeds), "",
+        *_memory(config, c, gpus), "",
+        *fp8.table(layers, config.fp8.recipe, "cuda"), "",
+        *_hours(config, c, in_fp8, gpus, gpu, results), "",
         "disk",
-        _gib("checkpoint", 12 * c["params_total"], f"fp32 weights and two moments; {kept} kept = "
-             f"{12 * c['params_total'] * kept / GIB:.1f} GiB, one more while saving; host memory for one or two"),
+        _gib("checkpoint", checkpoint, f"fp32 weights and two moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
+             "while saving; host memory for one or two"),
         _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
-
-
-def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
-    """Per GPU. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
-    m, d = config.model, config.data
-    n, shard = counts["params_total"], config.parallel.shard or 1
-    micro_batch, remark = (1, " (auto: the start tries larger ones)") if d.micro_batch == "auto" else (d.micro_batch, "")
-    tokens = micro_batch * m.n_ctx
-    accumulating = shard > 1 and config.accumulation(gpus) > 1
-    gradients = 4 * n * (1 if accumulating else 1 / shard)
-    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
-    kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
-    recompute = config.parallel.recompute       # each block's input, and one block at a time whole
-    activations = tokens * (m.n_layer * 2 * m.n_embd + kept if recompute else m.n_layer * kept)
-    # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
-    blocks = 2 * counts["params_nonembed"] * (min(1, 2 / m.n_layer) if config.parallel.reshard else 1)
-    gathered = 0 if shard == 1 else blocks + 4 * (n - counts["params_nonembed"])
-    # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
-    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if config.parallel.compile else 12)
-    whole = "two blocks" if config.parallel.reshard else "all blocks (parallel.reshard=false)"
-    total = 4 * n / shard + gathered + gradients + 8 * n / shard + activations + logits
-    return [
-        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
-        _gib("weights", 4 * n / shard, "fp32"),
-        *([_gib("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32")] if shard > 1 else []),
-        _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
-        _gib("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
-        _gib("activations", activations, "estimated: what the backward pass needs, BF16, "
-             + ("blocks recomputed from their inputs" if recompute else "nothing recomputed")),
-        _gib("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else "")),
-        _gib("sum", total, "estimated; the allocator and the compiler's buffers come on top"),
-    ]
-
-
-def _hours(config: Config, counts: dict[str, int], layers: list, gpus: int, gpu: str,
-           peak: tuple[float, float | None] | None, speeds: dict[str, Speed | None]) -> list[str]:
-    if peak is None:
-        return ["hours: name a GPU, as in --plan h100"]
-    bf16_peak, fp8_peak = peak
-    bf16, quantised = map(speeds.get, labels(config))
-    recompute = config.parallel.recompute       # then the forward pass, a third of the FLOPs, runs twice
-    passes = 4 / 3 if recompute else 1
-    flops = counts["flops_per_token"] * config.total_tokens * passes
-    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
-    source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
-    if bf16:
-        hours, source = config.total_tokens * passes / bf16.tok_per_s / gpus / 3600, "from the measured speed of one GPU"
-    lines = [f"hours on {gpus} x {gpu}: {source}" + (", what GPUs send each other not counted" if bf16 and gpus > 1 else ""),
-             f"  {'BF16':22} {hours:10.1f} h" + ("   the recomputed forward pass included" if recompute else "")
-             + (f"   {bf16.remark}" if bf16 else "")]
-    if config.fp8.recipe == "off":
-        return lines
-    if fp8_peak is None:
-        return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
-    if quantised:
-        fp8_hours = config.total_tokens * passes / quantised.tok_per_s / gpus / 3600
-        return [*lines, f"  {'FP8':22} {fp8_hours:10.1f} h   {quantised.remark}"]
-    # Of the three matmuls of a step, these leave the weight gradient in BF16.
-    share = (4 if config.fp8.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if recompute else 0)
-    fp8_flops = share * sum(layer.params for layer in layers if layer.reason is None) * config.total_tokens
-    best = hours * (1 - fp8_flops / flops * (1 - bf16_peak / fp8_peak))
-    return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
-                    f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
 
 
 def _row(name: str, value: int, remark: str) -> str:
@@ -254,103 +108,147 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-# ---------------------------------------------------------------------------------------------------------- micro_batch
+def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
+    """Per GPU. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
+    m, d, p = config.model, config.data, config.parallel
+    n, shard = counts["params_total"], p.shard or 1
+    micro_batch, remark = (1, " (auto: the start tries larger ones)") if d.micro_batch == "auto" else (d.micro_batch, "")
+    tokens = micro_batch * m.n_ctx
+    accumulating = shard > 1 and config.accumulation(gpus) > 1
+    gradients = 4 * n * (1 if accumulating else 1 / shard)
+    # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
+    kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    # With parallel.recompute each block's input, and one block at a time whole.
+    activations = tokens * (m.n_layer * 2 * m.n_embd + kept if p.recompute else m.n_layer * kept)
+    # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
+    blocks = 2 * counts["params_nonembed"] * (min(1, 2 / m.n_layer) if p.reshard else 1)
+    gathered = 0 if shard == 1 else blocks + 4 * (n - counts["params_nonembed"])
+    # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
+    logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if p.compile else 12)
+    whole = "two blocks" if p.reshard else "all blocks (parallel.reshard=false)"
+    total = 4 * n / shard + gathered + gradients + 8 * n / shard + activations + logits
+    return [
+        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
+        _gib("weights", 4 * n / shard, "fp32"),
+        *([_gib("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32")] if shard > 1 else []),
+        _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
+        _gib("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
+        _gib("activations", activations, "estimated: what the backward pass needs, BF16, "
+             + ("blocks recomputed from their inputs" if p.recompute else "nothing recomputed")),
+        _gib("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else "")),
+        _gib("sum", total, "estimated; the allocator and the compiler's buffers come on top"),
+    ]
 
-ROOT = Path(__file__).resolve().parents[1]
-GIB = 2**30
-SHARE = 0.94            # of the free memory that a trial may take; fragments of a long run and NCCL's buffers need the rest
-FIRST_TOKENS = 8192     # of the first trial: fewer tokens at a time leave a GPU idle, and are tried only where these do not fit
-GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
-MEASURED_S = 0.5        # least duration of what is timed, of which the best of three counts
 
+def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str, results: Path) -> list[str]:
+    """Hours in BF16 and FP8, measured or estimated; `in_fp8` counts the parameters that are converted."""
+    if not gpu:
+        return ["hours: name a GPU, as in --plan h100"]
+    f, (bf16_peak, fp8_peak) = config.fp8, peak_flops(gpu)
+    passes = 4 / 3 if config.parallel.recompute else 1      # the forward pass, a third of the FLOPs, runs twice
+    tokens = config.total_tokens * passes
+    flops = counts["flops_per_token"] * tokens
+    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
+    source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
+    remark = "   the recomputed forward pass included" if config.parallel.recompute else ""
+    if bf16 := _measured(config, counts, "bf16" if config.parallel.compile else "bf16_eager", gpu, results):
+        hours, source = tokens / bf16[0] / gpus / 3600, "from the measured speed of one GPU"
+        source += ", what GPUs send each other not counted" if gpus > 1 else ""
+        remark += f"   {bf16[1]}"
+    lines = [f"hours on {gpus} x {gpu}: {source}", f"  {'BF16':22} {hours:10.1f} h{remark}"]
+    if f.recipe == "off":
+        return lines
+    if fp8_peak is None:
+        return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
+    is_timed = config.parallel.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
+    quantised = _measured(config, counts, f.label + "+head" * f.head, gpu, results) if is_timed else None
+    if quantised:
+        return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
+    # Of the three matmuls of a step, these leave the weight gradient in BF16.
+    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if config.parallel.recompute else 0)
+    best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
+    return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
+                    f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
+
+
+def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, results: Path) -> tuple[float, str] | None:
+    """Measured tokens/s of this model on one such GPU under bench/throughput.py's label, with their origin in words.
+
+    A row of another context length counts at the same FLOP/s. Of each micro-batch the newest row counts, of several that
+    whose number of tokens is closest to the run's (the fastest where it is auto). None where no valid row is of this model."""
+    n_ctx, micro_batch, found = config.model.n_ctx, config.data.micro_batch, []
+    for path in sorted(results.glob("*.jsonl")):
+        rows = read_rows(path)
+        # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
+        runs = {row["run"]: row for row in rows if row["kind"] == "run" and gpu.lower() in str(row["gpu"]).lower()
+                and peak_flops(row["gpu"]) == peak_flops(gpu)}
+        for row in rows:
+            if row["kind"] == "cell" and row["valid"] and row["label"] == label and row["run"] in runs:
+                attention = row["flops_per_token"] - 6 * row["params_matmul"]
+                if (all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
+                        and attention * n_ctx == counts["flops_per_token_attn"] * row["T"]):
+                    found.append((row, runs[row["run"]], path))
+    found.sort(key=lambda entry: entry[1]["t"])
+    newest = {(row["T"], row["micro_batch"]): (row, run, path) for row, run, path in found}
+    if not newest:
+        return None
+
+    def fitness(entry):
+        row = entry[0]
+        if micro_batch == "auto":
+            return row["tok_per_s"] * row["flops_per_token"]
+        return -abs(math.log(row["micro_batch"] * row["T"] / (micro_batch * n_ctx)))
+
+    row, run, path = max(newest.values(), key=fitness)
+    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    origin = f"commit {run['commit'][:10]}" if run.get("commit") else f"code {run.get('code')}"
+    changes = " with uncommitted changes" if run.get("dirty") else ""
+    scaled = "" if row["T"] == n_ctx else f"; T={row['T']} scaled by FLOPs per token"
+    return row["tok_per_s"] * row["flops_per_token"] / counts["flops_per_token"], (
+        f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} on one {run['gpu']}"
+        f"{scaled} ({name}, {origin}{changes})")
+
+
+# ------------------------------------------------------------------------------------------------- data.micro_batch=auto
 
 @dataclass(frozen=True)
 class Trial:
     """How one micro-batch did: its speed and peak memory, or why there is none."""
     tok_per_s: float = 0.0
     peak_gib: float = 0.0
-    failure: str | None = None      # in words
-    is_memory: bool = False         # it failed for want of memory: a smaller one may do
+    failure: str | None = None      # in words; after NO_FIT a smaller micro-batch may do
 
 
 def resolve_micro_batch(config: Config, world: World) -> Config:
     """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train().
 
-    A run that was begun keeps the number in its config.json as long as the ranks can share a step by it. Raises UserError
-    where no candidate fits or the run would be refused anyway, MachineError where a trial breaks for another reason."""
+    A resumed run keeps the number in its config.json as long as the ranks can share a step by it. Raises UserError where no
+    candidate fits or the run would be refused anyway, MachineError where a trial fails for another reason than memory."""
     if config.data.micro_batch != "auto":
         return config
     return _with_number(config, run_on_rank0(world, lambda: _decide(config, world)))
 
 
-def candidates(config: Config, size: int) -> list[int]:
-    """Powers of two and three times them by which `size` ranks can share a step, ascending. Raises UserError for none."""
-    most = config.accumulation(size)        # sequences per rank
-    numbers = sorted({odd * 2**k for odd in (1, 3) for k in range(most.bit_length())})
-    numbers = [n for n in numbers if n <= most and _is_possible(config, n, size)]
-    if not numbers:
-        raise UserError(f"data.micro_batch=auto finds none by which {size} ranks could share data.tokens_per_step="
-                          f"{config.data.tokens_per_step} with fp8.recipe={config.fp8.recipe}: make it a multiple of "
-                          f"{32 * config.model.n_ctx * size}")
-    return numbers
-
-
-def search(numbers: list[int], first: int, attempt: Callable[[int], Trial], say: Callable[[str], None] = print) -> int | None:
-    """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
-
-    Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
-    there. Raises MachineError where the first trial fails for another reason than memory."""
-    tried: dict[int, Trial] = {}
-
-    def fits(n: int) -> bool:
-        trial = attempt(n)
-        say(f"data.micro_batch=auto: {n:4d} sequences: " + (trial.failure or f"{trial.tok_per_s:,.0f} tokens/s, "
-                                                            f"{trial.peak_gib:.2f} GiB"))
-        if trial.failure is None:
-            tried[n] = trial
-        elif not tried and not trial.is_memory:
-            raise MachineError(f"data.micro_batch=auto cannot be found, {trial.failure}: give a number, such as "
-                               f"data.micro_batch={n}")
-        return trial.failure is None
-
-    best, in_vain = 0.0, 0
-    for n in numbers[first:]:
-        if not fits(n):
-            break
-        in_vain = in_vain + 1 if tried[n].tok_per_s < best * GAIN else 0
-        best = max(best, tried[n].tok_per_s)
-        if in_vain == 2:
-            break
-    if not tried:
-        next((n for n in reversed(numbers[:first]) if fits(n)), None)
-    best = max((trial.tok_per_s for trial in tried.values()), default=0.0)
-    return min((n for n, trial in tried.items() if trial.tok_per_s * GAIN > best), default=None)
-
-
 def _decide(config: Config, world: World) -> int:
-    finished = is_finished(config)      # a folder that is another run's is told of now, not after minutes
+    finished = is_finished(config)      # refuses the folder of another run now, not after minutes of trials
     if (config.run_dir / "config.json").exists():
         n = read_config(config.run_dir).data.micro_batch
         if finished or _is_possible(config, n, world.size):
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
-    try:
-        open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
     numbers, end = candidates(config, world.size), time.monotonic() + config.parallel.start_timeout
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
-
-    def say(line: str) -> None:
-        print(line, flush=True)
-
-    n = search(numbers, first, lambda n: try_one(_alone(_with_number(config, n)), world.device, end), say)
+    # The same computation in one process.
+    alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
+    n = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device, end))
     if n is None:
         remedy = ("with parallel.recompute=true or model.loss_chunk=1024" if world.size == 1 else
                   f"all the same, for it was tried with the model whole on one GPU, which {world.size} ranks may share")
         raise UserError(f"data.micro_batch=auto found none that fits into the memory of {world.device}, not even {numbers[0]}: "
-                          f"give data.micro_batch={numbers[0]} {remedy}")
-    say(f"data.micro_batch=auto: {n} it is. A BF16/FP8 pair needs one number for both: give the other run data.micro_batch={n}")
+                        f"give data.micro_batch={numbers[0]} {remedy}")
+    print(f"data.micro_batch=auto: {n} it is. A BF16/FP8 pair needs one number for both: give the other run "
+          f"data.micro_batch={n}", flush=True)
     return n
 
 
@@ -365,43 +263,87 @@ def _is_possible(config: Config, n: int, size: int) -> bool:
         return False
 
 
-def _alone(config: Config) -> Config:
-    """The same computation in one process."""
-    return replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
+def candidates(config: Config, size: int) -> list[int]:
+    """Powers of two and three times them by which `size` ranks can share a step, ascending. Raises UserError for none."""
+    most = config.accumulation(size)        # sequences per rank
+    numbers = sorted(odd * 2**k for odd in (1, 3) for k in range(most.bit_length()))
+    numbers = [n for n in numbers if n <= most and _is_possible(config, n, size)]
+    if not numbers:
+        raise UserError(f"data.micro_batch=auto finds none by which {size} ranks could share data.tokens_per_step="
+                        f"{config.data.tokens_per_step} with fp8.recipe={config.fp8.recipe}: make it a multiple of "
+                        f"{32 * config.model.n_ctx * size}")
+    return numbers
 
 
-# ------------------------------------------------------------------------------------------------------------ one trial
+def search(numbers: list[int], first: int, attempt: Callable[[int], Trial]) -> int | None:
+    """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
+
+    Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
+    there. Raises MachineError where the first trial fails for another reason than memory."""
+    speeds: dict[int, float] = {}
+
+    def fits(n: int) -> bool:
+        trial = attempt(n)
+        print(f"data.micro_batch=auto: {n:4d} sequences: " + (
+            trial.failure or f"{trial.tok_per_s:,.0f} tokens/s, {trial.peak_gib:.2f} GiB"), flush=True)
+        if trial.failure is None:
+            speeds[n] = trial.tok_per_s
+        elif not speeds and trial.failure != NO_FIT:
+            raise MachineError(f"data.micro_batch=auto cannot be found, {trial.failure}: give a number, such as "
+                               f"data.micro_batch={n}")
+        return trial.failure is None
+
+    in_vain = 0
+    for n in numbers[first:]:
+        best = max(speeds.values(), default=0.0)
+        if in_vain == 2 or not fits(n):
+            break
+        in_vain = in_vain + 1 if speeds[n] < best * GAIN else 0
+    if not speeds:
+        any(fits(n) for n in reversed(numbers[:first]))
+    best = max(speeds.values(), default=0.0)
+    return min((n for n, speed in speeds.items() if speed * GAIN > best), default=None)
+
 
 def try_one(config: Config, device: torch.device, end: float) -> Trial:
-    """Measure `config` in a process of its own, which ends with this one and by time.monotonic() `end` at the latest.
-
-    Raises UserError where the run would be refused whatever its micro-batch."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    """measure() in a process of its own, until the time.monotonic() `end`. Raises UserError where no micro-batch would do."""
     job = json.dumps({"config": config.to_dict(), "device": str(device)})
-    theirs, ours = os.pipe()        # the child waits for the end of this pipe, which comes when this process is no more
-    with tempfile.TemporaryFile() as errors:
-        child = subprocess.Popen([sys.executable, "-P", "-m", "runtime.plan", job], stdin=theirs, stdout=subprocess.PIPE,
-                                 stderr=errors, env=environment)
-        try:
-            os.close(theirs)
-            out, _ = child.communicate(timeout=max(0.0, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            return Trial(failure="no answer before parallel.start_timeout was over")
-        finally:
-            child.kill()
-            child.wait()
-            child.stdout.close()
-            os.close(ours)
-        errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-    answer = next((json.loads(line) for line in reversed(out.splitlines()) if line.startswith(b"{")), None)
+    with tempfile.TemporaryFile() as output:
+        # The child exits when its stdin ends, as it does with this process. -u: stdout and stderr in the order of writing.
+        with subprocess.Popen([sys.executable, "-u", "-m", "runtime.plan", job], cwd=ROOT, stdin=subprocess.PIPE,
+                              stdout=output, stderr=subprocess.STDOUT) as child:
+            try:
+                child.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return Trial(failure="no answer before parallel.start_timeout was over")
+            finally:
+                child.kill()
+        output.seek(0)
+        said = output.read().decode(errors="replace").strip().splitlines()
+    answer = next((json.loads(line) for line in reversed(said) if line.startswith('{"')), None)
     if answer is None:
-        is_killed = child.returncode == -9      # by the kernel, for memory: nobody else would
-        return Trial(failure="does not fit" if is_killed else f"the trial ended with exit code {child.returncode} "
-                     f"({said[-1][:300] if said else 'it said nothing'})", is_memory=is_killed)
+        return Trial(failure=NO_FIT if child.returncode == -9 else      # killed by the kernel, for memory
+                     f"the trial ended with exit code {child.returncode} ({said[-1][:300] if said else 'it said nothing'})")
     if "mistake" in answer:
         raise UserError(answer["mistake"])
     return Trial(**answer)
+
+
+def main(argument: str) -> int:
+    """The child of try_one(): a job as JSON in, one line of JSON out."""
+    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()      # the parent is gone
+    job = json.loads(argument)
+    config, device = config_from_dict(job["config"]), torch.device(job["device"])
+    try:
+        answer = asdict(measure(config, device))
+    except UserError as error:
+        answer = {"mistake": str(error)}
+    except (RuntimeError, MemoryError, OSError) as error:
+        if memory_error(error) is None:
+            raise
+        answer = asdict(Trial(failure=NO_FIT))
+    print("\n" + json.dumps(answer), flush=True)
+    return 0
 
 
 def measure(config: Config, device: torch.device) -> Trial:
@@ -409,8 +351,7 @@ def measure(config: Config, device: torch.device) -> Trial:
 
     The optimizer's part of a step is the same for any micro-batch: it runs once, for its memory, untimed."""
     _limit_memory(device)
-    world = World(0, 0, 1, device)
-    built = build(config, world)
+    built = build(config, World(0, 0, 1, device))
     model, m, n = built.model, config.model, config.data.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU
         for p in model.parameters():
@@ -443,37 +384,14 @@ def measure(config: Config, device: torch.device) -> Trial:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """Have the allocator refuse what would leave too little; on a CPU the kernel, to which this process offers itself first."""
+    """Make too large a trial end, and nothing beside it."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-        return
-    with suppress(OSError):     # no such file: not Linux
-        Path("/proc/self/oom_score_adj").write_text("1000")
-        free = int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1]) * 1024
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        limits = [limit for limit in (int(SHARE * free), soft) if limit != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min(limits), hard))
-
-
-def main(argument: str) -> int:
-    """The child: a job as JSON in, one line of JSON out, on what was standard output before others could write to it."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()     # the parent is gone
-    job = json.loads(argument)
-    config, device = config_from_dict(job["config"]), torch.device(job["device"])
-    try:
-        answer = asdict(measure(config, device))
-    except UserError as error:
-        answer = {"mistake": str(error)}
-    except (RuntimeError, MemoryError, OSError) as error:
-        if out_of_memory(error, config, World(0, 0, 1, device)) is None:
-            raise
-        answer = asdict(Trial(failure="does not fit", is_memory=True))
-    print(json.dumps(answer), file=answers, flush=True)
-    return 0
+    else:
+        with suppress(OSError):     # not Linux
+            Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Look into a running model now and then: what its values lose to FP8, and how large attention and SwiGLU have grown.
+"""Measure now and then what a running model's values lose to FP8, and how large attention logits and SwiGLU outputs are.
 
 Every probe.every steps one extra forward and backward pass, eager, over a few of the step's own sequences, with hooks
-that are gone afterwards. Training itself is not touched: no hook lies in the compiled step, and losses and weights are
-the same bits with and without. out/<run>/probe.jsonl gets a row per converted Linear and one per block:
+that are removed afterwards. Training is not affected: the compiled step has no hooks, and losses and weights are the same
+bits with and without. out/<run>/probe.jsonl gets a row per converted Linear and one per block:
 
     {"kind": "linear", "step", "layer", "recipe", "weight": S, "activation": S, "gradient": S}
     {"kind": "block", "step", "block", "attention_logit_max", "swiglu_amax", "swiglu_rms"}
@@ -13,24 +13,25 @@ the same bits with and without. out/<run>/probe.jsonl gets a row per converted L
         saturated                       share of the values beyond the format's largest after scaling
         error                           ||Q(x) - x|| / ||x||
 
-The weight and the input are those of y = x W', the gradient that of the input gradient, each over the axis that its
-matmul sums over. A later row of a step replaces an earlier one (a resumed run repeats steps); null is no finite number.
-Growing logits and SwiGLU outliers come before FP8 runs diverge (2409.12517, 2405.18710), hence the block rows.
+The weight and the activation are the operands of y = x w', the gradient that of the input gradient, each scaled over the
+dimension that its matmul sums over. A later row of a step replaces an earlier one (a resumed run repeats steps); null stands
+for NaN and infinity. Growing logits and SwiGLU outliers precede divergence in FP8 (2409.12517, 2405.18710): the block rows.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import full_weight, is_wrapped
+from runtime.fp8 import is_wrapped, unwrap
 from runtime.quantize import Operand, Recipe, fake_quantise, scale_of
+from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
@@ -40,57 +41,90 @@ Seen = dict[str, dict[str, torch.Tensor]]       # module name -> statistic's nam
 
 
 class Probe:
-    """Measures `model` on request. All ranks call it together; those with a path write what they see.
+    """Measures `model` on request. All ranks call it together; those with a path measure and write.
 
-    `recipes` holds the recipe of each converted Linear by module name; without any, only blocks are looked at.
+    `recipes` holds the recipe of each converted Linear by module name; without any, only blocks are measured.
     """
 
     def __init__(self, path: Path | None, model: GPT, recipes: dict[str, Recipe], tokens: int):
         self.path, self.model, self.recipes, self.tokens = path, model, recipes, tokens
         if path is not None and path.exists():
-            data = path.read_bytes()
-            os.truncate(path, data.rfind(b"\n") + 1)    # a line that a kill cut short would spoil the next
+            os.truncate(path, path.read_bytes().rfind(b"\n") + 1)    # a line that a kill cut short would spoil the next
 
     def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
-        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero and are zero again.
+        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be None and are None again.
 
         backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
         """
         n = sequences(x.size(0), x.size(1), self.tokens)
         seen: Seen = {}
         for layer, recipe in self.recipes.items():
-            module = self.model.get_submodule(layer)
-            if is_wrapped(module.weight):   # the forward pass will see float8 alone, from which nothing can be told
-                weight = full_weight(module, torch.float32)     # all ranks
+            weight = self.model.get_submodule(layer).weight
+            if is_wrapped(weight):      # the forward pass will only see its float8 copy
+                with torch.no_grad():
+                    weight = unwrap(weight).full_tensor()       # all ranks
                 if self.path is not None:
                     seen[layer] = {"weight": statistics(weight, recipe.weight)}
         with torch.compiler.set_stance("force_eager"), watching(self.model, self.recipes, seen, self.path is not None):
-            with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
-                loss = self.model(x[:n], y[:n]).sum() * backward_scale
             try:
+                with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
+                    loss = self.model(x[:n], y[:n]).sum() * backward_scale
                 if self.recipes:
                     loss.backward()
             finally:
                 for p in self.model.parameters():
                     p.grad = None
         if self.path is not None:
-            append(self.path, rows(step, seen, self.recipes))
+            with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short
+                file.write(b"".join(map(to_line, rows(step, seen, self.recipes))))
 
 
 def sequences(B: int, T: int, tokens: int) -> int:
-    """How many of B sequences of T tokens to probe: what fits into `tokens`, at least one, and in all a multiple of
-    32 tokens, or the whole micro-batch where that is none: the weight gradient sums over tokens, in blocks of up to 32."""
+    """How many of B sequences of T tokens to probe: as many as fit into `tokens`, at least one, in all a multiple of 32
+    tokens (the weight gradient sums over tokens in blocks of up to 32), or B where no smaller number is such a multiple."""
     unit = 32 // math.gcd(T, 32)
     return min(B, max(unit, tokens // T // unit * unit))
 
 
 @contextmanager
 def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen, on: bool = True) -> Iterator[None]:
-    """Within the block, the next forward pass, and backward pass if there is one, of `model` fills `seen`."""
-    handles = []
+    """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`; not `on`: no hooks.
+
+    Each hook on a Linear measures its first call alone: a head in chunks is called often, and again to recompute."""
+    handles, has_gradient_hook = [], set()
+
+    def before(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple) -> None:
+        now = seen.setdefault(layer, {})
+        if "activation" not in now:
+            now["activation"] = statistics(inputs[0], recipe.input)
+            if "weight" not in now:
+                now["weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 gathered just now
+
+    def after(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        def on_gradient(gradient: torch.Tensor) -> None:
+            seen[layer]["gradient"] = statistics(gradient, recipe.grad)
+
+        if output.requires_grad and layer not in has_gradient_hook:
+            has_gradient_hook.add(layer)
+            handles.append(output.register_hook(on_gradient))
+
+    def attention(name: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        seen.setdefault(name, {})["attention"] = attention_logit_max(attn, output.detach()[0], model.cos, model.sin)[None]
+
+    @torch.no_grad()
+    def swiglu(name: str, module: nn.Module, inputs: tuple) -> None:
+        x = inputs[0]
+        seen.setdefault(name, {})["swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
+
     try:
         if on:
-            _hook(model, recipes, seen, handles)
+            for layer, recipe in recipes.items():
+                module = model.get_submodule(layer)
+                handles.append(module.register_forward_pre_hook(partial(before, layer, recipe)))
+                handles.append(module.register_forward_hook(partial(after, layer, recipe)))
+            for i, block in enumerate(model.layers):
+                handles.append(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
+                handles.append(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
         yield
     finally:
         for handle in handles:
@@ -98,15 +132,15 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen, on: bool = True
 
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
-    """What was seen, as rows; the only place where the host waits for the device."""
+    """The rows of what was seen; the only place where the host waits for the device."""
     places = [(module, name) for module in seen for name in seen[module]]
     if not places:
         return []
-    sizes = [seen[module][name].numel() for module, name in places]
     flat = iter(torch.cat([seen[module][name] for module, name in places]).tolist())
-    values = {place: [_finite(next(flat)) for _ in range(size)] for place, size in zip(places, sizes, strict=True)}
+    values = {(module, name): [value if math.isfinite(value := next(flat)) else None
+                               for _ in range(seen[module][name].numel())] for module, name in places}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
-                **{name: _named(values[layer, name], getattr(recipe, field).format)
+                **{name: _named(values[layer, name], getattr(recipe, field))
                    for name, field in OPERANDS.items() if (layer, name) in values}}
                for layer, recipe in recipes.items()]
     blocks = [{"kind": "block", "step": step, "block": int(module.split(".")[1]),
@@ -116,10 +150,9 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     return linears + blocks
 
 
-def append(path: Path, new: list[dict]) -> None:
-    """Add rows in one write, so that a kill leaves all of them or a last line cut short."""
-    with open(path, "a") as file:
-        file.write("".join(json.dumps(row, allow_nan=False) + "\n" for row in new))
+def _named(values: list[float | None], operand: Operand) -> dict[str, float | None]:
+    return {name: None if operand.format is None and name.startswith("scale") else value
+            for name, value in zip(STATISTICS, values, strict=True)}
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics
@@ -133,18 +166,22 @@ def statistics(x: torch.Tensor, operand: Operand) -> torch.Tensor:
         return torch.stack((amax, zero, zero, zero, zero, zero, zero))
     scale, q = scale_of(x, operand), fake_quantise(x, operand)
     underflow = ((q == 0) & (x != 0)).float().mean()
-    largest = torch.finfo(operand.format).max * (1 + 2**-20)    # a scale's own rounding may lift the amax by a hair: no loss
+    largest = torch.finfo(operand.format).max * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
     return torch.stack((amax, scale.amin(), scale.median(), scale.amax(), underflow, saturated, error))
 
 
+def _norm(x: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(x, dtype=torch.float64)     # squares of small gradients vanish in fp32
+
+
 @torch.no_grad()
 def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Largest q k / sqrt(D) that the softmax sees in one sequence, over all heads; qkv (T, (H + 2K) D), result ().
+    """Largest q k / sqrt(D) that the softmax gets in one sequence, over all heads; qkv (T, (H + 2K) D), result ().
 
-    The values are BF16 before they meet, so that fp32, even as TF32, multiplies them exactly.
+    q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly.
     """
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
     q, k = (part.view(1, T, -1, D).transpose(1, 2) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
@@ -160,55 +197,3 @@ def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tens
         hidden = position[:end] > position[start:end, None]
         largest.append(logits.masked_fill(hidden, -math.inf).amax())
     return torch.stack(largest).amax() / math.sqrt(D)
-
-
-def _hook(model: GPT, recipes: dict[str, Recipe], seen: Seen, handles: list) -> None:
-    """Register all hooks. Each looks at the first call alone: a head in chunks is called often, and again to recompute."""
-    modules = dict(model.named_modules())
-
-    def before(module: nn.Module, inputs: tuple, layer: str, recipe: Recipe) -> None:
-        if "activation" not in (now := seen.setdefault(layer, {})):
-            now["activation"] = statistics(inputs[0], recipe.input)
-            if "weight" not in now:
-                now["weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 gathered just now
-
-    def after(output: torch.Tensor, layer: str, recipe: Recipe) -> None:
-        def on_gradient(gradient: torch.Tensor) -> None:
-            seen[layer]["gradient"] = statistics(gradient, recipe.grad)
-
-        if output.requires_grad and layer not in followed:
-            followed.add(layer)
-            handles.append(output.register_hook(on_gradient))
-
-    followed: set[str] = set()
-    for layer, recipe in recipes.items():
-        handles.append(modules[layer].register_forward_pre_hook(
-            lambda module, inputs, layer=layer, recipe=recipe: before(module, inputs, layer, recipe)))
-        handles.append(modules[layer].register_forward_hook(
-            lambda module, inputs, output, layer=layer, recipe=recipe: after(output, layer, recipe)))
-
-    def attention(output: torch.Tensor, name: str, module: Attention) -> None:
-        seen.setdefault(name, {})["attention"] = attention_logit_max(module, output.detach()[0], model.cos, model.sin)[None]
-
-    @torch.no_grad()
-    def swiglu(x: torch.Tensor, name: str) -> None:
-        seen.setdefault(name, {})["swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
-
-    for i, block in enumerate(model.layers):
-        handles.append(block.attn.qkv.register_forward_hook(
-            lambda module, inputs, output, name=f"layers.{i}", attn=block.attn: attention(output, name, attn)))
-        handles.append(block.mlp.down.register_forward_pre_hook(
-            lambda module, inputs, name=f"layers.{i}": swiglu(inputs[0], name)))
-
-
-def _norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.vector_norm(x, dtype=torch.float64)     # squares of small gradients vanish in fp32
-
-
-def _named(values: list[float | None], format: torch.dtype | None) -> dict[str, float | None]:
-    return {name: None if format is None and name.startswith("scale") else value
-            for name, value in zip(STATISTICS, values, strict=True)}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

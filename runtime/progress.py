@@ -1,4 +1,4 @@
-"""Tell how far a long piece of work has come: one live line on a terminal, a line a minute in a log."""
+"""Show the progress of long work: a live line on a terminal, a line a minute in a log."""
 
 import time
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn
 from rich.progress import Progress as Bar
 
-LIVE_S, LOG_S = 0.5, 60.0       # between two looks
+LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines
 
 
 class Progress:
-    """`name` and its `unit`, such as "tokens"; written to stderr. Nothing is shown where the work takes less than an interval."""
+    """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
         self._name, self._unit, self._is_shown = name, unit, is_shown
@@ -21,13 +21,13 @@ class Progress:
         self._bar: Bar | None = None
 
     def show(self, state: Callable[[], tuple[float, float]]) -> None:
-        """`state` gives the units so far and the share of the work that is done, 0 to 1; asked only when a line is due."""
+        """`state()` gives the units so far and the share of the work that is done, 0 to 1; called only when a line is due."""
         now, is_live = time.monotonic(), self._console.is_terminal
         if not self._is_shown or (self._first and now - self._looked < (LIVE_S if is_live else LOG_S)):
             return
         self._looked = now
         units, share = state()
-        if self._first is None:     # what lay there at the start is no speed of this run
+        if self._first is None:     # units that were there at the start say nothing of the speed
             self._first, self._began = (units, share), now
             return
         seconds, gained = now - self._began, share - self._first[1]
@@ -45,7 +45,7 @@ class Progress:
         self._bar.update(self._bar.task_ids[0], completed=share, told=told, refresh=True)
 
     def clear(self) -> None:
-        """Take the live line away, for something else to be printed or at the end."""
+        """Remove the live line, before something else is printed and at the end."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -59,8 +59,8 @@ def duration(seconds: float) -> str:
 
 
 def si(value: float) -> str:
-    """Three digits and k, M, B or T."""
+    """Three digits and k, M, B or T: "51.2k"."""
     for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
+        if value >= 0.9995 * scale:     # 999.7k is 1M in three digits
             return f"{value / scale:.3g}{unit}"
     return f"{value:.3g}"

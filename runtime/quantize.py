@@ -1,9 +1,9 @@
-"""The FP8 recipes as data: how each operand of a Linear's three matmuls is scaled, rounded.
+"""The FP8 recipes as data, and their arithmetic in plain torch: scales, rounding, emulated matmuls.
 
-A Linear does three matmuls a step: y = x w', input gradient = g w, weight gradient = g' x. Each recipe says for each
-of their operands which format it takes (E4M3, E5M2: FP8 formats for deep learning, 2209.05433; or none, BF16 kept) and
-what shares one scale. An operand is multiplied by its scale, rounded to the format (saturating), divided after the
-matmul. Training through a recipe: runtime/fp8.py; looking at what it does to tensors: runtime/probe.py.
+A Linear does three matmuls a step: y = x w', input gradient = g w, weight gradient = g' x. A recipe says for each of
+their operands which format it takes (E4M3, E5M2: FP8 formats for deep learning, 2209.05433; or BF16) and which values
+share a scale. An operand is multiplied by its scale and rounded to the format, saturating; the matmul's result is divided
+by the scales.
 """
 
 import math
@@ -20,9 +20,9 @@ BLOCK = 32              # values that share one scale in MX formats (OCP Microsc
 
 @dataclass(frozen=True)
 class Operand:
-    """How one operand becomes FP8; format None leaves it in BF16."""
-    format: torch.dtype | None
-    scaling: Literal["tensor", "row", "block", "constant"] = "tensor"   # what shares a scale
+    """How one operand is converted to FP8."""
+    format: torch.dtype | None  # None: it stays in BF16
+    scaling: Literal["tensor", "row", "block", "constant"] = "tensor"   # which values share a scale
     power_of_2: bool = False    # scale rounded down to a power of two: scaling itself then rounds nothing
     exponent: int = 0           # "constant" only: the scale is 2 ** exponent
 
@@ -46,9 +46,8 @@ class Recipe:
 
 
 def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand) -> Recipe:
-    """A recipe whose operands are scaled alike in both matmuls that they take part in, but for `changes`."""
-    alike = {"weight_for_input_grad": weight, "input_for_weight_grad": input, "grad_for_weight_grad": grad}
-    return Recipe(name, input, weight, grad, **{**alike, **changes})
+    """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
+    return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
 
 
 _BF16 = Operand(None)
@@ -56,9 +55,9 @@ _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
 _GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
-# cscale: activations behind an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units
-# of one token's loss, lie around 2^-8. On the demo these constants saturate nothing and lose at most 1.3 % of a Linear's
-# activations to underflow (LOG.md). Chosen once, never updated.
+# cscale: activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of
+# one token's loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's
+# activations underflow.
 _CSCALE = (Operand(E4M3, "constant", exponent=0), Operand(E4M3, "constant", exponent=6),
            Operand(E5M2, "constant", exponent=8))
 
@@ -74,10 +73,8 @@ RECIPES = {recipe.name: recipe for recipe in (
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
-    """The recipe for a loss that is multiplied by `loss_scale` before the backward pass: constant gradient scales undo it.
-
-    A training loss is a mean over a step's tokens, so that gradients shrink with the batch; dynamic scales follow.
-    """
+    """The recipe for a loss multiplied by `loss_scale` before the backward pass, as a mean over a step's tokens is: dynamic
+    scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
     if recipe.grad.scaling != "constant":
         return recipe
     grad = replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale)))
@@ -87,7 +84,7 @@ def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
 # ------------------------------------------------------------------------------------------------------- the rounding
 
 def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
-    """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the axis that the matmul sums over."""
+    """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the dimension that the matmul sums over."""
     if operand.scaling == "constant":
         return torch.full((), 2.0**operand.exponent, device=x.device)
     magnitude, largest = x.detach().abs(), torch.finfo(operand.format).max
@@ -98,14 +95,14 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
         # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
         exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
         return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
-    # In two stages, whose first Inductor computes along with x itself where each of its rows is one (a norm's output).
+    # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
     amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
     scale = (largest / amax.double().clamp(min=EPS)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
 
 
 def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
-    """What the matmul sees of `x`: fp32 values of its shape, each one that the format holds, divided by the scale."""
+    """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies; `dim` as in scale_of()."""
     x = x.float()
     if operand.format is None:
         return x
@@ -126,32 +123,34 @@ def _round(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
     return x.add_(shift).sub_(shift)
 
 
-def _cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    """x * scale in `format`, saturating, rounded to nearest even."""
     largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
 def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
               fast: bool = False) -> torch.Tensor:
-    """Float8 a (M, K) and b (K, N, column-major), each times what undoes its scale, multiplied: (M, N) of `dtype`.
+    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major.
 
-    On a GPU torch's float8 matmul, with `fast` accumulation or without. On a CPU the dequantised values in fp32: torch's own
-    float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with AMX, hundreds of times slower.
+    The inverses of the scales broadcast to a and b. On a GPU torch's float8 matmul, with `fast` accumulation or without. On a
+    CPU the dequantised values in fp32: torch's own float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with
+    AMX, hundreds of times slower.
     """
     if a.device.type == "cpu":
         return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
 
 
-# ------------------------------------------------- Linears for CPUs, and for what torchao has no float8 recipe for
+# ---------------------------------------------------------------- Linears on CPUs, and by recipes that torchao's lack
 
 class QuantisedLinear(nn.Linear):
-    """A Linear without bias whose matmuls follow `recipe`, set by convert(); its weight stays what it was."""
+    """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by runtime.fp8.convert()."""
     recipe: Recipe
     has_mx: bool = False    # the GPU multiplies MX blocks itself
 
     def forward(self, x):
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
         elif self.has_mx and x.is_cuda:
@@ -162,40 +161,35 @@ class QuantisedLinear(nn.Linear):
 
 
 class ConstantScaleMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N) through float8 matmuls with scales fixed beforehand (2309.17224, FP8-CSCALE)."""
+    """x (M, K), w (N, K) -> x w' (M, N) by float8 matmuls with constant scales (2309.17224, FP8-CSCALE)."""
 
     @staticmethod
     def forward(ctx, x, w, recipe):
-        qx, qw = _constant(x, recipe.input), _constant(w, recipe.weight)
-        ctx.save_for_backward(qx[0], w)     # w and not its FP8 copy: FSDP frees w between the passes
+        (qx, x_inverse), (qw, w_inverse) = _constant(x, recipe.input), _constant(w, recipe.weight)
+        ctx.save_for_backward(qx, x_inverse, w)     # w and not its FP8 copy: FSDP frees w between the passes
         ctx.recipe, ctx.dtype = recipe, x.dtype
-        return scaled_mm(*qx, qw[0].t(), qw[1], x.dtype, fast=True)
+        return scaled_mm(qx, x_inverse, qw.t(), w_inverse, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        recipe = ctx.recipe
-        qx, qg = (x, _inverse(recipe.input, x)), _constant(g.contiguous(), recipe.grad)
-        qw = _constant(w, recipe.weight_for_input_grad)
-        grad_x = scaled_mm(*qg, _column_major(qw[0]), qw[1], ctx.dtype)
-        grad_w = scaled_mm(qg[0].t().contiguous(), qg[1], _column_major(qx[0]), qx[1], ctx.dtype)
+        qx, x_inverse, w = ctx.saved_tensors
+        qg, g_inverse = _constant(g.contiguous(), ctx.recipe.grad)
+        qw, w_inverse = _constant(w, ctx.recipe.weight_for_input_grad)
+        grad_x = scaled_mm(qg, g_inverse, _column_major(qw), w_inverse, ctx.dtype)
+        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, _column_major(qx), x_inverse, ctx.dtype)
         return grad_x, grad_w.to(w.dtype), None
 
 
-def _inverse(operand: Operand, like: torch.Tensor) -> torch.Tensor:
-    return torch.full((), 2.0**-operand.exponent, device=like.device)
-
-
 def _constant(x, operand):
-    return _cast(x, scale_of(x, operand), operand.format), _inverse(operand, x)
+    return cast(x, scale_of(x, operand), operand.format), torch.full((), 2.0**-operand.exponent, device=x.device)
 
 
 def _column_major(x):
-    return x.t().contiguous().t()       # what float8 matmuls want of their second operand
+    return x.t().contiguous().t()       # float8 matmuls need their second operand so
 
 
 class EmulatedMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N): operands rounded as the recipe says, then multiplied; numerics only.
+    """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
     On a GPU in x's dtype, exact for the power-of-two scales of the one recipe that is emulated there (mxfp8).
@@ -204,8 +198,8 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = _is_same_in_both(recipe.input, recipe.input_for_weight_grad)
-        ctx.reuses_w = _is_same_in_both(recipe.weight, recipe.weight_for_input_grad)
+        ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
+        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad)
         ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
@@ -217,21 +211,21 @@ class EmulatedMatmul(torch.autograd.Function):
         qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
         qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
         qg = _emulated(g, recipe.grad, dtype)
-        qg_w = qg if _is_same_in_both(recipe.grad, recipe.grad_for_weight_grad) else _emulated(
+        qg_w = qg if _serves_both(recipe.grad, recipe.grad_for_weight_grad) else _emulated(
             g, recipe.grad_for_weight_grad, dtype, 0)
         return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None
 
 
 def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1) -> torch.Tensor:
-    """What is multiplied: `x` rounded as `operand` says, in fp32 on a CPU; in `dtype` on a GPU and where it stays BF16."""
+    """x dequantised after rounding as `operand` says: fp32 on a CPU, `dtype` on a GPU and for BF16 operands."""
     if operand.format is None:
         return x.to(dtype)
     q = fake_quantise(x, operand, dim)
     return q if x.device.type == "cpu" else q.to(dtype)
 
 
-def _is_same_in_both(one: Operand, other: Operand) -> bool:
-    """Whether a tensor's rounding for one matmul serves another that sums over its other axis."""
+def _serves_both(one: Operand, other: Operand) -> bool:
+    """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
     return one == other and one.scaling in ("tensor", "constant")
 
 

@@ -1,10 +1,10 @@
-"""Read and write the files of a run so that a kill leaves all of a change or nothing of it.
+"""Read and write a run's files so that a kill leaves all of a change or nothing of it.
 
 Rows of metrics.jsonl, in the order in which things happened:
 
-    {"kind": "train", "step", "loss", "verdict", ...}       a step; "val": a validation after it
-    {"kind": "undone", ...}, {"kind": "undone_val", ...}    the same in a stretch that a rollback took back
-    {"kind": "event", "event": name, "step", ...}           what else happened: a resume, a rollback, a failed save
+    {"kind": "train", "step", "loss", "verdict", ...}       a training step; "val": a validation after it
+    {"kind": "undone", ...}, {"kind": "undone_val", ...}    the same, undone by a rollback
+    {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
 """
 
 import json
@@ -15,12 +15,21 @@ from pathlib import Path
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
 
 
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file; b"" where there is none."""
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
 def read_rows(path: str | Path) -> list:
-    """The values of a file of JSON lines; a line that cannot be read, as the last that a kill cut short, is left out."""
+    """The values of a file of JSON lines, without damaged lines such as one that a kill cut short; [] where there is none."""
     return parse(read_bytes(path))
 
 
 def parse(content: bytes) -> list:
+    """The values of JSON lines, without those that cannot be read."""
     values = []
     for line in content.splitlines():
         try:
@@ -31,15 +40,15 @@ def parse(content: bytes) -> list:
 
 
 def metrics_rows(values: list) -> list[dict]:
-    """What of a metrics.jsonl is a row: an object with a kind and a step."""
+    """Those values that are rows of a metrics.jsonl: objects with a kind and a step."""
     return [row for row in values
             if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("kind"), str)]
 
 
 def kept(rows: list[dict], step: int) -> list[dict]:
-    """The rows, in file order, that a run resumed from `step` keeps: up to that step's, and what was noted right after.
+    """The rows that a run resumed from `step` keeps: in file order up to the train row of that step, with what follows at once.
 
-    Steps of train rows ascend, since a rollback relabels; the same step may stand earlier among the undone."""
+    The steps of train rows ascend, as a rollback relabels; the same step may occur earlier among the undone."""
     end = max((i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step), default=0)
     while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
         end += 1
@@ -47,25 +56,25 @@ def kept(rows: list[dict], step: int) -> list[dict]:
 
 
 def undone(rows: list[dict], to_step: int) -> list[dict]:
-    """The rows after a rollback to `to_step`: steps and validations after it get kinds of their own."""
+    """The rows after a rollback to `to_step`: later steps and validations get the kinds of UNDONE."""
     return [row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])} for row in rows]
 
 
 def to_line(row: dict) -> bytes:
-    """A row as strict JSON: NaN and infinities become null, for which JSON has no words."""
+    """A row as a line of strict JSON; NaN and infinities, which JSON lacks, become null."""
     return (json.dumps(_strict(row), allow_nan=False) + "\n").encode()
 
 
-def read_bytes(path: str | Path) -> bytes:
-    """All of a file, nothing where there is none."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        return b""
+def _strict(value):
+    if isinstance(value, dict):
+        return {k: _strict(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """All of `content` at `path` or what was there before, never half of it."""
+    """Replace a file: afterwards it holds all of `content` or, after a kill, power cut or error, what it held before."""
     tmp = path.with_name(f".{path.name}.tmp")
     try:
         with open(tmp, "wb") as file:
@@ -78,13 +87,5 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Strict JSON: a NaN in it is our mistake, not the reader's."""
+    """Write strict JSON atomically. Raises ValueError for a NaN in it, which would be a bug of ours."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
-def _strict(value):
-    if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

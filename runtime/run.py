@@ -102,10 +102,7 @@ class Run:
         self._began = time.perf_counter()
         self.log: Log | None = None     # rank 0's
         self.progress, self.guard = Progress(), Guard(config.guard)
-        try:
-            self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         fp8.check_hardware(config.fp8, world.device)
         self.is_finished = is_finished(config)
         if self.is_finished:

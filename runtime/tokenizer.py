@@ -1,40 +1,40 @@
-"""Turn text into token ids.
+"""Turn text into token ids and back.
 
-Two tokenizers are built in, both offline: `gpt2` is GPT-2's byte-pair encoding run by tiktoken on merges that lie beside
-this file, `byte` is the 256 byte values. In both the last id is the end-of-text token, which stands before every document.
-Any other is a folder with tokenizer.json and tokenizer_config.json, as Hugging Face keeps them, read by their `tokenizers`.
+Two tokenizers are built in, both offline: `gpt2` is GPT-2's byte-pair encoding, run by tiktoken on merges that lie beside
+this file; `byte` is the 256 byte values. In both the last id is the end-of-text token, which stands before every document.
+Any other is a folder with tokenizer.json and tokenizer_config.json, Hugging Face's layout, read by their package `tokenizers`.
 """
 
-import base64
 import json
 import os
 import re
 import shutil
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from runtime.cli import UserError
+
 VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
-# What may belong to a tokenizer that is a folder. The first two are read and must be there; the others go with a copy.
+# The files of a tokenizer folder. The first two are read and must be there; the others only go with a copy.
 FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                 "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
 
 # The 50,000 merges of GPT-2 (OpenAI 2019, modified MIT licence) as pairs of token ids: four byte planes, deflated
 # (all low bytes of the left ids, their high bytes, then the same of the right ids).
 MERGES_FILE = Path(__file__).with_name("gpt2_merges.bin")
-VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"   # OpenAI's vocab.bpe
+MERGES_SHA256 = "ed20d47667a7fbd5fe1337432f934e8093c0e3fd51cd533cca18bcc975927788"
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"   # of OpenAI's vocab.bpe: gpt2's identity
 END_OF_TEXT = "<|endoftext|>"
 
 # Radford et al. 2019; the possessive quantifiers of tiktoken's own copy find the same pieces without backtracking.
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
-# tiktoken's engine keeps a note per character of a run of white space that text follows, and gives up at a million (0.14).
+# tiktoken 0.14 keeps a record per character of a run of white space that text follows, and fails at a million of them.
 LONG_RUN = 500_000
 WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"     # its \s; Python's holds four more
 
@@ -44,15 +44,15 @@ class Tokenizer:
     """Built by load_tokenizer()."""
     name: str                                       # what it was loaded by: "gpt2", "byte" or a folder
     sha256: str                                     # identity of the rules; the shards' index.json carries it
-    vocab_size: int                                 # every id is below; of a folder added tokens count too
+    vocab_size: int                                 # every id is below; a folder's added tokens included
     prefix: tuple[int, ...]                         # before each document in a shard: end of text, begin of text if there is one
-    _encode: Callable[[str], np.ndarray]            # text without lone surrogates -> ids
+    _encode: Callable[[str], list[int] | np.ndarray]    # text without lone surrogates -> ids
     _decode: Callable[[list[int]], str]
     adds_start: bool = False                        # whether it puts `start` before a text itself, as Llama's does
 
     @property
     def kind(self) -> str:
-        """What index.json and summaries call it: "gpt2", "byte" or "folder", of which the sha256 says which."""
+        """Its name in index.json and summaries: "gpt2", "byte" or "folder" (the sha256 says which)."""
         return tokenizer_kind(self.name)
 
     @property
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @property
     def start(self) -> int:
-        """Id that a text by itself is read after: what a model has seen before every document's first token."""
+        """Id that precedes the first token of every document, so of a prompt too."""
         return self.prefix[-1]
 
     @property
@@ -71,11 +71,11 @@ class Tokenizer:
         return "<u2" if self.vocab_size <= 2**16 else "<u4"
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of text alone, of self.dtype; text that spells <|endoftext|> stays text. Input is cleaned by clean()."""
-        return self._encode(clean(text))
+        """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
+        return np.array(self._encode(clean(text)), self.dtype)
 
     def encode_document(self, text: str) -> np.ndarray:
-        """The ids of one document as it lies in a shard: the prefix first, then the text."""
+        """The ids of one document as a shard holds it: the prefix, then the text."""
         return np.concatenate([np.array(self.prefix, self.dtype), self.encode(text)])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -90,54 +90,8 @@ class Tokenizer:
 
 
 def tokenizer_kind(name: str) -> str:
-    """"gpt2", "byte" or "folder": what data.tokenizer or tokenizer= names."""
+    """"gpt2", "byte" or "folder", for a value of data.tokenizer."""
     return name if name in VOCAB_SIZE else "folder"
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: "gpt2", "byte" or the path of a folder.
-
-    Raises ValueError, a sentence: unknown name, a damaged merges file, a folder that cannot be read or names no end of text.
-    """
-    if name == "byte":
-        rules = b"one id per byte, then 256 for end of text"
-        return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,), _encode_bytes, _decode_bytes)
-    if name != "gpt2":
-        return _load_folder(name)
-    import tiktoken
-    digest = sha256(vocab_bpe()).hexdigest()
-    if digest != VOCAB_BPE_SHA256:
-        raise ValueError(f"{MERGES_FILE} is damaged: it holds other merges than GPT-2's; "
-                         f"restore it with `git checkout {MERGES_FILE.name}` in its folder")
-    ranks = {token: rank for rank, token in enumerate(token_bytes())}
-    gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256},
-                             explicit_n_vocab=VOCAB_SIZE["gpt2"])
-
-    def encode(text: str) -> np.ndarray:
-        return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in _cut(text)]).astype(np.uint16)
-
-    return Tokenizer(name, digest, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
-
-
-def _cut(text: str) -> list[str]:
-    """The text in parts that give the ids of the whole: cut before the last character of a run of white space that is too
-    long for the pattern's engine, where the pattern itself begins a new piece."""
-    if len(text) < LONG_RUN:
-        return [text]
-    runs = (match.span() for match in re.finditer(f"[{WHITE_SPACE}]{{2,}}", text))
-    cuts = [0, *(end - 1 for start, end in runs if end - start >= LONG_RUN and end < len(text)), len(text)]
-    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
-
-
-def load_gigatoken() -> Callable[[str], np.ndarray]:
-    """gpt2's ids of a text that has a UTF-8 form, uint32, by the optional package gigatoken, which is several times quicker
-    than tiktoken. It is young, so what it says must be held against load_tokenizer("gpt2"). Raises ImportError."""
-    import gigatoken
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpt2.ranks"
-        path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(token_bytes())))
-        # With the special tokens that it knows by itself, text that spells <|endoftext|> would become the token.
-        return gigatoken.Tokenizer.from_tiktoken(str(path), pretokenizer="gpt2", special_tokens={}).encode
 
 
 def clean(text: str) -> str:
@@ -152,129 +106,146 @@ def clean(text: str) -> str:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-# ------------------------------------------------------------------------------------------------------- GPT-2's merges
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer called `name`: "gpt2", "byte" or the path of a folder.
 
-def vocab_bpe() -> bytes:
-    """OpenAI's vocab.bpe, byte for byte: one merge a line, bytes written as printable characters."""
-    letters = byte_letters()
-    tokens = ["".join(map(letters.__getitem__, token)) for token in token_bytes()]
-    lines = [f"{tokens[left]} {tokens[right]}" for left, right in _merges().tolist()]
-    return "\n".join(["#version: 0.2", *lines, ""]).encode()
-
-
-def token_bytes() -> list[bytes]:
-    """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
-    tokens = [bytes([b]) for b in byte_letters()]
-    for left, right in _merges().tolist():
-        tokens.append(tokens[left] + tokens[right])
-    return tokens
-
-
-def _merges() -> np.ndarray:
-    """(50000, 2) int: ids of the left and right part of each merge, in order of rank."""
-    try:
-        planes = np.frombuffer(zlib.decompress(MERGES_FILE.read_bytes()), np.uint8).reshape(4, -1).astype(int)
-        merges = np.stack([planes[0] + 256 * planes[1], planes[2] + 256 * planes[3]], axis=1)
-    except (OSError, zlib.error, ValueError) as error:
-        raise ValueError(f"{MERGES_FILE} cannot be read ({error}): "
-                         f"restore it with `git checkout {MERGES_FILE.name}` in its folder") from error
-    if (merges >= 256 + np.arange(len(merges))[:, None]).any():
-        raise ValueError(f"{MERGES_FILE} is damaged: a merge names a later token; "
-                         f"restore it with `git checkout {MERGES_FILE.name}` in its folder")
-    return merges
-
-
-def byte_letters() -> dict[int, str]:
-    """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255.
-
-    Printable Latin-1 bytes stand for themselves and come first; the others borrow the letters from U+0100 on.
+    Raises UserError: unknown name, a damaged merges file, a folder that cannot be read or names no end of text.
     """
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {b: chr(letter) for b, letter in chain(zip(printable, printable, strict=True),
-                                                  zip(others, range(256, 256 + len(others)), strict=True))}
-
-
-# ---------------------------------------------------------------------------------------------------------------- bytes
-
-def _encode_bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8).astype(np.uint16)
+    if name == "byte":
+        rules = b"one id per byte, then 256 for end of text"
+        return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,),
+                         lambda text: np.frombuffer(text.encode(), np.uint8), _decode_bytes)
+    return _load_gpt2() if name == "gpt2" else _load_folder(name)
 
 
 def _decode_bytes(ids: list[int]) -> str:
     return b"".join(END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids).decode("utf-8", errors="replace")
 
 
+# ---------------------------------------------------------------------------------------------------------------- GPT-2
+
+def _load_gpt2() -> Tokenizer:
+    import tiktoken
+    ranks = {token: rank for rank, token in enumerate(token_bytes())}
+    gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256},
+                             explicit_n_vocab=VOCAB_SIZE["gpt2"])
+
+    def encode(text: str) -> np.ndarray:
+        return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in _cut(text)])
+
+    return Tokenizer("gpt2", VOCAB_BPE_SHA256, VOCAB_SIZE["gpt2"], (50256,), encode, gpt2.decode)
+
+
+def _cut(text: str) -> list[str]:
+    """The text in parts that give the ids of the whole: a run of white space that is too long for tiktoken is cut before its
+    last character, where the pattern begins a new piece anyway."""
+    if len(text) < LONG_RUN:
+        return [text]
+    runs = (match.span() for match in re.finditer(f"[{WHITE_SPACE}]{{2,}}", text))
+    cuts = [0, *(end - 1 for start, end in runs if end - start >= LONG_RUN and end < len(text)), len(text)]
+    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+
+
+def token_bytes() -> list[bytes]:
+    """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
+    tokens = [bytes([b]) for b in byte_letters()]
+    for left, right in _merges():
+        tokens.append(tokens[left] + tokens[right])
+    return tokens
+
+
+def vocab_bpe() -> bytes:
+    """OpenAI's vocab.bpe, byte for byte: one merge a line, bytes written as printable characters."""
+    letters = byte_letters()
+    tokens = ["".join(map(letters.__getitem__, token)) for token in token_bytes()]
+    return "\n".join(["#version: 0.2", *(f"{tokens[left]} {tokens[right]}" for left, right in _merges()), ""]).encode()
+
+
+def byte_letters() -> dict[int, str]:
+    """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255.
+
+    Printable Latin-1 bytes stand for themselves and come first; the others take the letters from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _merges() -> list[list[int]]:
+    """Ids of the left and right part of each merge, in order of rank. Raises UserError for a damaged file."""
+    content = MERGES_FILE.read_bytes() if MERGES_FILE.exists() else b""
+    if sha256(content).hexdigest() != MERGES_SHA256:
+        raise UserError(f"{MERGES_FILE} is missing or damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
+    left_low, left_high, right_low, right_high = np.frombuffer(zlib.decompress(content), np.uint8).reshape(4, -1).astype(int)
+    return np.stack([left_low + 256 * left_high, right_low + 256 * right_high], axis=1).tolist()
+
+
 # --------------------------------------------------------------------------------------------------------------- folders
 
 def _load_folder(name: str) -> Tokenizer:
-    """Of tokenizer_config.json the tokens that end and begin a text are read, and nothing else: no code, no template."""
+    """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template."""
     folder, file = Path(name), Path(name) / FOLDER_FILES[0]
     if not folder.is_dir():
         hint = "a folder with a tokenizer.json" if "/" in name else "or the path of a folder with a tokenizer.json"
-        raise ValueError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, {hint}")
+        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, {hint}")
     if not file.is_file():
         slow = sorted(path.name for path in folder.glob("*.model"))
-        raise ValueError(f"{folder} has no {file.name}" + (f", only {slow[0]}, which is not read here" if slow else "") +
-                         ": transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
+        raise UserError(f"{folder} has no {file.name}" + (f", only {slow[0]}, which is not read here" if slow else "") +
+                        ": transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
     try:
         import tokenizers
     except ImportError as error:
-        raise ValueError(f"{file}: reading it needs the package tokenizers: pip install tokenizers") from error
+        raise UserError(f"{file}: reading it needs the package tokenizers: pip install tokenizers") from error
     try:
         rules = file.read_bytes()
         fast = tokenizers.Tokenizer.from_buffer(rules)
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True       # text that spells a special token stays text
-        first = fast.encode("any word \u00e9\n").ids[:1]         # rules that fail at some texts had better fail here
+        first = fast.encode("any word \u00e9\n").ids[:1]         # rules that fail on some text should fail here
         vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())      # ids may have gaps
-        if vocab_size > 2**31:                  # bit 31 of a shard's token says something else
+        if vocab_size > 2**31:                  # bit 31 of a shard's token is LOSS_MASK_BIT
             raise ValueError(f"its largest id is {vocab_size - 1}")
-    except BaseException as error:              # the package raises plain Exceptions, its Rust part a kind of its own
+    except BaseException as error:              # the package raises plain Exception, its Rust part a BaseException
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{file} is no tokenizer that the package tokenizers reads ({error}): fetch it again") from error
+        raise UserError(f"{file} is no tokenizer that the package tokenizers reads ({error}): fetch it again") from error
     roles = folder / FOLDER_FILES[1]
     eos, bos = (_role(roles, fast, role) for role in ("eos_token", "bos_token"))
     if eos is None:
-        raise ValueError(f"{roles} names no eos_token, which must stand between documents: name one of {file.name}'s tokens")
+        raise UserError(f"{roles} names no eos_token, which must stand between documents: name one of {file.name}'s tokens")
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
     digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
-    dtype = "<u2" if vocab_size <= 2**16 else "<u4"
-
-    def encode(text: str) -> np.ndarray:
-        return np.array(fast.encode(text, add_special_tokens=False).ids, dtype)
-
-    return Tokenizer(name, digest, vocab_size, prefix, encode, lambda ids: fast.decode(ids, skip_special_tokens=False),
-                     adds_start=first == [prefix[-1]])      # its post-processor does; to name a bos_token adds none
+    return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
+                     lambda ids: fast.decode(ids, skip_special_tokens=False),
+                     adds_start=first == [prefix[-1]])      # by its post-processor; a bos_token's name alone adds none
 
 
 def _role(path: Path, fast, role: str) -> int | None:
-    """The id of the token that plays a role by tokenizer_config.json, None where none does."""
+    """The id of the token that tokenizer_config.json names for `role`, None where it names none."""
     try:
         token = json.loads(path.read_bytes()).get(role)
         token = token["content"] if isinstance(token, dict) else token
         if not isinstance(token, str | None):
             raise TypeError(f"{role} is no text")
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} must name the tokens that end and begin a text, but cannot be read ({error}): put it beside "
-                         f"{FOLDER_FILES[0]} again") from error
+        raise UserError(f"{path} must name the tokens that end and begin a text, but cannot be read ({error}): put it beside "
+                        f"{FOLDER_FILES[0]} again") from error
     found = None if token is None else fast.token_to_id(token)
     if token is not None and found is None:
-        raise ValueError(f"{path} says {role}={token!r:.60}, which is no token of {FOLDER_FILES[0]} beside it: put both there "
-                         f"again, from one place")
+        raise UserError(f"{path} says {role}={token!r:.60}, which is no token of {FOLDER_FILES[0]} beside it: put both there "
+                        f"again, from one place")
     return found
 
 
 def tokenizer_of(run_dir: Path, name: str) -> str:
-    """What to load as the tokenizer `name` of a run: the run's own copy, where its tokenizer is a folder and it has one."""
+    """What to load as a run's data.tokenizer: the run's own copy, where that is a folder and the run has one."""
     own = Path(run_dir) / "tokenizer"
     return str(own) if name not in VOCAB_SIZE and (own / FOLDER_FILES[0]).is_file() else name
 
 
 def keep_tokenizer(run_dir: Path, name: str) -> None:
-    """Copy a tokenizer that is a folder into the run's own, so that the run can be read wherever it is moved."""
+    """Copy a tokenizer that is a folder into the run's own folder, so that the run can be moved without it."""
     own = Path(run_dir) / "tokenizer"
     if name in VOCAB_SIZE or own.exists():
         return

@@ -29,10 +29,7 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
             largest[_key(config), config.data.max_epochs] = row, config
     lines = []
     for (key, _), (row, config) in largest.items():
-        try:
-            tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         try:
             data = open_data(config, tokenizer.sha256)
         except UserError as error:

@@ -11,7 +11,9 @@ import io
 import json
 import sys
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import matplotlib
 import numpy as np
@@ -20,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
 from scaling.curves import drawn, floor_of, loss_limits, reducible_limits
@@ -143,27 +145,26 @@ def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: 
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    run: str                    # folder of a run, such as out/RUN
+    fp8: bool = False           # what FP8 did inside it
+    out: str | None = None      # folder that receives the figures
+
+    POSITIONAL: ClassVar = ("run",)
+
+
 def main(arguments=None) -> int:
     """Draw one run's figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
     from scaling import dynamics, run_figure  # here, because they import this module
-    source, folder, draw_run, words = None, None, run_figure.draw_run, list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
         print(__doc__)
         return 0
     try:
-        while words:
-            word = words.pop(0)
-            if word == "--fp8" and words and source is None:
-                source, draw_run = Path(words.pop(0)), dynamics.draw_run
-            elif word.startswith("out=") and word != "out=" and folder is None:
-                folder = Path(word[4:])
-            elif word[:1] not in ("-", "") and "=" not in Path(word).name and source is None:
-                source = Path(word)
-            else:
-                raise UserError(f"{word!r} is not understood here: give out/RUN or --fp8 out/RUN once and, if wanted, out=DIR")
-        if source is None:
-            raise UserError("no run given: name one such as out/RUN, or --fp8 out/RUN for what FP8 did")
-        draw_run(source, folder)
+        options = read_options(Options, words)
+        draw_run = dynamics.draw_run if options.fp8 else run_figure.draw_run
+        draw_run(Path(options.run), Path(options.out) if options.out else None)
     except UserError as error:
         print(f"scaling/figures.py: {error}", file=sys.stderr)
         return 2

@@ -10,8 +10,7 @@ from pathlib import Path
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError
 from runtime.config import read_config
-from runtime.log import read_rows
-from runtime.rows import metrics_rows
+from runtime.rows import metrics_rows, read_rows
 from scaling.study import Row, checkpoint_of
 
 ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended

@@ -10,7 +10,6 @@ import difflib
 import json
 import math
 import re
-import subprocess
 import time
 from dataclasses import replace
 from datetime import datetime
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.machine import git
 from scaling.captions import KIND
 from scaling.files import write
 from scaling.forecast import forecast, headline_at
@@ -169,12 +169,7 @@ def _count(counts: dict, convention: str) -> float:
 
 
 def _commit() -> str | None:
-    try:
-        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+    return git(ROOT, "rev-parse", "HEAD")
 
 
 def describe(prediction: Prediction) -> list[str]:

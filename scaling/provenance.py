@@ -1,13 +1,13 @@
 """Note where and by what code a slice of a study was run."""
 
 import json
-import subprocess
 import time
 from pathlib import Path
 
 import torch
 
 from runtime.log import environment
+from runtime.machine import git, nvidia_smi
 from runtime.rows import parse, read_bytes, write_atomically
 from scaling.study import ROOT
 
@@ -37,7 +37,7 @@ def write_row(results: Path, folder: Path, start: str, seconds: float, commit: s
     rows. commit: of the code where git cannot tell it. dirty says whether git would commit more than `results`; null without
     git."""
     env = environment(torch.device("cpu"), ROOT)
-    device, driver = _gpu()
+    device, driver = nvidia_smi("name", "driver_version") or (None, None)
     others = [f":(exclude){results.resolve()}"] if results.resolve().is_relative_to(ROOT) else []
     status = git(ROOT, "status", "--porcelain", "--", ".", *others)
     row = {"start": start, "end": now(), "seconds": round(seconds, 1), "commit": env["git_commit"] or commit,
@@ -76,22 +76,3 @@ def uncommitted(results: Path, names: list[str], commit: str | None) -> list[str
 def is_ignored(results: Path, names: list[str]) -> bool:
     """Whether git is there and leaves one of these files out, so that it shows nothing of its age."""
     return any(git(results, "ls-files", "--", name) == "" for name in names)
-
-
-def git(folder: Path, *words: str) -> str | None:
-    """What git prints; None without git or outside a repository."""
-    try:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True, timeout=60).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _gpu() -> tuple[str | None, str | None]:
-    """Name and driver of the first GPU, by its own tool: torch would take memory for asking."""
-    try:
-        done = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"], capture_output=True,
-                              text=True, check=True, timeout=60)
-        name, driver = done.stdout.splitlines()[0].rsplit(", ", 1)
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return None, None
-    return name, driver

@@ -30,14 +30,14 @@ import time
 from pathlib import Path
 
 from runtime.checkpoint import latest
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.config import load_config
 from scaling import command
 from scaling.calls import END_S, Ended, Slice, call, do, is_finished, shown
 from scaling.provenance import is_ignored, now, read_lines, slices, uncommitted, write_row, write_sources
 from scaling.records import LAW_FOLDER
 from scaling.study import ROOT, Row, expand, load_study
-from scaling.sweep import read_options
+from scaling.sweep import Options
 
 OPTIONS = {
     "results": "DIR that keeps what has finished",
@@ -93,7 +93,7 @@ def read_slice(arguments: list[str]) -> Slice:
         raise UserError(f"limit={options['limit']!r} must be a number of seconds above {END_S:g}, which copying what has "
                           "finished may take")
     more = [f"{key}={options[key]}" for key in ("jobs", "start", "out") if key in options]
-    read_options([paths[0], "--run", *more])    # refuses now what sweep.py would refuse then
+    read_options(Options, [paths[0], "--run", *more])     # refuses now what sweep.py would refuse then
     study = load_study(paths[0])
     rows = expand(study)
     given_up = set()

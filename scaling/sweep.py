@@ -26,15 +26,15 @@ import fnmatch
 import shlex
 import sys
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import get_type_hints
+from typing import ClassVar
 
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
 from runtime import log as metrics
-from runtime.cli import UserError, nearest, parse
+from runtime.cli import UserError, read_options
 from runtime.config import positive
 from runtime.plan import ASSUMED_MFU
 from scaling import command
@@ -51,7 +51,7 @@ CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU'
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    study: str
+    study: str                  # a file such as configs/study_demo.py
     run: bool = False
     slurm: bool = False
     only: str | None = None
@@ -63,6 +63,18 @@ class Options:
     mfu: float = ASSUMED_MFU
     start: float = 60.0
 
+    POSITIONAL: ClassVar = ("study",)
+
+    def __post_init__(self):
+        if self.run and self.slurm:
+            raise UserError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
+        if problems := list(positive(self, "", "gpus", "jobs", "limit", "mfu", "start")):
+            raise UserError(problems[0])
+        if self.mfu > 1:
+            raise UserError(f"mfu={self.mfu:g} must be a share of the GPU's peak, such as 0.45")
+        if metrics.peak_flops(self.gpu) is None:
+            raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
+
 
 def main(arguments: list[str], began: float | None = None) -> int:
     """Returns the exit code. `began`: when the command was started, by time.monotonic(); none = now."""
@@ -71,7 +83,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
         print(__doc__.strip())
         return 0 if arguments else 2
     try:
-        options = read_options(arguments)
+        options = read_options(Options, arguments)
         study = load_study(options.study)
         rows = expand(study)
         folder = Path(options.out) / study.name
@@ -100,41 +112,6 @@ def main(arguments: list[str], began: float | None = None) -> int:
         print(f"sweep.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
         return 1
     return 0
-
-
-def read_options(arguments: list[str]) -> Options:
-    """The Options in `name=value`, `--name value` and the flags. Raises UserError."""
-    hints, given, rest = get_type_hints(Options), {}, iter(arguments)
-    for argument in rest:
-        name, equals, value = argument.removeprefix("--").partition("=")
-        if argument in ("--run", "--slurm"):
-            value = "true"
-        elif not equals and argument.startswith("--"):
-            value = next(rest, "--")
-        elif not equals:
-            name, value = "study", argument
-        if name not in hints:
-            raise UserError(f"there is no option {name!r}{nearest(name, [f.name for f in fields(Options)])}")
-        if name in given:
-            raise UserError(f"{name} is given twice: {given[name]!r} and {value!r}")
-        if not equals and value.startswith("--"):
-            raise UserError(f"--{name} needs a value: write {name}=VALUE")
-        try:
-            given[name] = parse(name, value, hints[name])
-        except ValueError as error:
-            raise UserError(str(error)) from error
-    if "study" not in given:
-        raise UserError("a study file is missing: give one such as configs/study_demo.py")
-    options = Options(**given)
-    if options.run and options.slurm:
-        raise UserError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
-    if problems := list(positive(options, "", "gpus", "jobs", "limit", "mfu", "start")):
-        raise UserError(problems[0])
-    if options.mfu > 1:
-        raise UserError(f"mfu={options.mfu:g} must be a share of the GPU's peak, such as 0.45")
-    if metrics.peak_flops(options.gpu) is None:
-        raise UserError(f"gpu={options.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
-    return options
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:

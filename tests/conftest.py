@@ -31,25 +31,48 @@ from runtime.tokenizer import load_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def write_source(folder: Path, seed: int, train_tokens: int = 40_000, val_tokens: int = 4_000) -> None:
-    """One source of `folder` in the on-disk format, its bytes drawn from a skewed distribution, so that there is
-    something to learn; written by hand rather than by prepare_data.py, to hold the readers to the format."""
+def write_shards(folder: Path, splits: dict[str, list[np.ndarray]], bytes_per_token: float = 1, **changes) -> None:
+    """A source in the on-disk format, written by hand rather than by prepare_data.py, to hold the readers to the format.
+
+    splits: ids of each shard, of "<u2" or "<u4", 256 before each document. changes: other values for index.json."""
     folder.mkdir(parents=True)
+    described = {}
+    for split, arrays in splits.items():
+        files = {f"{split}_{i:05d}.bin": ids for i, ids in enumerate(arrays)}
+        for name, ids in files.items():
+            ids.tofile(folder / name)
+        tokens, documents = sum(map(len, arrays)), sum(int((ids == 256).sum()) for ids in arrays)
+        described[split] = {
+            "documents": documents, "text_bytes": round(bytes_per_token * (tokens - documents)), "tokens": tokens,
+            "shards": [{"file": name, "tokens": len(ids), "sha256": hashlib.sha256(ids.tobytes()).hexdigest()}
+                       for name, ids in files.items()]}
+    np.save(folder / "hashes.npy", np.arange(6, dtype="<u8"))
+    write_index(folder, **{
+        "format_version": 2, "dtype": next(iter(sum(splits.values(), []))).dtype.name, "source": folder.name, "tokenizer": "byte",
+        "tokenizer_sha256": load_tokenizer("byte").sha256, "vocab_size": 257, "dataset": "random", "revision": "1",
+        "license": "CC0-1.0", "split_rule": "random", "duplicates": {}, "empty": 0, "contaminated": 0,
+        "decontaminated_against": [], "skipped": [], "files": [], "selection": {}, "is_whole": True, "budget": None,
+        "hashes_sha256": hashlib.sha256((folder / "hashes.npy").read_bytes()).hexdigest(), "splits": described, **changes})
+
+
+def write_index(folder: Path, **changes) -> None:
+    """Change keys of a folder's index.json, or write the first one, with the hash of itself that readers ask for."""
+    path = folder / "index.json"
+    index = (json.loads(path.read_text()) if path.exists() else {}) | changes
+    index.pop("sha256", None)
+    sha256 = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps(index | {"sha256": sha256}))
+
+
+def write_source(folder: Path, seed: int, train_tokens: int = 40_000, val_tokens: int = 4_000) -> None:
+    """One source, its bytes drawn from a skewed distribution, so that there is something to learn."""
     rng = np.random.default_rng(seed)
     splits = {}
     for split, tokens in (("train", train_tokens), ("val", val_tokens)):
         ids = np.minimum(rng.geometric(0.05, tokens), 255).astype("<u2")
         ids[::500] = 256    # end-of-text before each document
-        data = ids.tobytes()
-        (folder / f"{split}_00000.bin").write_bytes(data)
-        documents = len(ids[::500])
-        splits[split] = {
-            "documents": documents, "text_bytes": tokens - documents, "tokens": tokens,
-            "shards": [{"file": f"{split}_00000.bin", "tokens": tokens, "sha256": hashlib.sha256(data).hexdigest()}]}
-    (folder / "index.json").write_text(json.dumps({
-        "format_version": 1, "source": folder.name, "tokenizer": "byte", "tokenizer_sha256": load_tokenizer("byte").sha256,
-        "vocab_size": 257, "dtype": "uint16", "dataset": "random", "revision": "1", "license": "CC0-1.0",
-        "split_rule": "random", "duplicates": 0, "splits": splits}))
+        splits[split] = [ids]
+    write_shards(folder, splits)
 
 
 @pytest.fixture(scope="session")

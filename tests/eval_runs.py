@@ -12,6 +12,7 @@ from eval.lm import CheckpointLM
 from model import GPT, GPTConfig
 from runtime.config import Config, DataConfig, OptimConfig
 from runtime.tokenizer import load_tokenizer
+from tests import conftest
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
 BYTES = load_tokenizer("byte")
@@ -102,15 +103,6 @@ def protect_environment(monkeypatch):
 
 
 def write_shards(folder, texts, shards=2):
-    folder.mkdir(parents=True)
-    listed, share = [], -(-len(texts) // shards)
-    for i in range(shards):
-        ids = np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]])
-        ids.astype("<u2").tofile(folder / f"val_{i:05d}.bin")
-        listed.append({"file": f"val_{i:05d}.bin", "tokens": len(ids), "sha256": ""})
-    val = {"documents": len(texts), "text_bytes": sum(len(text.encode()) for text in texts),
-           "tokens": sum(shard["tokens"] for shard in listed), "shards": listed}
-    (folder / "index.json").write_text(json.dumps({
-        "format_version": 1, "source": folder.name, "tokenizer": "byte", "tokenizer_sha256": BYTES.sha256, "vocab_size": 257,
-        "dtype": "uint16", "dataset": "test", "revision": "1", "license": "CC0-1.0", "split_rule": "all", "duplicates": 0,
-        "splits": {"train": {"documents": 0, "text_bytes": 0, "tokens": 0, "shards": []}, "val": val}}))
+    share = -(-len(texts) // shards)
+    val = [np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]]) for i in range(shards)]
+    conftest.write_shards(folder, {"train": [], "val": val})

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
+from runtime import run
 from runtime.watchdog import Watchdog
 from tests.conftest import call_train, write_config
 
@@ -103,7 +104,7 @@ def test_a_step_reads_the_host_once(tiny, tmp_path, within, capsys):
 def test_the_collector_is_frozen_once_when_all_is_compiled(tiny, tmp_path, within, monkeypatch, capsys):
     calls = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr(train, "is_due", lambda every, step, is_due=train.is_due: calls.append(step) or is_due(every, step))
+    monkeypatch.setattr(run, "is_due", lambda every, step, is_due=run.is_due: calls.append(step) or is_due(every, step))
     assert call_train(capsys, replace(tiny, steps=3), tmp_path).returncode == 0
     assert calls.count("freeze") == 1 and calls[0] == "freeze", "after the first step, before anything else is due"
 

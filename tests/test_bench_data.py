@@ -16,6 +16,7 @@ from bench import data, data_plan, data_scale, raw
 from configs.mixture import MIXTURE
 from runtime.data import Data
 from runtime.tokenizer import load_tokenizer
+from tests.conftest import write_shards
 
 NUMBER = r"[\d.,]+"
 
@@ -105,15 +106,9 @@ def test_a_command_that_fails_is_told_with_its_words(tmp_path, capsys):
 def source(tmp_path):
     """A prepared source of gpt2 ids: 3M training tokens, each window's first id known."""
     rng, folder, splits = np.random.default_rng(0), tmp_path / "bench", {}
-    folder.mkdir()
     for split, tokens in ("train", 3_000_000), ("val", 50_000):
-        rng.integers(0, 50257, tokens, np.uint16).tofile(folder / f"{split}_00000.bin")
-        splits[split] = {"documents": 1, "text_bytes": 4 * tokens, "tokens": tokens,
-                         "shards": [{"file": f"{split}_00000.bin", "tokens": tokens, "sha256": ""}]}
-    (folder / "index.json").write_text(json.dumps({
-        "format_version": 1, "source": "bench", "tokenizer": "gpt2", "tokenizer_sha256": load_tokenizer("gpt2").sha256,
-        "vocab_size": 50257, "dtype": "uint16", "dataset": "d", "revision": "r", "license": "l", "split_rule": "s",
-        "duplicates": 0, "splits": splits}))
+        splits[split] = [rng.integers(0, 50257, tokens, np.uint16)]
+    write_shards(folder, splits, 4, tokenizer="gpt2", tokenizer_sha256=load_tokenizer("gpt2").sha256, vocab_size=50257)
     return folder
 
 

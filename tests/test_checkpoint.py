@@ -1,38 +1,34 @@
-"""What is on disk: nothing damaged, foreign or malicious is ever taken for a checkpoint."""
+"""Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is loaded; branches are exact."""
 
+import hashlib
 import io
 import json
 import os
 import pickle
+import random
 import re
 import shutil
-import tarfile
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from runtime import checkpoint
-from runtime import checkpoint as reader
-from runtime.checkpoint import (
-    FORMAT_VERSION,
-    DamagedError,
-    Saver,
-    checkpoints,
-    discard_after,
-    latest,
-    load,
-    load_model,
-    newest_good,
-    read_manifest,
-    restore,
-    seal,
-)
+from runtime import checkpoint, optim
+from runtime.checkpoint import DamagedError, Saver, checkpoints, kept, latest, load, load_model, read_manifest, restore, seal
 from runtime.cli import MachineError, UserError
-from runtime.config import CheckpointConfig, read_config
-from tests.conftest import ROOT, call_train
+from runtime.config import CheckpointConfig, FP8Config, config_from_dict
+from runtime.log import pair_id
+from runtime.run import lineage
+from tests.conftest import ROOT, call_train, write_config
+from tests.test_train import rows, weights
+from tests.test_train import same as same_tensors
 
 ALONE = SimpleNamespace(rank=0, size=1, is_main=True, checkpoint_group=None, device=torch.device("cpu"))
 FILES = ["__0_0.distcp", ".metadata", "manifest.json", "DONE"]
@@ -40,12 +36,16 @@ FILES = ["__0_0.distcp", ".metadata", "manifest.json", "DONE"]
 
 def tensors(step=0):
     generator = torch.Generator().manual_seed(step)
-    return {"model.a": torch.randn(40, 16, generator=generator), "optim.a.exp_avg": torch.randn(40, 16, generator=generator),
-            "model.norm": torch.randn(16, generator=generator)}
+    return {name: torch.randn(*shape, generator=generator) for name, shape in
+            {"model.a": (40, 16), "optim.a.exp_avg": (40, 16), "model.norm": (16,)}.items()}
+
+
+def saver_of(config, losses=(), world=ALONE, **policy):
+    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), world, dict(losses))
 
 
 def save(config, *steps, **policy):
-    saver = Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), ALONE, {})
+    saver = saver_of(config, **policy)
     for step in steps:
         saver.save(step, tensors(step), {"updates": step}, config)
     saver.finish()
@@ -56,18 +56,22 @@ def empty():
     return {name: torch.zeros_like(t) for name, t in tensors().items()}
 
 
-def read_back(path):
-    filled = empty()
-    load(path, read_manifest(path), filled)
-    return filled
-
-
 def same(filled, step):
     return all(torch.equal(filled[name], t) for name, t in tensors(step).items())
 
 
+def holds(path, step):
+    filled = empty()
+    load(path, read_manifest(path), filled)
+    return same(filled, step)
+
+
 def names(config):
     return sorted(p.name for p in (config.run_dir / "checkpoints").iterdir())
+
+
+def steps_of(config):
+    return [checkpoint.step_of(path) for path in checkpoints(config.run_dir)]
 
 
 def flip(file, bit):
@@ -76,13 +80,29 @@ def flip(file, bit):
     file.write_bytes(data)
 
 
-def test_what_was_saved_comes_back(tiny):
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+# --------------------------------------------------------------------------------------------------- read what was saved
+
+def test_what_was_saved_comes_back_also_from_format_2(tiny):
     save(tiny, 3)
     path = latest(tiny.run_dir)
-    assert path.name == "step_00000003"
-    assert same(read_back(path), 3)
-    assert read_manifest(path)["state"] == {"updates": 3, "moved_on": 0}
-    assert read_manifest(path)["format_version"] == 2
+    manifest = read_manifest(path)
+    assert path.name == "step_00000003" and holds(path, 3)
+    assert (manifest["format_version"], manifest["step"], manifest["state"]) == (3, 3, {"updates": 3})
+    for version in (2, 7):
+        text = json.dumps(manifest | {"format_version": version, "state": {
+            "updates": 3, "moved_on": 4, "train_s": 2.5, "probe_s": 0.5, "guard": {"train_s": 1}}})
+        (path / "manifest.json").write_text(text)
+        (path / "DONE").write_text(hashlib.sha256(text.encode()).hexdigest())
+        if version == 2:
+            assert holds(path, 3) and read_manifest(path)["state"] == {
+                "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
+    with pytest.raises(UserError, match="has checkpoint format 7, this version reads 2 and 3: use the version that wrote it"):
+        restore(tiny.run_dir, empty(), ALONE, pytest.fail)
+    assert names(tiny) == ["step_00000003"]     # another format is not damage: it stays in place
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -90,321 +110,715 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tiny, name):
     save(tiny, 1)
     file = latest(tiny.run_dir) / name
     whole = file.read_bytes()
-    told = f"{name} differs from what was written" if name in FILES[:2] else "manifest.json (differs|cannot be read)"
     for bit in [*range(0, 8 * len(whole), max(1, len(whole) // 12)), 8 * len(whole) - 1]:
         flip(file, bit)
-        with pytest.raises(DamagedError, match=told):
+        with pytest.raises(DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs from what was written"):
             read_manifest(file.parent)
         flip(file, bit)
     assert read_manifest(file.parent)
     for cut in (whole[:-1], whole[:len(whole) // 2], b"", whole + b"\0"):
         file.write_bytes(cut)
-        with pytest.raises(DamagedError, match="is missing or not|manifest.json"):
+        with pytest.raises(DamagedError, match="is missing or not|manifest.json differs"):
             read_manifest(file.parent)
-    file.unlink()
-    with pytest.raises(DamagedError, match="is missing or not|No such file"):
-        read_manifest(file.parent)
 
-
-def test_a_damaged_manifest_or_another_version_gets_a_sentence(tiny):
-    save(tiny, 1)
-    path = latest(tiny.run_dir)
-    file = path / "manifest.json"
-    text = file.read_text()
-    for bad in ("", "[]", "{}", text[:-40], "\x00", "[" * 100_000, '{"format_version": 1, "files": []}',
-                '{"format_version": 1, "files": {}}', '{"format_version": 1, "files": {".metadata": 3}}',
-                text.replace('"state"', '"estate"')):
-        file.write_text(bad)
-        with pytest.raises(DamagedError, match=r"manifest.json cannot be read .* move .* away"):
-            read_manifest(path)
-    seal(path, json.loads(text) | {"format_version": 7})
-    with pytest.raises(UserError, match="has checkpoint format 7, this version reads 1 to 2: use the version that wrote it"):
-        newest_good(tiny.run_dir, ALONE, pytest.fail)
-    assert names(tiny) == ["step_00000001"]     # of another version is not damaged: it stays where it is
-
-
-# ------------------------------------------------------------------------------------------------------ falling back
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("harm", ["flip", "cut", "gone"])
-def test_a_bad_checkpoint_is_set_aside_and_the_one_before_it_is_used(tiny, name, harm):
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_it_used(tiny, name, harm):
     save(tiny, 1, 2, 3)
-    file, told, filled = latest(tiny.run_dir) / name, [], empty()
-    if harm == "flip":
-        flip(file, 77)
-    elif harm == "cut":
-        file.write_bytes(file.read_bytes()[:-1])
-    else:
-        file.unlink()
-    path, manifest = restore(tiny.run_dir, filled, ALONE, told.append)
-    assert (path.name, manifest["step"]) == ("step_00000002", 2)
-    assert same(filled, 2)
-    if (name, harm) == ("DONE", "gone"):        # without that one it never was a checkpoint
+    newest, told, filled = latest(tiny.run_dir), [], empty()
+    flip(newest / name, 77)
+    if harm == "cut":
+        (newest / name).write_bytes((newest / name).read_bytes()[:-1])
+    elif harm == "gone":
+        (newest / name).unlink()
+    assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2 and same(filled, 2)
+    if (name, harm) == ("DONE", "gone"):        # without DONE it never was a checkpoint, and is saved over
         assert (told, names(tiny)) == ([], ["step_00000001", "step_00000002", "step_00000003"])
-    else:
-        assert names(tiny) == ["bad_step_00000003", "step_00000001", "step_00000002"]
-        assert len(told) == 1
-        assert told[0].startswith("checkpoint step_00000003 is damaged, set aside as bad_step_00000003: ")
-        assert re.search("differs|missing|cannot", told[0])
-        assert "move" not in told[0]
-    save(tiny, 3)       # the step comes again, and damaged again
-    flip(tiny.run_dir / "checkpoints/step_00000003/.metadata", 5)
-    assert newest_good(tiny.run_dir, ALONE, told.append)[0].name == "step_00000002"
-    assert "step_00000003" not in names(tiny)
+        save(tiny, 3)
+        assert holds(newest, 3)
+        return
+    assert names(tiny) == ["bad_step_00000003", "step_00000001", "step_00000002"]
+    assert len(told) == 1
+    assert re.match("checkpoint step_00000003 is damaged, set aside as bad_step_00000003: .*(differs|missing|cannot)", told[0])
+    save(tiny, 3)       # the step is trained again, and damaged again
+    flip(newest / ".metadata", 5)
+    assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2
+    assert names(tiny) == ["bad_step_00000003", "bad_step_00000003_2", "step_00000001", "step_00000002"]
 
 
-def test_a_run_never_starts_over_silently(tiny):
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(tiny):
     assert restore(tiny.run_dir, empty(), ALONE, pytest.fail) is None       # there never was one
     save(tiny, 1, 2)
     for path in checkpoints(tiny.run_dir):
         flip(path / "__0_0.distcp", 999)
-    told = []
-    for _ in range(2):      # and not after a restart either, which finds them set aside
+    for told in ([], None):      # nor after a restart, which finds them set aside
         with pytest.raises(MachineError, match="holds no checkpoint that is whole; damaged are bad_step_00000001, "
-                                                  "bad_step_00000002: put back a copy of one as step_00000002, or delete"):
-            restore(tiny.run_dir, empty(), ALONE, told.append)
-    assert len(told) == 2
+                                               "bad_step_00000002: put back a copy of one as step_00000002, or delete"):
+            restore(tiny.run_dir, empty(), ALONE, pytest.fail if told is None else told.append)
     assert names(tiny) == ["bad_step_00000001", "bad_step_00000002"]
 
 
-def test_one_that_fails_while_it_is_loaded_counts_as_damaged(tiny, monkeypatch):
+def test_a_checkpoint_that_fails_to_load_is_set_aside_but_not_where_memory_is_short(tiny, monkeypatch):
     save(tiny, 1, 2, 3)
-    real, told, filled = checkpoint.dcp.load, [], empty()
+    errors = [EOFError("short read"), MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+    real, told, filled = dcp.load, [], empty()
 
-    def fail(tensors, storage_reader, **kwargs):
+    def fail(tensors, storage_reader, **others):
         if storage_reader.path.name != "step_00000001":
-            raise checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)})
-        real(tensors, storage_reader=storage_reader, **kwargs)
+            raise checkpoint.CheckpointException("reading", {0: (errors[-1], None)})
+        real(tensors, storage_reader=storage_reader, **others)
 
-    monkeypatch.setattr(checkpoint.dcp, "load", fail)
-    assert restore(tiny.run_dir, filled, ALONE, told.append)[0].name == "step_00000001"
-    assert same(filled, 1)
+    monkeypatch.setattr(dcp, "load", fail)
+    while len(errors) > 1:
+        with pytest.raises(MemoryError, match="could not be loaded"):
+            restore(tiny.run_dir, filled, ALONE, pytest.fail)
+        errors.pop()
+    assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 1 and same(filled, 1)
     assert names(tiny) == ["bad_step_00000002", "bad_step_00000003", "step_00000001"]
     assert len(told) == 2 and "could not be loaded (EOFError: short read)" in told[0]
     shutil.rmtree(tiny.run_dir / "checkpoints/step_00000001")
     save(tiny, 4)
-    with pytest.raises(MachineError, match="no checkpoint that is whole"):       # tensors may be half filled: no way on
+    with pytest.raises(MachineError, match="no checkpoint that is whole"):      # the tensors may be half filled
         restore(tiny.run_dir, empty(), ALONE, told.append, before=5)
 
 
-def test_too_little_memory_damages_no_checkpoint(tiny, monkeypatch):
-    save(tiny, 1)
-
-    def fail(*_, **__):
-        raise checkpoint.CheckpointException("reading", {0: (RuntimeError("DefaultCPUAllocator: can't allocate memory"), None)})
-
-    monkeypatch.setattr(checkpoint.dcp, "load", fail)
-    with pytest.raises(MemoryError, match="can't allocate memory"):
-        restore(tiny.run_dir, empty(), ALONE, pytest.fail)
-    assert names(tiny) == ["step_00000001"]
-
-
-def test_a_rollback_goes_before_a_step_and_undoes_what_came_after(tiny):
-    save(tiny, 2, 4, 6, 8)
-    filled = empty()
-    path, manifest = restore(tiny.run_dir, filled, ALONE, pytest.fail, before=6)
-    assert manifest["step"] == 4 and same(filled, 4)
-    assert restore(tiny.run_dir, empty(), ALONE, pytest.fail, before=2) is None
-    discard_after(tiny.run_dir, 4, ALONE)
-    assert names(tiny) == ["step_00000002", "step_00000004"]
-
-
-def test_a_folder_that_cannot_be_renamed_stops_the_run(tiny, monkeypatch):
-    save(tiny, 1, 2)
-    flip(latest(tiny.run_dir) / ".metadata", 5)
-
-    def refuse(*_):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(checkpoint.os, "rename", refuse)
-    with pytest.raises(MachineError, match="is damaged .* cannot be renamed .Permission denied.: correct the folder's rights"):
-        restore(tiny.run_dir, empty(), ALONE, pytest.fail)
-
-
-def test_what_may_not_be_read_is_not_damaged(tiny, monkeypatch):
-    save(tiny, 1)
-
-    def refuse(path):
+def test_missing_rights_are_told_and_nothing_is_set_aside(tiny, monkeypatch):
+    def refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint, "sha256_of", refuse)
-    with pytest.raises(UserError, match="may not be read: correct its rights"):
-        newest_good(tiny.run_dir, ALONE, pytest.fail)
-    assert names(tiny) == ["step_00000001"]
+    save(tiny, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_of", refuse)
+        with pytest.raises(UserError, match="may not be read: correct its rights"):
+            restore(tiny.run_dir, empty(), ALONE, pytest.fail)
+    flip(latest(tiny.run_dir) / ".metadata", 5)
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(MachineError, match="is damaged .* cannot be renamed .Permission denied.: correct the folder's rights"):
+        restore(tiny.run_dir, empty(), ALONE, pytest.fail)
+    assert names(tiny) == ["step_00000001", "step_00000002"]
 
 
-def test_only_whole_checkpoints_are_seen(tiny):
+def test_only_finished_checkpoints_are_listed_in_the_order_of_their_steps(tiny):
     save(tiny, 1, 99_999_999, 100_000_000)
-    folder = tiny.run_dir / "checkpoints"
-    for odd in ("step_x", "step_12", "bad_step_00000002", ".tmp_step_00000003", "step_00000004"):
-        (folder / odd).mkdir()
-        if odd != "step_00000004":
-            (folder / odd / "DONE").touch()
-    assert [p.name for p in checkpoints(tiny.run_dir)] == ["step_00000001", "step_99999999", "step_100000000"]
+    for odd in ("step_x", "step_12", "bad_step_00000002", ".tmp_step_00000003"):
+        (tiny.run_dir / "checkpoints" / odd).mkdir()
+        (tiny.run_dir / "checkpoints" / odd / "DONE").touch()
+    assert steps_of(tiny) == [1, 99_999_999, 100_000_000]
+    shutil.rmtree(tiny.run_dir / "checkpoints")
+    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
+    with pytest.raises(UserError, match="has no finished checkpoint yet: train it first"):
+        load_model(tiny.run_dir)
 
 
-# ------------------------------------------------------------------------------------------------ misfits and attacks
-
-def test_what_does_not_fit_is_refused_rather_than_dropped_or_cast(tiny):
+@pytest.mark.parametrize("wrong", [{"model.b": torch.zeros(3)}, {"model.a": torch.zeros(40, 17)},
+                                   {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}], ids=["name", "shape", "dtype"])
+def test_tensors_that_do_not_fit_are_refused_rather_than_dropped_or_cast(tiny, wrong):
     save(tiny, 1)
-    path = latest(tiny.run_dir)
-    manifest = read_manifest(path)
-    for wrong in ({"model.b": torch.zeros(3)}, {"model.a": torch.zeros(40, 17)},
-                  {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}):
-        with pytest.raises(UserError, match="the configuration does not fit"):
-            load(path, manifest, wrong)
-        with pytest.raises(UserError, match="the configuration does not fit"):
-            restore(tiny.run_dir, wrong, ALONE, pytest.fail)
+    with pytest.raises(UserError, match="the configuration does not fit"):
+        restore(tiny.run_dir, wrong, ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"]
 
+
+# ------------------------------------------------------------------------------------------------------------- attacks
 
 def forge(path, name, content):
-    """As an attacker would: the file, and the manifest's hash of it, and DONE."""
+    """As an attacker would: the file, the manifest's hash of it, and DONE."""
     (path / name).write_bytes(content)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(content), "sha256": checkpoint.sha256_of(path / name)}
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     seal(path, manifest)
 
 
 class Attack:
+    """Unpickled, it makes a folder."""
+
     def __init__(self, canary):
         self.canary = canary
 
     def __reduce__(self):
-        return os.system, (f"touch {self.canary}",)
+        return os.mkdir, (str(self.canary),)
 
 
-def test_a_pickle_in_the_metadata_is_not_run(tiny, tmp_path):
-    save(tiny, 1)
-    forge(latest(tiny.run_dir), ".metadata", pickle.dumps(Attack(tmp_path / "canary")))
-    with pytest.raises(DamagedError, match=r"names posix.system, which no checkpoint of ours contains"):
-        read_back(latest(tiny.run_dir))
-    assert not (tmp_path / "canary").exists()
+def attack_in_metadata(path, attack):
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = attack
+    forge(path, ".metadata", pickle.dumps(metadata))
 
 
-def metadata_of(path):
-    return reader._Unpickler(io.BytesIO((path / ".metadata").read_bytes())).load()
-
-
-def test_an_item_that_calls_itself_no_tensor_is_not_unpickled(tiny, tmp_path):
-    """DCP loads such an item with weights_only=False, though a tensor was asked for under its name."""
-    save(tiny, 1)
-    path = latest(tiny.run_dir)
-    bomb = io.BytesIO()
-    torch.save(Attack(tmp_path / "canary"), bomb)
-    metadata = metadata_of(path)
+def attack_as_a_tensor(path, attack):
+    """DCP unpickles an item of bytes, though a tensor was asked for under its name."""
+    metadata, bomb = pickle.loads((path / ".metadata").read_bytes()), io.BytesIO()
+    torch.save(attack, bomb)
     place = metadata.storage_data.pop(next(i for i in metadata.storage_data if i.fqn == "model.norm"))
     metadata.state_dict_metadata["model.norm"] = BytesStorageMetadata()
     place.offset, place.length = 0, len(bomb.getvalue())
     metadata.storage_data[MetadataIndex("model.norm")] = place
     forge(path, place.relative_path, bomb.getvalue())
     forge(path, ".metadata", pickle.dumps(metadata))
-    # The attack is a real one: DCP's own reader runs it.
-    torch.distributed.checkpoint.load({"model.norm": torch.zeros(16)}, no_dist=True,
-                                      storage_reader=torch.distributed.checkpoint.FileSystemReader(path))
-    assert (tmp_path / "canary").exists()
-    (tmp_path / "canary").unlink()
-    with pytest.raises(DamagedError, match="BytesStorageMetadata, which no checkpoint of ours contains"):
+
+
+@pytest.mark.parametrize("plant", [attack_in_metadata, attack_as_a_tensor])
+def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
+    save(tiny, 1)
+    path, canary = latest(tiny.run_dir), tmp_path / "canary"
+    plant(path, Attack(canary))
+    dcp.load({"model.norm": torch.zeros(16)}, no_dist=True, storage_reader=dcp.FileSystemReader(path))
+    assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
+    canary.rmdir()
+    with pytest.raises(DamagedError, match=r"names .*(mkdir|BytesStorageMetadata), which no checkpoint of ours contains"):
         load(path, read_manifest(path), {"model.norm": torch.zeros(16)})
-    assert not (tmp_path / "canary").exists()
+    with pytest.raises(MachineError, match="no checkpoint that is whole; damaged are bad_step_00000001"):
+        restore(tiny.run_dir, empty(), ALONE, lambda line: None)
+    assert not canary.exists()
 
 
-def test_metadata_of_something_else_than_a_tensor_is_refused(tiny):
+@pytest.mark.parametrize("content", [eval, getattr, torch.load, io.open, 3, {}, None], ids=str)
+def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
+    save(tiny, 1)
+    forge(latest(tiny.run_dir), ".metadata", pickle.dumps(content))
+    with pytest.raises(DamagedError, match="refused because loading it could run code" if callable(content) else "not be loaded"):
+        holds(latest(tiny.run_dir), 1)
+
+
+def test_neither_manifest_nor_metadata_reads_files_of_other_folders(tiny, tmp_path):
     save(tiny, 1)
     path = latest(tiny.run_dir)
-    metadata = metadata_of(path)
-    metadata.state_dict_metadata["model.norm"] = torch.Size([16])
-    forge(path, ".metadata", pickle.dumps(metadata))
-    with pytest.raises(DamagedError, match="holds something else than tensors"):
-        read_back(path)
-
-
-def test_a_place_outside_the_checkpoint_is_not_read(tiny, tmp_path):
-    save(tiny, 1)
-    path = latest(tiny.run_dir)
-    shutil.copy(path / "__0_0.distcp", tmp_path / "secret")
-    for name in ("../../../../secret", str(tmp_path / "secret"), "__7_0.distcp"):
-        metadata = metadata_of(path)
+    for outside in (tmp_path / "outside", path / "outside"):    # of the same name and content
+        shutil.copy(path / "__0_0.distcp", outside)
+    (path / "link").symlink_to(tmp_path / "outside")
+    whole = json.loads((path / "manifest.json").read_text())
+    for name in ("../../../../outside", str(tmp_path / "outside"), "link", ".", ""):
+        seal(path, whole | {"files": whole["files"] | {name: whole["files"]["__0_0.distcp"]}})
+        with pytest.raises(DamagedError, match="which is no file of this folder's own|is missing or not"):
+            read_manifest(path)
+    seal(path, whole)
+    for name in ("../../../../outside", str(tmp_path / "outside"), "outside"):
+        metadata = pickle.loads((path / ".metadata").read_bytes())
         for place in metadata.storage_data.values():
             place.relative_path = name
         forge(path, ".metadata", pickle.dumps(metadata))
         with pytest.raises(DamagedError, match="which the manifest does not list"):
-            read_back(path)
+            holds(path, 1)
 
 
-def test_the_unpickler_allows_nothing_but_metadata():
-    for harmless_looking in (eval, getattr, torch.load, io.open):
-        with pytest.raises(ValueError, match="refused because loading it could run code"):
-            reader._Unpickler(io.BytesIO(pickle.dumps(harmless_looking))).load()
-    for nonsense in (3, {}, None):
-        with pytest.raises(DamagedError, match="could not be loaded"):
-            load_metadata(nonsense)
+# ------------------------------------------------------------------------------------------------- save in the background
+
+def test_saving_happens_in_the_background_with_the_tensors_and_state_of_the_call(tiny, monkeypatch):
+    copying, hashing, order = threading.Event(), threading.Event(), []
+    make_buffer, sha256_of = checkpoint._host_buffer, checkpoint.sha256_of
+    monkeypatch.setattr(checkpoint, "_host_buffer", lambda t: copying.wait(60) and order.append("copied") or make_buffer(t))
+    monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashing.wait(60) and sha256_of(path))
+    saver, live, state = saver_of(tiny), tensors(1), {"guard": {"window": [1.0, 2.5]}}
+    saver.save(1, live, state, tiny)
+    state["guard"]["window"].append(3.0)
+    assert order == []                  # save() returned before anything was copied
+    threading.Timer(0.2, copying.set).start()
+    saver.staged()
+    order.append("stepped")
+    for t in live.values():             # what optimizer.step() does next
+        t.fill_(0)
+    assert order == ["copied"] * 3 + ["stepped"] and latest(tiny.run_dir) is None
+    hashing.set()
+    saver.finish()
+    assert holds(latest(tiny.run_dir), 1)
+    assert read_manifest(latest(tiny.run_dir))["state"] == {"guard": {"window": [1.0, 2.5]}}
 
 
-def load_metadata(value):
-    def read_metadata(self, *_, **__):
-        return reader._Unpickler(io.BytesIO(pickle.dumps(value))).load().state_dict_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint.TensorReader, "read_metadata", read_metadata)
-        load("nowhere", {"tensors": checkpoint.describe(tensors()), "files": {}}, tensors())
+def test_host_buffers_are_made_ahead_of_the_first_save_and_used_again(tiny, monkeypatch):
+    """The first save must not make the loop wait for fresh pages."""
+    made, real = [], checkpoint._host_buffer
+    monkeypatch.setattr(checkpoint, "_host_buffer", lambda live: made.append(1) or real(live))
+    saver = saver_of(tiny)
+    saver.prepare(tensors(1))
+    saver._thread.submit(int).result()      # all before it is done
+    assert len(made) == 3
+    for step in (1, 2, 2):
+        saver.save(step, tensors(len(made) + step), {}, tiny)
+        made.append(1)
+    saver.finish()
+    assert len(made) == 6 and holds(latest(tiny.run_dir), 6), "the last, of a step that was saved already, is not written"
 
 
-def test_file_names_in_a_manifest_never_become_paths(tiny, tmp_path):
+def test_writing_does_not_wait_for_a_gpu(tiny, monkeypatch):
+    """The copies lie in host memory; torch's loader for tensors of a GPU would wait for the stream that trains."""
+    real = dcp.save
+
+    def beside_a_gpu(*args, **others):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: True)
+            loader = "torch.distributed.checkpoint.filesystem._OverlappingCpuLoader"    # private; without it nothing waits
+            patch.setattr(loader, full, raising=False)
+            return real(*args, **others)
+
+    monkeypatch.setattr(dcp, "save", beside_a_gpu)
+    assert save(tiny, 1).failures == []
+
+
+@pytest.mark.parametrize("where, what", [(checkpoint, "write_atomically"), (checkpoint, "sha256_of"), (dcp, "save"),
+                                         (shutil, "disk_usage"), (os, "rename")])
+def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeypatch, where, what):
+    saver = save(tiny, 1)
+    for step in (2, 3, 5, 6, 7):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, what, full)
+            saver.save(step, tensors(step), {}, tiny)
+            saver.wait()
+        assert saver.failures[-1].startswith(
+            f"checkpoint step_0000000{step} could not be written under {tiny.run_dir}/checkpoints (OSError: ")
+        with pytest.raises(MachineError, match="No space left .* free some disk space or correct the folder's rights, then run"):
+            saver.finish()
+        if step == 3:       # one good save counts the others out
+            assert names(tiny) == ["step_00000001"]
+            saver.save(4, tensors(4), {}, tiny)
+            saver.finish()
+            assert holds(latest(tiny.run_dir), 4)
+    with pytest.raises(MachineError, match="3 saves in a row have failed, the last: .*step_00000007 .*No space"):
+        saver.save(8, tensors(8), {}, tiny)
+    assert len(saver.failures) == 5 and names(tiny) == ["step_00000001", "step_00000004"]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("CUDA error: out of memory\nCompile with")])
+def test_too_little_host_memory_has_a_remedy_of_its_own(tiny, monkeypatch, error):
+    def none_left(live):
+        raise error
+
+    saver = saver_of(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_host_buffer", none_left)
+        saver.save(2, tensors(2), {}, tiny)
+        with pytest.raises(MachineError, match="end other programs on that machine, .* the same command to resume") as told:
+            saver.finish()
+    assert "its copies need 4.83e-06 GiB of host memory on this rank" in str(told.value) and "disk" not in str(told.value)
+    saver.save(3, tensors(3), {}, tiny)         # memory may be there again
+    saver.finish()
+    assert holds(latest(tiny.run_dir), 3)
+
+
+def test_too_little_space_is_told_before_anything_is_written_and_enough_is_not(tiny, monkeypatch):
     save(tiny, 1)
-    path = latest(tiny.run_dir)
-    (tmp_path / "outside").write_text("x")
-    (path / "outside").write_text("y")      # of the same name and size, in the folder
-    (path / "link").symlink_to(tmp_path / "outside")
-    whole = json.loads((path / "manifest.json").read_text())
-    entry = {"bytes": 1, "sha256": checkpoint.sha256_of(tmp_path / "outside")}
-    for name in ("../../../../outside", str(tmp_path / "outside"), "link", ".", ""):
-        seal(path, whole | {"files": whole["files"] | {name: entry}})
-        with pytest.raises(DamagedError, match="which is no file of this folder's own|is missing or not"):
+    written, saver = sum(f.stat().st_size for f in latest(tiny.run_dir).iterdir()), saver_of(tiny)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=written - 1))
+        patch.setattr(dcp, "save", lambda *_, **__: pytest.fail("written"))
+        saver.save(2, tensors(2), {}, tiny)
+        saver.wait()
+    assert re.search("it needs .* GiB, and .* GiB are free", saver.failures[0]) and names(tiny) == ["step_00000001"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=written + 40_000))
+    saver.save(2, tensors(2), {}, tiny)
+    saver.finish()
+
+
+def test_faults_around_a_save_are_told_as_what_they_are(tiny, monkeypatch):
+    def closed(*_):
+        raise RuntimeError("Connection closed by peer")
+
+    saver = save(tiny, 1, 2, 3, keep=1)
+    with monkeypatch.context() as patch:        # pruning fails: the save itself is good
+        patch.setattr(checkpoint, "_remove", full)
+        saver.save(4, tensors(4), {}, tiny)
+        saver.finish()
+    assert saver.failures == ["an old checkpoint could not be removed: [Errno 28] No space left on device"]
+    assert steps_of(tiny) == [2, 3, 4]
+    with monkeypatch.context() as patch:        # another rank is lost: disk space is no remedy
+        patch.setattr(checkpoint, "gather", closed)
+        saver.save(5, tensors(5), {}, tiny)
+        with pytest.raises(MachineError, match="RuntimeError: Connection closed by peer.: run the same command to resume"):
+            saver.finish()
+    saver._copied = SimpleNamespace(synchronize=full)       # a GPU that fails every call: wait() raises nothing all the same
+    monkeypatch.setattr(torch.cuda, "current_stream", full)
+    saver.save(6, tensors(6), {}, tiny)
+    saver.wait()
+
+
+# --------------------------------------------------------------------------------------------------------------- kills
+
+FAULTS = {      # the process dies there at once; in the last one its disk is full in the middle of a file
+    "copying": "c._host_buffer = die",
+    "writing": "c.dcp.save = die",
+    "hashing": "c.sha256_of = die",
+    "manifest": "c.write_atomically = lambda p, t: (p.write_text(t[:len(t) // 2]), die())",
+    "done": "real = c.write_atomically\n"
+            "c.write_atomically = lambda p, t: (p.write_text(t[:9]), die()) if p.name == 'DONE' else real(p, t)",
+    "before_rename": "c.os.rename = die",
+    "after_rename": "real = c.sync_folder\nc.sync_folder = lambda p: die() if p.name == 'checkpoints' else real(p)",
+    "pruning": "c.shutil.rmtree = lambda p, **_: os.path.exists(p) and (os.remove(f'{p}/.metadata'), die())",
+    "disk_full": "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))"}
+FORKS = """
+import json, os, shutil, sys
+root, start, config, faults = sys.argv[1:]
+sys.path.insert(0, root)
+import torch
+import runtime.checkpoint as c
+from tests.test_checkpoint import config_from_dict, names, saver_of, tensors
+torch.set_num_threads(1)
+def die(*_, **__): os._exit(9)
+for moment, fault in json.loads(faults).items():
+    there = config_from_dict(json.loads(config) | {"run": moment})
+    shutil.copytree(start, there.run_dir)
+    if not os.fork():
+        saver = saver_of(there, keep=1)
+        exec(fault)
+        saver.save(3, tensors(3), {}, there)
+        saver.wait()
+        print(*saver.failures, names(there), flush=True)
+        os._exit(0)
+    print(moment, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_killed_at_any_moment_of_a_save_or_out_of_disk_in_it_a_whole_checkpoint_remains(tiny):
+    """One process forks for each moment: the imports are paid once."""
+    save(tiny, 1, 2)
+    start = tiny.run_dir.with_name("start")
+    shutil.copytree(tiny.run_dir, start)
+    done = subprocess.run([sys.executable, "-c", FORKS, str(ROOT), str(start), json.dumps(tiny.to_dict()), json.dumps(FAULTS)],
+                          capture_output=True, text=True)
+    *killed, told, last = done.stdout.splitlines()
+    assert [*killed, last] == [f"{moment} {0 if moment == 'disk_full' else 9}" for moment in FAULTS], done.stderr
+    assert re.match("checkpoint step_00000003 could not be written .* GiB are free. .'step_00000001', 'step_00000002'.$", told)
+    for moment in FAULTS:
+        config, filled = config_from_dict(tiny.to_dict() | {"run": moment}), empty()
+        newest, manifest = restore(config.run_dir, filled, ALONE, pytest.fail)
+        assert manifest["step"] == (3 if moment in ("after_rename", "pruning") else 2), moment
+        assert same(filled, manifest["step"]), moment
+        for path in checkpoints(config.run_dir):        # half a deletion is no checkpoint
             read_manifest(path)
+        save(config, 4, keep=1)
+        assert names(config) == [newest.name, "step_00000004"], moment      # nothing is left of the killed save
 
 
-# ------------------------------------------------------------------------------------------------- formats and models
+def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):
+    """What a power cut needs and a kill does not test: each file is synced, then its folder, then the folder of the rename."""
+    done, fsync, rename = [], os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(os.readlink(f"/proc/self/fd/{fd}")) or fsync(fd))
+    monkeypatch.setattr(os, "rename", lambda a, b: done.append(f"rename {b}") or rename(a, b))
+    save(tiny, 1)
+    folder = (tiny.run_dir / "checkpoints").resolve()
+    tmp, final = folder / ".tmp_step_00000001", folder / "step_00000001"
+    # Some files are written under another name first: .metadata.tmp, .DONE.tmp.
+    synced = [re.sub(r"/\.((?!metadata)[^/]+)\.tmp$", r"/\1", event).removesuffix(".tmp") for event in done]
+    at = synced.index(f"rename {final}")
+    assert {str(tmp / path.name) for path in final.iterdir()} | {str(tmp)} <= set(synced[:at])
+    assert synced[at - 2:] == [str(tmp / "DONE"), str(tmp), f"rename {final}", str(folder)]
+
+
+# --------------------------------------------------------------------------------------------------------- keep policy
+
+@pytest.mark.parametrize("steps, keep, losses, there", [
+    ([10, 20, 30], 1, {}, [20, 30]),                                            # two always
+    ([4, 8, 10, 12, 16, 20, 24], 9, {}, [10, 20, 24]),                          # one rolling, the newest
+    ([10, 996, 998, 1000, 1004, 1008], 2, {}, [10, 1000, 1004, 1008]),          # and the two newest of all
+    ([10, 12, 20, 30, 50], 1, {}, [12, 30, 50]),                                # which outlives newer regular ones
+    ([10, 20, 30, 33, 40, 50, 60, 70], 1, {}, [33, 40, 60, 70]),                # at and forever
+    ([10, 20, 30, 40, 50, 60, 70], 1, {10: 3.0, 20: 2.0, 30: 2.5, 50: 2.1}, [20, 40, 60, 70]),
+    ([10, 20, 30, 50, 60], 1, {10: 3.0, 20: 2.0, 30: 2.0}, [30, 50, 60]),       # the newer of two equals
+    ([10, 20, 30, 50, 60], 1, {10: float("nan"), 20: float("inf"), 30: 7.0}, [30, 50, 60]),
+    ([10, 13, 20, 27, 30, 50], 2, {}, [27, 30, 50])])                           # on a signal, or late: as a rolling one
+def test_the_keep_policy_by_hand(steps, keep, losses, there):
+    """`steps` saved one after the other, each followed by its validation."""
+    policy, now = CheckpointConfig(every=10, keep=keep, best=True, forever=40, rolling=4, at=(33,)), []
+    for step in steps:
+        stay = kept([*now, step], policy, {s: loss for s, loss in losses.items() if s < step})
+        now = [s for s in [*now, step] if s in stay]
+    assert now == there
+
+
+@pytest.mark.parametrize("policy, steps, stay", [
+    ({"every": 10, "keep": 2}, [10, 20, 27, 30], {27, 30}),                     # without rolling: as a regular one
+    ({"every": None, "keep": 3}, [10, 13, 27, 30], {13, 27, 30}), ({"every": 10, "keep": 1}, [10, 20, 30], {20, 30}),
+    ({"every": None, "keep": 1, "at": (5,)}, [5, 7, 8, 9], {5, 8, 9}), ({}, [], set())])
+def test_the_keep_policy_without_rolling_and_best(policy, steps, stay):
+    assert kept(steps, CheckpointConfig(**policy, best=False), {10: 1.0, 20: 2.0}) == stay
+
+
+def test_the_newest_and_the_best_of_a_random_history_are_always_there():
+    rng = random.Random(3)
+    for _ in range(200):
+        policy = CheckpointConfig(every=rng.choice([None, 5, 10]), keep=rng.randint(1, 3), rolling=rng.choice([None, 2, 3]))
+        there, losses = [], {}
+        for step in sorted(rng.sample(range(1, 60), 20)):
+            there.append(step)
+            judged = {s: losses[s] for s in there if s in losses}
+            stay = kept(there, policy, losses)
+            assert set(there[-2:]) <= stay
+            assert not judged or min(judged.values()) in {losses.get(s) for s in stay}
+            there = [s for s in there if s in stay]
+            assert len(there) <= policy.keep + 3        # plus best, a rolling one and the newest
+            if rng.random() < 0.5:
+                losses[step] = rng.random()
+
+
+def test_the_policy_on_disk_across_a_resume_and_a_rollback(tiny):
+    saver = saver_of(tiny, {1: 2.0}, keep=1, forever=3)
+    for step, loss in enumerate((2.0, 5.0, 5.0, 4.0, 3.0, 6.0), 1):
+        saver.save(step, tensors(step), {}, tiny)
+        saver.wait()
+        saver.validated(step, loss)
+    assert steps_of(tiny) == [1, 3, 5, 6]
+    saver = saver_of(tiny, {1: 2.0, 6: 1.0}, keep=1)        # a resume with other wishes
+    saver.save(7, tensors(7), {}, tiny)
+    saver.wait()
+    saver.validated(7, 0.5)
+    assert steps_of(tiny) == [6, 7]
+    saver.roll_back(6)
+    assert steps_of(tiny) == [6]
+    for step in (7, 8, 9):      # step 7 with other weights, whose loss is not known
+        saver.save(step, tensors(step + 1), {}, tiny)
+    saver.finish()
+    assert steps_of(tiny) == [6, 8, 9] and holds(latest(tiny.run_dir), 10)
+
+
+def test_a_save_among_skipped_steps_pushes_nothing_out(tiny):
+    """In a row of skips the weights may be what is wrong."""
+    saver = saver_of(tiny, keep=1)
+    for step, consecutive, there in ((2, 0, [2]), (4, 0, [2, 4]), (6, 1, [2, 4, 6]), (8, 2, [2, 4, 6, 8]), (10, 0, [8, 10])):
+        saver.save(step, tensors(step), {"guard": {"consecutive": consecutive}}, tiny)
+        saver.finish()
+        assert steps_of(tiny) == there
+
+
+# ---------------------------------------------------------------------------------------------------------- two ranks
+
+RANK = """
+import json, os, sys
+root, config, rank = sys.argv[1:]
+sys.path.insert(0, root)
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from runtime import checkpoint
+from tests.test_checkpoint import config_from_dict, flip, full, names, saver_of, tensors
+torch.set_num_threads(1)
+rank, config, out = int(rank), config_from_dict(json.loads(config)), {}
+dist.init_process_group("gloo", init_method=f"file://{config.out}/store", rank=rank, world_size=2, timeout=timedelta(minutes=5))
+mesh = init_device_mesh("cpu", (2,))
+world = SimpleNamespace(rank=rank, size=2, is_main=rank == 0, checkpoint_group=dist.new_group(backend="gloo"),
+                        device=torch.device("cpu"))
+
+def shards(step):
+    return {name: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for name, t in tensors(step).items()}
+
+def there():
+    dist.barrier()
+    return names(config)
+
+saver, live = saver_of(config, world=world), shards(1)
+saver.save(1, live, {"updates": 1}, config)
+saver.staged()
+for t in live.values():
+    t.to_local().fill_(0)
+saver.finish()
+
+# One rank alone fails in a stage: both know, nothing is left, and the next save is good.
+for number, (where, what, who) in enumerate([(checkpoint, "_host_buffer", 1), (checkpoint.dcp.FileSystemWriter, "write_data", 1),
+                                             (checkpoint, "sha256_of", 1), (checkpoint.os, "rename", 0)]):
+    real, saver = getattr(where, what), saver_of(config, world=world)
+    if rank == who:
+        setattr(where, what, full)
+    saver.save(2, shards(2), {}, config)
+    saver.wait()
+    if rank == who:
+        setattr(where, what, real)
+    out[f"failed {number}"] = saver.failures, there()
+for step in (2, 3, 4, 5):
+    saver.save(step, shards(step), {}, config)
+saver.finish()
+
+# A damaged file, and two checkpoints that only rank 1 cannot load; of one of them DCP tells the other rank.
+real, real_load = checkpoint.TensorReader.read_data, checkpoint.dcp.load
+def fail(self, plan, planner):
+    if self.path.name == "step_00000004":
+        raise EOFError("short read")
+    return real(self, plan, planner)
+def fail_late(tensors, storage_reader, **others):
+    real_load(tensors, storage_reader=storage_reader, **others)
+    if storage_reader.path.name == "step_00000003":
+        raise EOFError("short read")
+if rank == 0:
+    flip(config.run_dir / "checkpoints/step_00000005/__1_0.distcp", 999)
+else:
+    checkpoint.TensorReader.read_data, checkpoint.dcp.load = fail, fail_late
+told, filled = [], shards(0)
+path, manifest = checkpoint.restore(config.run_dir, filled, world, told.append)
+out["restored"] = path.name, all(torch.equal(filled[k].to_local(), t.to_local()) for k, t in shards(2).items())
+out["told"], out["then"] = len(told), there()
+out["rollback"] = checkpoint.restore(config.run_dir, filled, world, told.append, before=2)[0].name
+saver.roll_back(1)
+out["rolled back"] = there()
+(Path(config.out) / f"rank{rank}.json").write_text(json.dumps(out))
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_two_ranks_agree_whatever_fails_on_one(tiny):
+    os.makedirs(tiny.out)
+    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), json.dumps(tiny.to_dict()), str(rank)],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
+    try:
+        said = [rank.communicate(timeout=300) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+    saw = [json.loads((tiny.run_dir.parent / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    bad = ["bad_step_00000003", "bad_step_00000004", "bad_step_00000005"]
+    for s in saw:
+        for number, told in enumerate(["rank 1: OSError", "rank 1: .*No space", "rank 1: .*No space", "rank 0: .*No space"]):
+            failures, there = s[f"failed {number}"]
+            assert there == ["step_00000001"] and len(failures) == 1 and re.search(told, failures[0])
+        assert s["restored"] == ["step_00000002", True] and s["then"] == [*bad, "step_00000001", "step_00000002"]
+        assert s["rollback"] == "step_00000001" and s["rolled back"] == [*bad, "step_00000001"]
+    assert [s["told"] for s in saw] == [3, 0]       # by rank 0 alone
+    path = latest(tiny.run_dir)
+    assert {"__0_0.distcp", "__1_0.distcp"} <= read_manifest(path)["files"].keys()
+    assert holds(path, 1)         # one process reads what two wrote
+
+
+# ------------------------------------------------------------------------------------------- branches, through train.py
+
+LONG, SHORT, FORK = 12, 8, 6        # steps of the trunk, of its branch, and where it leaves: (1 - 0.25) * 8
+
+
+def arm_of(tiny, out):
+    """Trunk, the run of the branch's length from scratch, branch. The trunk decays over its last 3 steps, the others over 2."""
+    trunk = replace(tiny, run="trunk", out=str(out), steps=LONG, fp8=FP8Config(recipe="tensorwise"),
+                    optim=replace(tiny.optim, schedule="wsd", decay_share=0.25, warmup_share=2 / LONG),
+                    data=replace(tiny.data, max_epochs=9), probe=replace(tiny.probe, every=1, tokens=128),
+                    checkpoint=replace(tiny.checkpoint, every=4, keep=1, at=(FORK,)))
+    whole = replace(trunk, run="whole", steps=SHORT, optim=replace(trunk.optim, warmup_share=2 / SHORT))
+    return trunk, whole, replace(whole, run="branch", start_from=f"{trunk.run_dir}/checkpoints/step_{FORK:08d}")
+
+
+def summary(config):
+    return json.loads((config.run_dir / "summary.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return {}
+
 
 @pytest.fixture
-def old_run(tmp_path):
-    """A run stopped at step 3 of 6 by the version that wrote format 1."""
-    with tarfile.open(ROOT / "tests/fixtures/checkpoint_format_1.tar.gz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    return tmp_path / "golden"
+def arm(tiny, tmp_path_factory, trained):
+    """arm(ranks): the three runs, trained by one rank or two, once for all tests."""
+    def train_all(ranks):
+        if ranks not in trained:
+            out = tmp_path_factory.mktemp(f"arm{ranks}")
+            trained[ranks] = configs = arm_of(tiny, out / "out")
+            files = [str(write_config(config, out / f"{config.run}.py")) for config in configs]
+            (out / "three.py").write_text(      # all three in one start: the imports take longer than the runs
+                f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\nfrom runtime import parallel\n"
+                f"configs = [train.load_config(file) for file in {files}]\nworld = parallel.start(configs[0])\n"
+                "for config in configs:\n    train.train(config, world)\nparallel.finish(world, 0)\n")
+            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+            done = subprocess.run([sys.executable, *torchrun, str(out / "three.py")], capture_output=True, text=True, timeout=300,
+                                  cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            assert done.returncode == 0, done.stderr
+        return trained[ranks]
+    return train_all
 
 
-def test_format_1_is_still_read(old_run):
-    path, manifest = newest_good(old_run, ALONE, pytest.fail)
-    assert (manifest["format_version"], manifest["step"], manifest["state"]["moved_on"]) == (1, 3, 0)
-    model, config = load_model(old_run)
-    assert (config.run, config.total_steps) == ("golden", 6)
-    assert sum(float(p.double().abs().sum()) for p in model.parameters()) == pytest.approx(429.47488334414084, rel=1e-12)
-    filled = {name: torch.zeros(shape) for name, (shape, _) in manifest["tensors"].items()}
-    assert restore(old_run, filled, ALONE, pytest.fail)[0] == path
-    assert all(t.any() for name, t in filled.items() if name.startswith("optim."))
-    flip(path / "__0_0.distcp", 4321)
-    with pytest.raises(DamagedError):
-        load_model(old_run)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm, ranks):
+    trunk, whole, branch = arm(ranks)
+    assert steps_of(trunk) == [6, 8, 12]        # checkpoint.at outlives the keep policy
+    assert same_tensors(weights(whole.run_dir), weights(branch.run_dir))
+    assert not same_tensors(weights(trunk.run_dir), weights(branch.run_dir))
+    for key in ("step", "tokens", "loss", "grad_norm", "lr", "verdict"):
+        assert [r[key] for r in rows(branch.run_dir)] == [r[key] for r in rows(whole.run_dir)][FORK:], key
+        assert [r[key] for r in rows(trunk.run_dir)][:FORK] == [r[key] for r in rows(whole.run_dir)][:FORK], key
+    assert [(r["step"], r["since_start"]) for r in rows(branch.run_dir)] == [(7, 1), (8, 2)]
+    a, b = (np.load(c.run_dir / "val_losses.npz") for c in (whole, branch))
+    assert all(np.array_equal(a[k], b[k]) for k in a)
+    a, b = summary(whole), summary(branch)
+    assert (b["parent_run"], b["parent_step"], a["parent_run"], a["parent_step"]) == ("trunk", FORK, None, None)
+    own = {"tok_per_s_median", "tok_per_s_p10", "tok_per_s_p90", "step_s_median", "compile_s", "tflops_median", "wall_s",
+           "eval_s", "probe_s", "probe_share", "t_start", "t_end", "parent_run", "parent_step", "run_id", "cmd", "config_sha256"}
+    for key in a.keys() - own:
+        assert a[key] == b[key], key
+    assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
 
 
-def test_a_run_of_format_1_goes_on_as_if_it_had_never_stopped(old_run, data_dir, tmp_path, capsys):
-    old = read_config(old_run)
-    config = replace(old, out=str(tmp_path), data=replace(old.data, dir=str(data_dir)))
-    whole = replace(config, run="whole")
-    for each in (config, whole):
-        done = call_train(capsys, each, tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-    a, b = (latest(each.run_dir) for each in (config, whole))
-    assert read_manifest(a)["format_version"] == FORMAT_VERSION == 2
-    a, b = (read_manifest(path)["files"]["__0_0.distcp"] for path in (a, b))
-    assert a == b       # size and hash of weights and moments
+def test_a_branch_counts_its_own_seconds_and_resumes_from_its_own_checkpoint(tiny, tmp_path, capsys, arm):
+    trunk, _, branch = arm_of(tiny, tmp_path / "out")
+    shutil.copytree(arm(1)[0].run_dir, trunk.run_dir)
+    fork = trunk.run_dir / f"checkpoints/step_{FORK:08d}"
+    manifest = json.loads((fork / "manifest.json").read_text())
+    manifest["state"] |= {"seconds": 1e6, "probe_seconds": 1e5}
+    seal(fork, manifest)
+    branch = replace(branch, checkpoint=replace(tiny.checkpoint, every=1, keep=9))
+    assert f"branching off {fork}" in call_train(capsys, branch, tmp_path).stdout
+    first, before = summary(branch), weights(branch.run_dir)
+    assert first["probe_s"] < first["wall_s"] < 1e3
+    # As a kill during the last step leaves it; the parent is gone by now.
+    (branch.run_dir / "summary.json").unlink()
+    shutil.rmtree(branch.run_dir / "checkpoints/step_00000008")
+    shutil.rmtree(trunk.run_dir)
+    assert f"resuming {branch.run_dir}/checkpoints/step_00000007" in call_train(capsys, branch, tmp_path).stdout
+    again = summary(branch)
+    for key in ("loss_as_trained", "loss_bf16", "parent_run", "parent_step", "t_start", "train_loss_last", "pair_id"):
+        assert again[key] == first[key], key
+    assert same_tensors(before, weights(branch.run_dir)) and [r["step"] for r in rows(branch.run_dir)] == [7, 8]
+    refused = call_train(capsys, replace(branch, start_from=None), tmp_path)
+    assert (refused.returncode, f"start_from was trunk at step {FORK}, now None" in refused.stderr) == (2, True)
 
 
-def test_load_model_explains_what_is_missing(tiny, tmp_path):
-    with pytest.raises(UserError, match="is no run: it has no config.json"):
-        load_model(tmp_path / "nothing")
-    tiny.run_dir.mkdir(parents=True)
-    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
-    with pytest.raises(UserError, match="has no finished checkpoint yet"):
-        load_model(tiny.run_dir)
+def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
+    trunk, _, branch = arm(1)
+    branch, fork = replace(branch, run="refused"), f"{trunk.run_dir}/checkpoints"
+    renamed, unfinished, damaged = (tmp_path / name / "checkpoints/step_00000006" for name in ("renamed", "killed", "damaged"))
+    renamed = renamed.with_name("step_00000005")
+    for copy in (renamed, unfinished, damaged):
+        shutil.copytree(f"{fork}/step_00000006", copy)
+    (unfinished / "DONE").unlink()
+    flip(damaged / "__0_0.distcp", 4321)
+    for overrides, told in [
+        (["seed=1"], "is of another run: seed was 1337, now 1; a branch differs from its parent in run, out, budget and decay"),
+        (["model.n_layer=1"], "model.n_layer was 2, now 1"), (["fp8.recipe=off"], "fp8.recipe was tensorwise, now off"),
+        (["eval.tokens=64"], "holds other tokens than"),
+        (["optim.warmup_share=0.5"], "step 1 of trunk had the learning rate 0.005, in this run it would have 0.0025: give it the "
+         "same 2 steps of warm-up, optim.warmup_share=0.25"),
+        (["optim.schedule=cosine"], "branches need optim.schedule=wsd in both runs"),
+        (["optim.decay_share=0.5"], "the decay has begun there; take a checkpoint of step 4 or before"),
+        (["steps=24", f"optim.warmup_share={2 / 24}", f"start_from={fork}/step_00000012"],
+         "step 10 of trunk had the learning rate 0.007, in this run it would have 0.01: the decay has begun there"),
+        (["steps=6"], "lies at step 6, but this run ends at step 6"),
+        ([f"start_from={fork}/step_00000005"], "is no finished checkpoint; "),
+        ([f"start_from={unfinished}"], f"{unfinished.parent.parent} has none: train that run past this step"),
+        ([f"start_from={renamed}"], "holds step 6: give the folder the name it was written under"),
+        ([f"start_from={damaged}"], "__0_0.distcp differs from what was written"),
+        ([f"start_from={trunk.run_dir}"], "is no checkpoint's folder: write it like out/<run>/checkpoints/step_00000400"),
+        ([f"start_from={tmp_path}/llama/checkpoints/step_00000000"], "import the model first, python -m eval.export"),
+        (["run=trunk2", f"start_from={trunk.out}/trunk2/checkpoints/step_00000002"], "is a checkpoint of this very run"),
+    ]:
+        refused = call_train(capsys, branch, tmp_path, *overrides)
+        assert (refused.returncode, told in refused.stderr) == (2, True), (overrides, refused.stderr)
+        assert refused.stderr.startswith("train.py: ") and refused.stderr.count("\n") == 1
+        assert not branch.run_dir.exists()
 
+
+def test_pairs_of_branches_match_whatever_trunk_they_left(tiny, tmp_path):
+    fp8 = arm_of(tiny, tmp_path)[2]
+    bf16 = replace(fp8, fp8=FP8Config(recipe="off"), start_from=fp8.start_from.replace("trunk", "trunk_bf16"))
+    assert pair_id(bf16) == pair_id(fp8) == pair_id(replace(bf16, start_from=None)) != pair_id(replace(bf16, steps=9))
+    imported = replace(bf16, start_from=f"{tmp_path}/llama/checkpoints/step_00000000")
+    other = replace(imported, start_from=f"{tmp_path}/qwen/checkpoints/step_00000000")
+    assert pair_id(imported) == pair_id(replace(imported, fp8=fp8.fp8))
+    assert len({pair_id(config) for config in (bf16, imported, other)}) == 3, "weights that came from elsewhere count"
+    assert [tuple(lineage(config).values()) for config in (fp8, imported, replace(bf16, start_from=None))] == [
+        ("trunk", 6, None), (None, None, "llama"), (None, None, None)]
+
+
+@pytest.mark.parametrize("steps, fork", [(1012, 810), (100, 80), (7, 6)])
+def test_rates_agree_up_to_the_branch_point_for_any_length(steps, fork):
+    long, short = (optim.OptimConfig(lr=1e-3, schedule="wsd", warmup_share=5 / n, decay_share=0.2) for n in (4 * steps, steps))
+    assert steps - short.decay_steps(steps) == fork
+    assert all(optim.learning_rate(k, 4 * steps, long) == optim.learning_rate(k, steps, short) for k in range(fork))
+    assert optim.learning_rate(fork, 4 * steps, long) > optim.learning_rate(fork, steps, short)

@@ -1,150 +1,194 @@
-"""Tests of runtime/data.py: which tokens a step reads, what unusable data is answered."""
+"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json."""
 
 import hashlib
 import itertools
 import json
+import random
 import threading
 import time
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from text_files import N_CTX, SHA, VOCAB, write_source
 
-import runtime.shards
+from configs.mixture import MIXTURE
 from model import GPTConfig
+from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
-from runtime.data import open_data
+from runtime.data import open_data, permute, schedule, shares
+from runtime.shards import damage, new_file, read_index, remove_shards
 from tests import conftest
 
+SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
+OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
 WINDOWS = {"a": (20, 11), "b": (7,), "c": (40,)}        # train windows of each source's shards
+
+
+def write_numbered(folder, windows, offset, val_windows=5, **changes):
+    """Shards of consecutive token ids: a window's first id names it. Each shard ends in a part of a window."""
+    splits, value = {"train": [], "val": []}, offset
+    for split, counts in ("train", windows), ("val", (val_windows,)):
+        for i, count in enumerate(counts):
+            splits[split].append(np.arange(value, value + count * N_CTX + 1 + i % N_CTX, dtype="<u2"))
+            value += len(splits[split][-1])
+    conftest.write_shards(folder, splits, 4, **OURS, **changes)
 
 
 @pytest.fixture
 def folder(tmp_path):
     for i, (name, windows) in enumerate(WINDOWS.items()):
-        write_source(tmp_path / "data" / name, windows, 1000 * (i + 1))
+        write_numbered(tmp_path / "data" / name, windows, 1000 * (i + 1))
     return tmp_path / "data"
 
 
 def config(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24):
-    made = Config(
+    return Config(
         run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens),
-        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=257),
-        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer="byte",
+        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=VOCAB),
+        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer="./some/folder",
                         tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs))
-    object.__setattr__(made.model, "vocab_size", VOCAB)     # ids far above bytes, so that each names its place
-    return made
 
 
-def load(folder, *args, **kwargs):
-    return open_data(config(folder, *args, **kwargs), SHA)
+def load(folder, *args, sha=SHA, **kwargs):
+    return open_data(config(folder, *args, **kwargs), sha)
 
 
-def firsts(x):
-    return x[:, 0].tolist()
+def firsts(batches):
+    return [x[:, 0].tolist() for x, _ in batches]
 
 
-def source_of(first):
-    return "abc"[first // 1000 - 1]
+def read(data, steps, start=0):
+    """First tokens of all sequences of these steps, in order; of one rank."""
+    return sum(firsts(data.stream(start, steps, 0, 1, "cpu")), [])
 
 
 # ---------------------------------------------------------------------------------------------------------------- order
 
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000, 65_537])
+def test_permute_is_a_permutation_that_spreads(n):
+    images = [permute(np.arange(n), n, key) for key in (b"1/a/0", b"1/a/1", b"2/a/0")]
+    assert all(sorted(image.tolist()) == list(range(n)) for image in images)
+    if n >= 64:
+        assert not (images[0] == images[1]).all() and not (images[0] == images[2]).all()
+    if n >= 1000:        # rank correlation and fixed points near those of a random permutation
+        for image in images:
+            assert abs(np.corrcoef(image, np.arange(n))[0, 1]) < 4 / n**0.5
+            assert (image == np.arange(n)).sum() <= 8
+        assert np.unique(np.diff(images[0]) % n).size > 0.55 * n, "neighbours do not stay neighbours"
+
+
+MIXTURES = [{"a": 0.8, "b": 0.07, "c": 0.03, "d": 0.1}, {"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}, {"a": 1},
+            {"a": 0.999, "b": 0.001}, {"a": 1, "b": 2**0.5, "c": 0.1}, {"a": 80, "b": 7, "c": 3, "d": 10},
+            {f"s{i}": 1 + i % 3 for i in range(12)},
+            *({f"s{i}": random.Random(seed).random() + seed * i / 9 for i in range(2 + seed)} for seed in range(5))]
+
+
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
+    counts = shares(mixture)
+    period, n = sum(counts.values()), 20_000
+    table = schedule(list(counts.values()), min(period, n))
+    table = np.tile(table, -(-n // len(table)))[:n] if len(table) == period else table
+    total = sum(map(Fraction, mixture.values()))
+    for s, name in enumerate(mixture):
+        share = Fraction(mixture[name]) / total
+        so_far = np.cumsum(table == s)
+        for weight, slack in (float(Fraction(counts[name], period)), 1e-6), (float(share), n * 2**-21 + 1e-6):
+            assert np.abs(so_far - weight * np.arange(1, n + 1)).max() < 1 + slack
+        assert abs(Fraction(counts[name], period) - share) < Fraction(1, 2**20)
+
+
+def test_simple_ratios_are_exact_and_so_is_a_whole_period():
+    assert shares({"a": 0.8, "b": 0.07, "c": 0.03, "d": 0.1}) == {"a": 80, "b": 7, "c": 3, "d": 10}
+    assert shares({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 1, "b": 1, "c": 1}
+    assert shares({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
+    assert 2**20 % sum(shares({"a": 1, "b": 2**0.5}).values()) == 0
+    with pytest.raises(UserError, match="gives 'b' the weight 1e-09, less than a millionth"):
+        shares({"a": 1.0, "b": 1e-9})
+    counts = [170_000, 80_000, 12_143, 1]
+    assert np.bincount(schedule(counts, sum(counts))).tolist() == counts
+
+
+def test_the_order_of_the_first_release_stays(folder):
+    """A run that was begun by an older version goes on with the same tokens; printed by commit 4385f5b."""
+    assert read(load(folder), 1) == [1096, 3080, 1185, 2024, 1201, 3008, 1152, 2008]
+    assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
 def test_a_batch_holds_consecutive_tokens_and_their_successors(folder):
-    data = load(folder)
-    x, y = data.batch(0, 0, 0, 1)
+    x, y = load(folder).batch(0, 0, 0, 1)
     assert x.shape == y.shape == (2, N_CTX) and x.dtype == y.dtype == torch.int64
     assert x.is_contiguous() and y.is_contiguous()
     assert (y == x + 1).all() and (x == x[:, :1] + torch.arange(N_CTX)).all()
 
 
 def test_ranks_share_a_step_whatever_their_number(folder):
-    """The set of a step's sequences is the same on 1, 2 and 4 ranks, no two ranks read the same place in it."""
+    """A step's sequences are the same on 1, 2 and 4 ranks, in micro-batches of 2 or 4."""
     data = load(folder)
     for step in range(6):
-        alone = [f for micro in range(4) for f in firsts(data.batch(step, micro, 0, 1)[0])]
-        for world_size in (2, 4):
-            dealt = [[firsts(data.batch(step, micro, rank, world_size)[0]) for rank in range(world_size)]
-                     for micro in range(4 // world_size)]
-            assert [f for micro in dealt for rank in micro for f in rank] == alone
+        alone = firsts(data.batch(step, micro, 0, 1) for micro in range(4))
+        for size in (2, 4):
+            assert firsts(data.batch(step, micro, rank, size) for micro in range(4 // size) for rank in range(size)) == alone
+    assert read(load(folder, micro_batch=4), 6) == read(data, 6)
     with pytest.raises(AssertionError):
         data.batch(0, 4, 0, 1)      # a fifth micro-batch would belong to the next step
 
 
 def test_resuming_at_any_step_continues_the_same_stream(folder):
-    data, cpu = load(folder), torch.device("cpu")
-    whole = [(firsts(x), y.tolist()) for x, y in data.stream(0, 6, 1, 2, cpu)]
+    whole = [(x.tolist(), y.tolist()) for x, y in load(folder).stream(0, 6, 1, 2, torch.device("cpu"))]
     assert len(whole) == 12
     for k in range(7):
-        rest = [(firsts(x), y.tolist()) for x, y in load(folder).stream(k, 6, 1, 2, cpu)]
-        assert rest == whole[2 * k:]
-    assert whole == [(firsts(x), y.tolist()) for step in range(6) for micro in range(2)
-                     for x, y in [data.batch(step, micro, 1, 2)]]
+        assert [(x.tolist(), y.tolist()) for x, y in load(folder).stream(k, 6, 1, 2, "cpu")] == whole[2 * k:]
 
 
-def test_seed_decides_the_order_and_micro_batch_does_not(folder):
-    def run(**kwargs):
-        data = load(folder, **kwargs)
-        return [firsts(x) for x, _ in data.stream(0, 6, 0, 1, "cpu")]
-    assert run() == run()
-    assert run(seed=2) != run()
-    assert sum(run(micro_batch=4), []) == sum(run(), [])
-    assert run(mixture={"c": 1, "b": 1, "a": 1}) == run(mixture={"a": 2, "b": 2, "c": 2})
+def test_the_seed_decides_the_order_and_how_a_mixture_is_written_does_not(folder):
+    assert read(load(folder), 6) == read(load(folder), 6) != read(load(folder, seed=2), 6)
+    assert read(load(folder, {"c": 1, "b": 1, "a": 1}), 6) == read(load(folder, {"a": 2, "b": 2, "c": 2}), 6)
 
 
 def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
-    data = load(folder, steps=60)
-    read = {name: [] for name in WINDOWS}
-    for x, _ in data.stream(0, 60, 0, 1, "cpu"):
-        for first in firsts(x):
-            read[source_of(first)].append(first)
-    for i, (name, shards) in enumerate(WINDOWS.items()):
-        n, start, every = sum(shards), 1000 * (i + 1), set()
-        for j, count in enumerate(shards):      # enumerated from the way write_source laid the tokens out
+    found = read(load(folder, steps=60), 60)
+    for i, shards_ in enumerate(WINDOWS.values()):
+        n, start, every = sum(shards_), 1000 * (i + 1), set()
+        for j, count in enumerate(shards_):      # enumerated from the way write_numbered laid the tokens out
             every |= {start + w * N_CTX for w in range(count)}
             start += count * N_CTX + 1 + j % N_CTX
-        epochs = [read[name][e * n:(e + 1) * n] for e in range(len(read[name]) // n)]
+        mine = [first for first in found if first // 1000 == i + 1]
+        epochs = [mine[e * n:(e + 1) * n] for e in range(len(mine) // n)]
         assert len(epochs) >= 3
-        assert all(set(epoch) == every and len(epoch) == n for epoch in epochs), name
-        assert all(one != other for one, other in itertools.pairwise(epochs)), name
-        assert epochs[0] != sorted(every)
+        assert all(set(epoch) == every and len(epoch) == n for epoch in epochs)
+        assert all(one != other for one, other in itertools.pairwise(epochs)) and epochs[0] != sorted(every)
 
 
 def test_a_run_keeps_to_its_mixture(folder):
     data = load(folder, steps=25)
-    assert data.weights == {"a": 0.5, "b": 0.2, "c": 0.3}
-    read = [source_of(f) for x, _ in data.stream(0, 25, 0, 1, "cpu") for f in firsts(x)]
-    assert {name: read.count(name) for name in "abc"} == dict(zip("abc", data.planned.tolist(), strict=True))
-    for i in range(1, len(read)):
-        for name, weight in data.weights.items():
-            assert abs(read[:i].count(name) - weight * i) < 1
+    sources = np.array(read(data, 25)) // 1000 - 1
+    assert data.weights == {"a": 0.5, "b": 0.2, "c": 0.3} and np.bincount(sources).tolist() == data.planned.tolist()
+    for s, weight in enumerate(data.weights.values()):
+        assert np.abs(np.cumsum(sources == s) - weight * np.arange(1, len(sources) + 1)).max() < 1
 
 
 @pytest.mark.parametrize("mixture", [{"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 0.501, "b": 0.2, "c": 0.299}])
 def test_a_run_reads_on_past_its_plan_as_a_longer_run_does(folder, mixture):
     """A rollback moves the data on. The second mixture's period is longer than the short run."""
-    def read(steps, start):
-        data = load(folder, mixture, steps=steps)
-        return [firsts(x) for x, _ in data.stream(start, 40, 0, 1, "cpu")], data.planned.sum(), len(data._table)
-    past, planned, _ = read(2, 1)
-    longer, _, _ = read(40, 1)
-    assert past == longer and planned == 2 * 8
+    short = load(folder, mixture, steps=2)
+    assert read(short, 40, 1) == read(load(folder, mixture, steps=40), 40, 1) and short.planned.sum() == 2 * 8
 
 
 # ----------------------------------------------------------------------------------------------------------- validation
 
 def test_validation_windows_are_fixed_and_evenly_strided(folder):
-    data = load(folder, eval_tokens=20)         # 2.5 windows of 8: three
-    val = data.val("b")
+    val = load(folder, eval_tokens=20).val("b")         # 2.5 windows of 8: three
     x, y = val.batch(0, len(val))
-    assert len(val) == 3 and val.tokens == 24 and val.n_ctx == N_CTX
+    assert len(val) == 3 and val.tokens == 24 and val.n_ctx == N_CTX and val.text_bytes == 4 * 24
     start = 2000 + 7 * N_CTX + 1
-    assert firsts(x) == [start, start + N_CTX, start + 3 * N_CTX] and (y == x + 1).all()    # 0, 5/3, 10/3 rounded down
-    assert firsts(val.batch(2, 99)[0]) == firsts(x)[2:] and val.batch(3, 5)[0].shape == (0, N_CTX)
-    assert val.text_bytes == 4 * 24
+    assert x[:, 0].tolist() == [start, start + N_CTX, start + 3 * N_CTX]    # 0, 5/3, 10/3 rounded down
+    assert (y == x + 1).all() and torch.equal(val.batch(2, 99)[0], x[2:]) and val.batch(3, 5)[0].shape == (0, N_CTX)
     assert len(load(folder, eval_tokens=10**9).val("b")) == 5       # all there are
 
 
@@ -153,62 +197,73 @@ def test_identities_change_with_what_they_name(folder):
     assert (one.train_sha256, one.val_sha256) == (same.train_sha256, same.val_sha256)
     assert load(folder, eval_tokens=8).val_sha256 != one.val_sha256
     for split in "train", "val":
-        path = folder / "a" / "index.json"
-        index = json.loads(path.read_text())
-        index["splits"][split]["shards"][0]["sha256"] = "other"
-        path.write_text(json.dumps(index))
+        splits = json.loads((folder / "a/index.json").read_text())["splits"]
+        splits[split]["shards"][0]["sha256"] = "other"
+        conftest.write_index(folder / "a", splits=splits)
         assert getattr(load(folder), f"{split}_sha256") != getattr(one, f"{split}_sha256")
+
+
+def test_context_of_a_masked_source_is_no_target(tmp_path):
+    """Every batch and validation window against the arrays that were written; three windows of context alone."""
+    rng, splits, wanted, n_targets = np.random.default_rng(0), {}, {}, {}
+    for split, n in ("train", 200 * N_CTX + 3), ("val", 12 * N_CTX + 5):
+        ids, is_context = rng.integers(0, VOCAB, n, dtype=np.uint32), np.repeat(rng.random(n // 4 + 1) < 0.5, 4)[:n]
+        is_context[-3 * N_CTX - 3:] = True
+        splits[split], n_targets[split] = [np.where(is_context, ids | MASK, ids)], int((~is_context).sum())
+        for w in range((n - 1) // N_CTX):
+            at = slice(w * N_CTX + 1, (w + 1) * N_CTX + 1)
+            wanted[tuple(ids[w * N_CTX:(w + 1) * N_CTX])] = np.where(is_context[at], -100, ids[at].astype(int)).tolist()
+    conftest.write_shards(tmp_path / "chat", splits, 3, **OURS, is_masked=True)
+    data = load(tmp_path, {"chat": 1}, steps=25)
+    for step in range(25):
+        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
+        assert all(wanted[tuple(a.tolist())] == b.tolist() for x, y in batches for a, b in zip(x, y, strict=True))
+        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
+    val = load(tmp_path, {"chat": 1}, eval_tokens=10**6).val("chat")
+    x, y = val.batch(0, len(val))
+    assert [wanted[tuple(row.tolist())] for row in x] == y.tolist() and val.targets.tolist() == (y != -100).sum(1).tolist()
+    assert val.tokens == val.targets.sum() and val.targets[-1] == 0
+    assert val.text_bytes == round(val.tokens * 3 * (12 * N_CTX + 5) / n_targets["val"])
+    conftest.write_index(tmp_path / "chat", is_masked=False)     # a mark is no token id
+    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+, but its tokenizer has 60000: the file is damaged"):
+        read(load(tmp_path, {"chat": 1}, steps=25), 25)
+    splits["val"][0] |= MASK
+    conftest.write_shards(tmp_path / "prompts", splits, **OURS, is_masked=True)
+    with pytest.raises(UserError, match="prompts fill all 3 validation windows of model.n_ctx=8 tokens.*raise eval.tokens"):
+        load(tmp_path, {"prompts": 1})
 
 
 # --------------------------------------------------------------------------------------------------------------- stream
 
-def test_leaving_the_stream_ends_its_thread(folder):
-    before = threading.active_count()
-    stream = load(folder).stream(0, 6, 0, 1, "cpu")
+def test_batches_are_prepared_ahead_by_a_thread_that_ends_with_the_stream(folder):
+    data, asked, before = load(folder), [], threading.active_count()
+    data.batch = lambda *place: asked.append(place) or (torch.zeros(1), torch.zeros(1))
+    stream = data.stream(0, 6, 0, 1, "cpu")
     next(stream)
+    until = time.monotonic() + 60
+    while len(asked) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert asked == [(0, 0, 0, 1), (0, 1, 0, 1), (0, 2, 0, 1)]      # one handed out, two ahead
     stream.close()
     assert threading.active_count() == before
 
 
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
-    data = load(folder)
-    source, window = data.locate(np.arange(8 * 6))
+    source, window = load(folder).locate(np.arange(8 * 6))
     path = folder / "c" / "train_00000.bin"
     place = int(np.flatnonzero(source == 2)[3])         # the fourth sequence drawn from c
     tokens = np.fromfile(path, "<u2")
     tokens[window[place] * N_CTX + 3] = VOCAB
     tokens.tofile(path)
     seen = []
-    with pytest.raises(UserError, match=rf"{path} holds the id {VOCAB} near token .*--verify {folder / 'c'}"):
-        for x, _ in load(folder).stream(0, 6, 0, 1, "cpu"):
-            seen.append(x)
-    assert len(seen) == place // 2
+    with pytest.raises(UserError, match=rf"{path} holds the id {VOCAB} near token .*--verify {folder / 'c'}") as caught:
+        for batch in load(folder).stream(0, 6, 0, 1, "cpu"):
+            seen.append(batch)
+    assert len(seen) == place // 2, "all batches before it were served"
+    assert caught.value.__notes__, "train.py prints it on this rank, which may be the only one that read the shard"
 
 
-def test_batches_are_prepared_ahead(folder):
-    data, asked = load(folder), []
-    data.batch = lambda *place: asked.append(place) or (torch.zeros(1), torch.zeros(1))
-    stream = data.stream(0, 6, 0, 1, "cpu")
-    next(stream)
-    for _ in range(200):
-        if len(asked) >= 3:
-            break
-        time.sleep(0.01)
-    assert asked == [(0, 0, 0, 1), (0, 1, 0, 1), (0, 2, 0, 1)]      # one handed out, two ahead
-    stream.close()
-
-
-# ------------------------------------------------------------------------------------------------------------- damage
-
-def hashed(folder):
-    """The folder's indexes with the true SHA-256 of each shard, which write_source() leaves out."""
-    for path in folder.glob("*/index.json"):
-        index = json.loads(path.read_text())
-        for shard in (shard for split in index["splits"].values() for shard in split["shards"]):
-            shard["sha256"] = hashlib.sha256((path.parent / shard["file"]).read_bytes()).hexdigest()
-        path.write_text(json.dumps(index))
-    return folder
-
+# --------------------------------------------------------------------------------------------------------------- damage
 
 def flip(path, bit):
     content = bytearray(path.read_bytes())
@@ -217,11 +272,8 @@ def flip(path, bit):
 
 
 def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(folder):
-    hashed(folder)
-    shards = sorted(folder.glob("*/*.bin"))
-    assert len(shards) == 7
     rng = np.random.default_rng(0)
-    for path in shards:
+    for path in (paths := sorted(folder.glob("*/*.bin"))):
         for bit in (0, 8 * path.stat().st_size - 1, int(rng.integers(8 * path.stat().st_size))):
             flip(path, bit)
             found = []
@@ -234,42 +286,42 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(fol
                     found.append(str(error))
             assert len(found) == 1 and str(path) in found[0] and "goes on from the last checkpoint" in found[0]
             flip(path, bit)
+    assert len(paths) == 7
     data = load(folder)
     data.verify(0, 1)
     data.verified()
 
 
 def test_the_stream_ends_at_the_first_batch_after_damage_is_known(folder):
-    path = hashed(folder) / "b" / "val_00000.bin"
-    flip(path, 5)
+    flip(folder / "b/val_00000.bin", 5)
     data = load(folder)
     stream = data.stream(0, 6, 0, 1, "cpu")
     next(stream)
     data.verify(0, 1)
-    data._verification.wait()
     threads = threading.active_count()
-    with pytest.raises(UserError, match=f"{path} is damaged"):
+    with pytest.raises(UserError, match="val_00000.bin is damaged"):
+        data.verified()
+    with pytest.raises(UserError, match="val_00000.bin is damaged"):
         next(stream)
     assert threading.active_count() < threads, "the preparing thread has ended"
 
 
-def test_verification_does_not_hold_up_the_stream(folder, monkeypatch):
-    """The first batches come while the hashes are still being computed, and no thread keeps the process from ending."""
+def test_verification_delays_neither_the_stream_nor_the_exit(folder, monkeypatch):
     go_on = threading.Event()
-    monkeypatch.setattr(runtime.shards, "_damage", lambda shard: go_on.wait(60) and None)
+    monkeypatch.setattr(shards, "shard_damage", lambda shard: go_on.wait(60) and None)
     data = load(folder)
     data.verify(0, 1)
     assert len(list(data.stream(0, 6, 0, 1, "cpu"))) == 24
-    assert data._verification._thread.is_alive() and data._verification._thread.daemon
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "verify"] == [True]
     go_on.set()
     data.verified()
 
 
 @pytest.mark.parametrize("error", [OSError(5, "Input/output error", "train_00000.bin"), MemoryError("no memory")])
-def test_a_shard_that_could_not_be_hashed_does_not_pass_for_a_sound_one(folder, monkeypatch, error):
+def test_a_shard_that_could_not_be_hashed_does_not_pass_as_sound(folder, monkeypatch, error):
     def fail(shard):
         raise error
-    monkeypatch.setattr(runtime.shards, "_damage", fail)
+    monkeypatch.setattr(shards, "shard_damage", fail)
     data = load(folder)
     data.verify(0, 1)
     with pytest.raises(type(error)):
@@ -278,70 +330,161 @@ def test_a_shard_that_could_not_be_hashed_does_not_pass_for_a_sound_one(folder, 
         next(data.stream(0, 6, 0, 1, "cpu"))
 
 
-# ------------------------------------------------------------------------------------------------------------- bad data
+def test_training_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, tmp_path, capsys):
+    """The run ends with the file's name before its first checkpoint, and goes on once the bit is back."""
+    for seed, source in enumerate(("web", "code")):
+        conftest.write_source(tmp_path / "data" / source, seed)
+    short = replace(tiny, steps=2, checkpoint=replace(tiny.checkpoint, every=1),
+                    data=replace(tiny.data, dir=str(tmp_path / "data")))
+    flip(tmp_path / "data/code/val_00000.bin", 16 * 777)        # the lowest bit of a token
+    refused = conftest.call_train(capsys, short, tmp_path)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "code/val_00000.bin is damaged: its sha256 is not the one in index.json; restore the file" in refused.stderr
+    assert not (short.run_dir / "summary.json").exists() and not list(short.run_dir.glob("checkpoints/step_*"))
+    flip(tmp_path / "data/code/val_00000.bin", 16 * 777)
+    assert conftest.call_train(capsys, short, tmp_path).returncode == 0
 
-def refusal(folder, *args, sha=SHA, **kwargs):
+
+# -------------------------------------------------------------------------------------------------------------- refusals
+
+def refusal(folder, *args, **kwargs):
     with pytest.raises(UserError) as caught:
-        open_data(config(folder, *args, **kwargs), sha)
+        load(folder, *args, **kwargs)
     return str(caught.value)
 
 
 def test_more_than_the_data_allows_is_refused(folder):
     said = refusal(folder, steps=40, max_epochs=1.5)        # 64 sequences of b, which has 7 windows
     assert "plans 512 tokens of b, but" in said and "has 56: 9.14 epochs, and data.max_epochs=1.5" in said
-    assert "set data.max_epochs=9.15, or steps=6 at most" in said
-    assert said.count("\n") == 2, "a and c are short as well"
+    assert "set data.max_epochs=9.15, or steps=6 at most" in said and said.count("\n") == 2, "a and c are short as well"
     load(folder, {"b": 1.0}, steps=7, sequences=2, max_epochs=2)
     assert "steps=7 at most" in refusal(folder, {"b": 1.0}, steps=8, sequences=2, max_epochs=2)
 
 
-def test_a_missing_source_names_the_others_and_the_command(folder):
-    said = refusal(folder, {"a": 1, "ghost": 1})
-    assert "there is no" in said and "holds a, b, c" in said and f"python prepare_data.py demo out={folder}" in said
-    assert "name=ghost" in refusal(folder / "nowhere", {"ghost": 1})
-
-
-def test_shards_of_another_tokenizer_are_refused(folder):
-    assert "was made with other rules of tokenizer=byte (0123abcd..., not ffff...)" in refusal(folder, sha="ffff")
-    path = folder / "b" / "index.json"
-    path.write_text(path.read_text().replace('"byte"', '"gpt2"'))
-    assert "b was made with tokenizer=gpt2, but data.tokenizer=byte: set data.tokenizer=gpt2" in refusal(folder)
-
-
-@pytest.mark.parametrize("damage", ["truncated", "longer", "missing", "folder"])
-def test_a_damaged_shard_names_file_size_and_command(folder, damage):
-    path = folder / "a" / "train_00001.bin"
-    size = path.stat().st_size
-    if damage == "truncated":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif damage == "longer":
-        path.write_bytes(path.read_bytes() + b"\0\0")
-    else:
-        path.unlink()
-    if damage == "folder":
-        path.mkdir()
-    said = refusal(folder)
-    assert str(path) in said and f"promises {size} bytes" in said and f"prepare_data.py --verify {folder / 'a'}" in said
-
-
 def test_too_little_text_for_a_window_is_refused(tmp_path):
-    write_source(tmp_path / "short", (0,), 0, val_windows=0)
+    write_numbered(tmp_path / "short", (0,), 0, val_windows=0)
     said = refusal(tmp_path, {"short": 1})
     assert "1 train tokens, too few for one window of model.n_ctx=8" in said and "1 val tokens" in said
 
 
-@pytest.mark.parametrize("name", ["web/train_00000.bin", "code/val_00000.bin"])
-def test_training_itself_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, tmp_path, capsys, name):
-    """Sizes and ids are all possible; the run ends with the file's name before its first checkpoint, and goes on once the
-    bit is back."""
-    for seed, source in enumerate(("web", "code")):
-        conftest.write_source(tmp_path / "data" / source, seed)
-    short = replace(tiny, steps=2, checkpoint=replace(tiny.checkpoint, every=1),
-                    data=replace(tiny.data, dir=str(tmp_path / "data")))
-    flip(tmp_path / "data" / name, 16 * 777)        # the lowest bit of a token
-    refused = conftest.call_train(capsys, short, tmp_path)
-    assert refused.returncode == 2 and "Traceback" not in refused.stderr
-    assert f"{name} is damaged: its sha256 is not the one in index.json; restore the file" in refused.stderr
-    assert not (short.run_dir / "summary.json").exists() and not list(short.run_dir.glob("checkpoints/step_*"))
-    flip(tmp_path / "data" / name, 16 * 777)
-    assert conftest.call_train(capsys, short, tmp_path).returncode == 0
+def test_shards_of_another_tokenizer_are_refused(folder):
+    assert "another tokenizer than data.tokenizer=./some/folder (0123abcd..., not ffff...)" in refusal(folder, sha="ffff")
+    conftest.write_index(folder / "b", tokenizer="gpt2")
+    assert "b was made with tokenizer=gpt2, but data.tokenizer=./some/folder: set data.tokenizer=gpt2" in refusal(folder)
+    conftest.write_index(folder / "b", tokenizer="folder", vocab_size=VOCAB + 1)
+    assert "b holds ids below 60001, but model.vocab_size=60000: set model.vocab_size=60001" in refusal(folder)
+
+
+def test_a_missing_source_is_told_how_to_make_it(folder):
+    said = refusal(folder, {"a": 1, "ghost": 1})
+    assert "there is no" in said and "holds a, b, c" in said and f"python prepare_data.py demo out={folder}" in said
+    assert f"`python prepare_data.py local FILE... name=ghost out={folder}`" in said
+    assert f"`python prepare_data.py arxiv out={folder}`" in refusal(folder, {"arxiv": 1})
+    (folder / "arxiv/parts").mkdir(parents=True)
+    assert "arxiv is unfinished, the command that began it goes on with it" in refusal(folder, {"arxiv": 1})
+    assert tuple(MIXTURE) == shards.MIXTURE
+
+
+@pytest.mark.parametrize("how", ["truncated", "longer", "missing", "folder"])
+def test_a_shard_of_another_size_names_file_size_and_command(folder, how):
+    path = folder / "a" / "train_00001.bin"
+    content = path.read_bytes()
+    path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how != "missing":
+        path.write_bytes(content[:-1] if how == "truncated" else content + b"\0\0")
+    said = refusal(folder)
+    assert str(path) in said and f"promises {len(content)} bytes" in said and f"prepare_data.py --verify {folder / 'a'}" in said
+
+
+# ---------------------------------------------------------------------------------------------------------- index.json
+
+def test_the_index_is_read_as_it_is_written(tmp_path):
+    facts = {"duplicates": {"a": 2, "other": 1}, "empty": 1, "contaminated": 4, "is_whole": False, "budget": 150,
+             "decontaminated_against": [{"file": "e.jsonl", "sha256": "0"}], "selection": {"column": "text"},
+             "skipped": [{"file": "x.gz", "reason": "cut short"}], "files": ["y.gz"], "license": "l"}
+    write_numbered(tmp_path / "a", (20, 11), 1000, **facts)
+    path = tmp_path / "a" / "index.json"
+    index, by_hand = read_index(tmp_path / "a"), json.loads(path.read_text())
+    assert {key: getattr(index, key) for key in facts} == facts
+    assert (index.tokenizer, index.vocab_size, index.dtype, index.is_masked) == ("folder", VOCAB, "<u2", False)
+    assert [shard.path.name for shard in index.splits["train"].shards] == ["train_00000.bin", "train_00001.bin"]
+    assert index.splits["train"].tokens == 20 * N_CTX + 1 + 11 * N_CTX + 2
+    shards.write_index(tmp_path / "a", {key: by_hand[key] for key in by_hand if key not in ("format_version", "dtype", "sha256")})
+    assert json.loads(path.read_text()) == by_hand and read_index(tmp_path / "a") == index
+    shard = by_hand["splits"]["train"]["shards"][0]
+    shard["file"] = "../b/" + shard["file"]
+    conftest.write_index(tmp_path / "a", splits=by_hand["splits"])
+    assert read_index(tmp_path / "a") == index, "no index names files of another folder"
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"null", b"[]", b'"text"', b"7", b"\xff\xfe\x00", b"[" * 100_000, b"NaN", b'{"format_version": 1}',
+    b'{"format_version": 2}', b'{"format_version": 3}'], ids=lambda c: repr(c[:20]))
+def test_an_index_that_is_none_is_a_sentence(folder, content):
+    (folder / "a/index.json").write_bytes(content)
+    assert (said := refusal(folder)).startswith(str(folder / "a/index.json")) and "\n" not in said
+
+
+def test_no_flipped_bit_of_an_index_stays_unseen(folder):
+    """One in each byte; except in white space, where a flip that leaves it JSON changes nothing."""
+    path = folder / "a" / "index.json"
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=1))     # another layout is no edit
+    sound, meant, unseen = path.read_bytes(), read_index(folder / "a"), []
+    for bit in np.arange(len(sound)) * 8 + np.random.default_rng(0).integers(0, 8, len(sound)):
+        flip(path, int(bit))
+        try:
+            assert read_index(folder / "a") == meant
+            unseen.append(bit)
+        except UserError as error:
+            assert str(folder / "a") in str(error) and "\n" not in str(error)
+        path.write_bytes(sound)
+    assert all(chr(sound[bit // 8]).isspace() for bit in unseen) and len(unseen) < len(sound) / 10
+
+
+@pytest.mark.parametrize("key, value", [("license", "MIT"), ("note", "mine"), ("budget", 7), ("duplicates", {"a": 1})])
+def test_an_edited_index_is_refused(folder, key, value):
+    path = folder / "a" / "index.json"
+    index = json.loads(path.read_text())
+    for edited in index | {key: value}, {k: v for k, v in index.items() if k != "sha256"}:
+        path.write_text(json.dumps(edited))
+        assert "index.json is damaged (it is not what was written" in refusal(folder)
+    conftest.write_index(folder / "a", note="of another program")
+    assert "index.json is damaged (TypeError(" in refusal(folder)
+
+
+@pytest.mark.parametrize("name", ["hashes.npy", "train_00000.bin", "val_00000.bin"])
+def test_damage_names_the_file(folder, name):
+    assert list(damage(folder / "a")) == []
+    flip(folder / "a" / name, 8 * (folder / "a" / name).stat().st_size - 1)
+    (sentence,) = damage(folder / "a")
+    assert sentence.startswith(f"{folder / 'a' / name} is damaged: ")
+    (folder / "a" / name).unlink()
+    (sentence,) = damage(folder / "a")
+    assert f"{folder / 'a' / name} is missing" in sentence
+    if name == "hashes.npy":
+        read_index(folder / "a")     # training does not need it
+
+
+# ------------------------------------------------------------------------------------------------------------- new files
+
+def test_a_new_file_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a"
+    with pytest.raises(KeyError), new_file(path) as file:
+        file.write(b"half")
+        raise KeyError
+    assert not list(tmp_path.iterdir())
+    with new_file(path) as file:
+        file.write(b"whole")
+        assert not path.exists()
+    assert path.read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
+    assert shards.file_sha256(path) == hashlib.sha256(b"whole").hexdigest()
+
+
+def test_only_our_own_files_are_removed(folder):
+    foreign = ["my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"]
+    for name in ["train_00002.bin.tmp", "index.json.tmp", "hashes.npy.tmp", *foreign]:
+        (folder / "a" / name).touch()
+    remove_shards(folder / "a")
+    assert sorted(path.name for path in (folder / "a").iterdir()) == foreign

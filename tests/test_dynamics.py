@@ -381,8 +381,8 @@ def test_a_run_of_one_probe_with_everything_zero_is_drawn(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "no run given"), (["--fp8"], "'--fp8' is not understood"), (["--fp8", "a", "--fp8", "b"], "once"),
-    (["--fp8", "a", "dpi=3"], "'dpi=3' is not understood"), (["--fp8", "nowhere"], "nowhere is no folder"),
+    ([], "run is missing"), (["--fp8"], "run is missing"), (["--fp8", "a", "--fp8", "b"], "given twice"),
+    (["--fp8", "a", "dpi=3"], "there is no key 'dpi'"), (["--fp8", "nowhere"], "nowhere is no folder"),
 ])
 def test_mistakes_get_a_sentence(capsys, arguments, words):
     code, out, err = draw(capsys, *arguments)

@@ -298,7 +298,7 @@ def test_tasks_of_the_users_own(run, capsys, tmp_path):
 
 @pytest.mark.parametrize("arguments, sentence", [
     ([], "tasks is missing: give tasks=VALUE"),
-    (["tasks="], "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"),
+    (["tasks=,"], "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"),
     (["task=demo"], "there is no key 'task'; did you mean 'tasks'?"),
     (["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
     (["tasks=demo", "limit=ten"], "limit='ten' is not a whole number"),

@@ -522,7 +522,7 @@ def test_caption_says_how_intervals_and_frontier_are_made(branches):
 
 def test_the_command_answers_and_refuses(capsys):
     assert main(["--help"]) == 0 and "--fp8" in capsys.readouterr().out
-    assert main([]) == 2 and "no run given" in capsys.readouterr().err
+    assert main([]) == 2 and "run is missing" in capsys.readouterr().err
 
 
 def test_human():

@@ -106,17 +106,16 @@ def test_a_cache_of_links_is_read(llama, tmp_path):
 
 def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     checkpoint = import_checkpoint(str(source), str(tmp_path / "out/run"))
-    manifest, config = read_manifest(checkpoint), read_config(tmp_path / "out/run")
+    config = read_config(tmp_path / "out/run")
     sha256 = load_tokenizer(config.data.tokenizer).sha256
     new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
                   data=replace(config.data, tokens_per_step=64))
-    begin.check(new, manifest, sha256)
     with pytest.raises(UserError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
-        begin.check(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), manifest, sha256)
+        begin.branch(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256, {}, None)
     assert "n_ctx is" not in str(caught.value)
     write_tokenizer(source, bos=None)
     with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
-        begin.check(new, manifest, load_tokenizer(str(source)).sha256)
+        begin.branch(new, load_tokenizer(str(source)).sha256, {}, None)
     tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
     assert begin.branch(new, sha256, tensors, None)[0] == checkpoint
     assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()

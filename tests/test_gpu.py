@@ -21,7 +21,7 @@ from runtime.guard import diagnose
 from runtime.log import Meter
 from tests.conftest import call_train, run_train, with_recipe
 from tests.faults import record
-from tests.test_diagnosis import run_work
+from tests.test_guard import run_work
 
 pytestmark = pytest.mark.gpu
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]

@@ -9,6 +9,7 @@ import pytest
 from eval_runs import TINY, build, build_lm, build_run, request, write_shards
 
 from eval import harness, held_out
+from tests.conftest import write_index
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ def test_a_model_that_reads_the_context_is_told_apart(run):
     (lambda f: (f / "index.json").unlink(), "there is no data/code/index.json (data holds prose): make it with"),
     (lambda f: (f / "index.json").write_text("{"), "data/code/index.json cannot be read"),
     (lambda f: (f / "index.json").write_text('{"tokenizer": "byte", "splits": []}'), "data/code/index.json is damaged"),
-    (lambda f: (f / "index.json").write_text((f / "index.json").read_text().replace('"byte"', '"gpt2"')),
+    (lambda f: write_index(f, tokenizer="gpt2"),
      "was made with the tokenizer 'gpt2', the run was trained with 'byte'"),
     (lambda f: (f / "val_00001.bin").write_bytes(b"\0\1"), "data/code/val_00001.bin has 2 bytes, but data/code/index.json"),
     (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"),

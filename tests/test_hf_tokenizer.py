@@ -227,7 +227,7 @@ def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
 
 def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
     sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
-    with pytest.raises(UserError, match="made with another tokenizer than the one in .*: set data.tokenizer to the folder of"):
+    with pytest.raises(UserError, match="made with another tokenizer than data.tokenizer=.*: set data.tokenizer to"):
         open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
     with pytest.raises(UserError, match="was made with tokenizer=folder, but data.tokenizer=gpt2: set data.tokenizer=the path"):
         open_data(config(prepared, "gpt2", 50257), load_tokenizer("gpt2").sha256)

@@ -256,7 +256,7 @@ def test_one_sequence_in_a_source_has_no_standard_error():
     (sample, ["hi", "fp8=auto", "dtype=float32"], "fp8=auto multiplies FP8 into BF16"),
     (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"),
     (precision, ["recipes=off"], "recipes=off must name FP8 recipes"),
-    (precision, ["recipes="], "recipes= must name FP8 recipes"),
+    (precision, ["recipes=,"], "recipes= must name FP8 recipes"),
     (precision, ["recipes=rowwise,rowwise"], "each once"),
     (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1"),
     (precision, ["limit=3"], "tasks= names none"),

@@ -1,269 +1,319 @@
-"""The planner's command: its inputs, its advice by hand, its sentences."""
+"""--plan against hand counts and invented measurements; data.micro_batch=auto with invented trials and real ones."""
 
 import json
+import os
 import re
+import resource
+import stat
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from runtime.config import load_config
-from runtime.plan import ASSUMED_MFU
-from runtime.plan import plan as train_plan
-from scaling import plan
-from scaling.budget import read_gap, read_law, tokens
-from scaling.design import RHO
-from scaling.published import EPOCH
-from scaling.study import expand, load_study
-from tests.conftest import ROOT
-from tests.plan_cases import BUDGET, correlated, write_law
-from tests.scaling_runs import write_run
+from model import GPT
+from runtime import fp8, plan
+from runtime.cli import MachineError, UserError
+from runtime.config import FP8Config, load_config
+from runtime.parallel import World
+from runtime.plan import NO_FIT, Trial, candidates, measure, resolve_micro_batch, search, try_one
+from runtime.rows import write_json
+from scaling.study import Size, Study, expand
+from tests.conftest import ROOT, call_train, with_recipe, write_config
+
+CPU = torch.device("cpu")
+ALONE = World(0, 0, 1, CPU)
+FULL = Trial(failure=NO_FIT)
+BROKEN = Trial(failure="the trial ended with exit code 7 (RuntimeError: a kernel's offset)")
+FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
-def test_the_bound_on_the_speedup_is_train_pys(tmp_path):
-    sizes, notes = plan.read_sizes(plan._parse(BUDGET))
-    assert any("upper bound" in note for note in notes)
-    for size in sizes:
-        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16, tmp_path))
-        assert f"{size.speedup:.2f}x" in lines
-        hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
-        steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens
-        assert steps / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
+# --------------------------------------------------------------------------------------------------------------- --plan
+
+def planned(folder, config, rows=(), gpu="h100"):
+    """The plan as text, with these rows of bench/throughput.py in its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "h100.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return "\n".join(plan.plan(config, gpu, torch.bfloat16, folder))
 
 
-def test_training_llama_on_is_planned_before_anything_is_there(tmp_path):
+def hours_of(page):
+    return {name: float(h) for name, h in re.findall(r"^  (BF16|FP8)(?:, at the very best)? +([\d.]+) h", page, re.M)}
+
+
+def test_llama_by_hand(tmp_path):
     config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
     assert config.accumulation(4) == 4 and config.optim.warmup_steps(config.total_steps) == 100
-    lines = train_plan(config, "h100", torch.bfloat16, tmp_path)
-    text = "\n".join(lines)
-    assert f"{8_030_261_248:,}" in text and "of 131,072 tokens, context 4096" in text      # the published count
-    assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in text
-    assert "layers.*.mlp.down     14336 x 4096   x32  -> tensorwise" in text
-    size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", text, re.M)}
-    weights = 4 * 8_030_261_248 / 2**30
-    assert size["weights"] == pytest.approx(weights / 4, abs=0.01) and size["optimizer"] == pytest.approx(weights / 2, abs=0.01)
-    assert size["gradients"] == pytest.approx(weights, abs=0.01)        # they accumulate unsharded
-    assert size["sum"] < 72
-    assert "6 kept = 538.5 GiB" in text, "the last five and the best"
-    assert size["training tokens"] == pytest.approx(4 * 131.072e6 / 2**30, abs=0.01)       # ids beyond 16 bits
-    kept = load_config(ROOT / "configs/continue_llama.py", ["parallel.recompute=false"])
-    hours = [float(re.search(r"BF16 +([\d.]+) h", "\n".join(train_plan(c, "h100", torch.bfloat16, tmp_path)))[1])
-             for c in (config, kept)]
-    assert hours[0] / hours[1] == pytest.approx(4 / 3, abs=0.1)         # the forward pass is a third of the FLOPs
+    page = planned(tmp_path, config)
+    assert f"{8_030_261_248:,}" in page and "of 131,072 tokens, context 4096" in page      # the published count
+    assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in page
+    assert "layers.*.mlp.down     14336 x 4096   x32  -> tensorwise" in page
+    size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", page, re.M)}
+    weights, embedding, tokens = 4 * 8_030_261_248 / 2**30, 2 * 128256 * 4096, 2 * 4096
+    blocks = 8_030_261_248 - embedding
+    assert size == pytest.approx({
+        "weights": weights / 4, "optimizer": weights / 2, "gradients": weights,      # which accumulate unsharded
+        "gathered": (2 * blocks * 2 / 32 + 4 * embedding) / 2**30,
+        "activations": tokens * (32 * 2 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
+        "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30, "sum": size["sum"],
+        "checkpoint": 3 * weights, "training tokens": 4 * 131.072e6 / 2**30}, abs=0.01)     # ids beyond 16 bits
+    assert size["sum"] < 72 and "6 kept = 538.5 GiB" in page, "the last five and the best"
+    kept = planned(tmp_path, replace(config, parallel=replace(config.parallel, recompute=False)))
+    assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)     # the forward pass is a third
+    flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
+    assert hours_of(kept)["BF16"] == pytest.approx(flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051)
+    assert "hours: name a GPU" in planned(tmp_path, config, gpu="")
+    assert "a100 has no FP8 matmuls: this run is refused there" in planned(tmp_path, config, gpu="a100")
+    with pytest.raises(UserError, match="the peak of that GPU is not in"):
+        planned(tmp_path, config, gpu="h10")
 
 
-def output(capsys, *arguments, budget=BUDGET, code=0):
-    assert plan.main([*budget, *map(str, arguments)]) == code
-    out, err = capsys.readouterr()
-    return err if code else out
+def speed_rows(run="one", gpu="NVIDIA H100 80GB HBM3", T=1024, micro_batch=16, t="2026-12-01T00:00:00Z", **tok_per_s):
+    """A run of bench/throughput.py with a cell of FP8_RUN's model at T for each label; the numbers are invented."""
+    with torch.device("meta"):
+        counts = GPT(replace(FP8_RUN.model, n_ctx=T)).counts()
+    keys = ("params_total", "params_matmul", "flops_per_token")
+    return [{"kind": "run", "run": run, "t": t, "gpu": gpu, "commit": "0123456789abcdef", "dirty": False},
+            *({"kind": "cell", "run": run, "size": "1p5b", "label": label, "T": T, "micro_batch": micro_batch, "valid": True,
+               "tok_per_s": speed, **{key: counts[key] for key in keys}} for label, speed in tok_per_s.items())]
 
 
-def test_own_law_brings_an_interval_and_knows_what_is_done(tmp_path, capsys):
-    law = read_law(str(write_law(tmp_path)))
-    loss, low, high = law.fit.interval_at(1.5e9, 30e9, new_run=True)
-    assert low < EPOCH.loss(1.5e9, 30e9) < high and law.compute[1] == pytest.approx(6 * 350e6**2 * 40)
-    out = output(capsys, f"law={tmp_path / 'law.json'}")
-    assert "16 runs of 16 trajectories in bf16" in out and "16 runs done" in out
-    assert re.search(r"BF16 .*2\.4\d+ \(2\.\d+ to 2\.\d+\)", out)
-    assert "a wide prior" not in out and "gpt125m at 20 " not in out and "gpt760m at 20" in out
+def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
+    rows = speed_rows(bf16=50e3, tensorwise=65e3)
+    page = planned(tmp_path, FP8_RUN, rows)
+    matmul, attention = 6 * (28 * 2048 * (6144 + 2048 + 2 * 5632 + 5632) + 50304 * 2048), 12 * 28 * 2048
+    here, there = matmul + attention * 2048, matmul + attention * 1024
+    tokens = FP8_RUN.total_tokens
+    for arm, speed in (("BF16", 50e3), ("FP8", 65e3)):
+        assert hours_of(page)[arm] == pytest.approx(tokens / (speed * there / here) / 3600, abs=0.051)
+    assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 on one NVIDIA H100 80GB HBM3" in page
+    assert "T=1024 scaled by FLOPs per token" in page and "h100.jsonl, commit 0123456789)" in page
+    assert "assumed" not in page and "at the very best" not in page
+    same = planned(tmp_path, FP8_RUN, speed_rows(T=2048, bf16=50e3))
+    assert hours_of(same)["BF16"] == pytest.approx(tokens / 50e3 / 3600, abs=0.051) and "scaled" not in same
+    assert "at the very best" in same, "FP8 was not measured: bounded, from the measured BF16"
+    eight = planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)), rows)
+    assert hours_of(eight) == pytest.approx({arm: h / 8 for arm, h in hours_of(page).items()}, abs=0.06)
+    assert "what GPUs send each other not counted" in eight
 
 
-def test_branches_of_few_trunks_widen_the_interval_or_leave_none(tmp_path, capsys):
-    alone = read_law(str(write_law(tmp_path))).fit.interval_at(1.5e9, 30e9)
-    law = read_law(str(write_law(tmp_path, trunks=[f"trunk{i // 2}" for i in range(16)])))
-    assert law.fit.interval == "cluster" and "16 runs of 8 trajectories" in law.note
-    clustered = law.fit.interval_at(1.5e9, 30e9)
-    assert clustered[2] - clustered[1] != pytest.approx(alone[2] - alone[1], rel=1e-3)
-    law = read_law(str(write_law(tmp_path, trunks=[f"trunk{i // 8}" for i in range(16)])))
-    assert law.fit is None and "no interval, because the law rests on single trajectories" in law.note
-    out = output(capsys, f"law={tmp_path / 'law.json'}")
-    assert re.search(r"BF16 .*2\.4\d+(   |$)", out, re.M) and " to 2." not in out and "no interval, because" in out
+def test_only_rows_of_that_gpu_model_and_recipe_count(tmp_path):
+    head, bf16, tensorwise = rows = speed_rows(bf16=50e3, tensorwise=65e3)
+    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"params_matmul": 1}, {"flops_per_token": 1e9},
+                   {"flops_per_token": 1e11}, {"run": "another"}, {"kind": "failed"}):
+        assert "an assumed mfu_bf16 of 45%" in planned(tmp_path, FP8_RUN, [head, bf16 | change]), change
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H200", None):
+        assert "assumed" in planned(tmp_path, FP8_RUN, [head | {"gpu": name}, bf16])
+    assert "measured" in planned(tmp_path, FP8_RUN, [head | {"gpu": "NVIDIA H200"}, bf16], "h200")
+    for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}, {"first_bf16": 1}):
+        assert "at the very best" in planned(tmp_path, replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change)), rows), change
+    both = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, head=True, kernels=True))
+    assert "at the very best" not in planned(tmp_path, both, [head, tensorwise | {"label": "tensorwise+kernels+head"}])
+    assert "assumed" in planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, compile=False)), rows)
 
 
-def test_a_law_that_does_not_reach_is_marked(tmp_path, capsys):
-    out = output(capsys)
-    rows = {line.split()[0]: line for line in out.splitlines() if line.startswith("  gpt") and "%" in line}
-    assert re.search(r"extrapolation: 17,222 tokens per parameter, the law's points have 0\.456 to 341$", rows["gpt50m"])
-    assert "extrapolation" not in rows["gpt350m"] + rows["gpt1p5b"] and "beyond the sizes that speed is known for" in out
-    out = output(capsys, f"law={write_law(tmp_path, sizes=(1e6, 2e6, 4e6, 8e6))}")
-    assert re.search(r"gpt1p5b .*extrapolation: [\d.e+]+ times the law's largest compute", out)
-    law = read_law(str(tmp_path / "law.json"))
-    largest = 6 * 8e6**2 * 40
-    assert law.beyond(8e6, 40 * 8e6) == "" and law.beyond(8e7, 10 * 3.2e7) == "10 times the law's largest compute"
-    assert law.beyond(8e7, 99 * 3.2e7).startswith("99 times")
-    assert law.beyond(101 * largest / 6 / 2e9, 2e9).startswith("extrapolation: 101 times")
-    assert law.beyond(1e6, 121e6).startswith("extrapolation: 121 tokens per parameter") and law.beyond(1e6, 119e6) == ""
-    assert law.beyond(1e4, 1e5).startswith("extrapolation: 0.0002 of the law's smallest compute")
+def test_the_newest_row_of_the_closest_micro_batch_counts(tmp_path):
+    rows = [*speed_rows(run="new", t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
+            *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3),
+            *speed_rows(run="many", T=2048, micro_batch=32, bf16=50e3)]
+    again = speed_rows(run="again", t="2026-12-03T00:00:00Z", T=2048, micro_batch=4, bf16=30e3)
+    assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
+    assert "measured, 60,000 tok/s as bf16 at micro-batch 4" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
+    page = planned(tmp_path, auto(FP8_RUN), rows)
+    assert "measured, 60,000" in page and "micro-batch 1 (auto: the start tries larger ones)" in page
+    assert "measured, 50,000" in planned(tmp_path, auto(FP8_RUN), [*rows, *again]), "what was measured again replaces the older"
 
 
-def test_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
-    """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is FP8's gap there."""
-    law = write_law(tmp_path, identified=False, sizes=(33e3, 74e3, 131e3, 200e3))
-    measured = {"mean": 0.3, "low": 0.1, "high": 0.5}
-    precision = {"common": {"tensorwise": {"bf16": measured}}, "sizes": [
-        {"recipe": "tensorwise", "params_total": N} for N in (33_000, 131_000)] + [{"recipe": "rowwise", "params_total": 10**9}]}
-    (tmp_path / "precision.json").write_text(json.dumps(precision))
-    out = output(capsys, f"law={law}")
-    assert "16 of the 16 runs done are left out, at 33k to 200k parameters" in out and "after 0 runs done" in out
-    assert "at 33k to 131k parameters alone" in out and "FP8's losses count none" in out
+# ------------------------------------------------------------------------------------------------- data.micro_batch=auto
 
-    def losses(text):
-        return re.findall(r"  gpt1p5b .*", text)[0]
-    without = output(capsys)
-    assert losses(out) == losses(without)
-    advice = out[out.index("which extra run"):].splitlines()
-    assert advice[3:] == without[without.index("which extra run"):].splitlines()[2:]
-    changed = {key: 2 * getattr(EPOCH, key) for key in ("E", "A", "B")} | {"alpha": 0.5, "beta": 0.5, "identified": True, "n": 16}
-    small = write_law(tmp_path, sizes=(33e3, 74e3, 131e3, 200e3), groups={"bf16": {"laws": {"chinchilla": changed}}})
-    own = output(capsys, f"law={small}")        # a law of such runs alone does not judge the design either
-    assert own[own.index("which extra run"):].splitlines()[3:] == advice[3:] and "so Epoch's law judges" in own
-    precision["sizes"].append({"recipe": "tensorwise", "params_total": 123_587_328})
-    (tmp_path / "precision.json").write_text(json.dumps(precision))
-    assert "+0.300 % for tensorwise" in output(capsys, f"law={law}")
-    # runs at a size that counts stay beside the others
-    out = output(capsys, f"law={write_law(tmp_path, sizes=(33e3, 50e6, 125e6, 7e9))}")
-    assert "8 of the 16 runs done are left out, at 33k to 7B parameters" in out and "after 8 runs done" in out
+def auto(config, **data):
+    return replace(config, data=replace(config.data, **{"micro_batch": "auto", **data}))
 
 
-def test_an_unidentified_law_falls_back_and_says_so(tmp_path, capsys):
-    out = output(capsys, f"law={write_law(tmp_path, identified=False)}")
-    assert "identifies no L(N, D) (all points lie on one ray)" in out and "Besiroglu" in out
-    assert "Besiroglu" in output(capsys)
+@pytest.mark.parametrize("trials, first, best, order", [
+    ({1: 10, 2: 20, 4: 30, 8: FULL, 16: 50}, 0, 4, [1, 2, 4, 8]),               # nothing beyond one that fails is tried
+    ({1: 10, 2: 20, 4: 30}, 0, 4, [1, 2, 4]),
+    ({1: 10, 2: 20, 4: 19, 8: 18, 16: 99}, 0, 2, [1, 2, 4, 8]),                 # two in a row slower
+    ({1: 10, 2: 20, 4: 19, 8: 25, 16: 24, 32: 23}, 0, 8, [1, 2, 4, 8, 16, 32]),   # one slower is none in a row
+    ({1: 10, 2: 20, 4: 20.1, 8: 20.15, 16: 99}, 0, 2, [1, 2, 4, 8]),            # nothing gained: the smaller one
+    ({1: 10, 2: 10.05, 4: 10.15}, 0, 2, [1, 2, 4]),                             # less than GAIN below the best, not the first
+    ({1: 5, 2: 10, 4: 20, 8: FULL}, 2, 4, [4, 8]),                              # begins where it is told to
+    ({1: 5, 2: 10, 4: FULL, 8: FULL}, 2, 2, [4, 2]),                            # downwards to the first that fits
+    ({1: FULL, 2: FULL, 4: FULL}, 1, None, [2, 1]),
+    ({1: 10, 2: 20, 4: BROKEN, 8: 50}, 0, 2, [1, 2, 4]),                        # what broke is not chosen, what ran may be
+    ({3: FULL}, 0, None, [3]), ({1: BROKEN, 2: 5}, 0, MachineError, [1]), ({1: BROKEN, 2: FULL}, 1, MachineError, [2, 1])])
+def test_the_fastest_that_fits(trials, first, best, order):
+    tried = []
+
+    def attempt(n):
+        tried.append(n)
+        return trials[n] if isinstance(trials[n], Trial) else Trial(trials[n], 1.0)
+
+    if best is MachineError:
+        with pytest.raises(MachineError, match=r"cannot be found, .* \(RuntimeError: a kernel's offset\): .*data.micro_batch=1$"):
+            search(list(trials), first, attempt)
+    else:
+        assert search(list(trials), first, attempt) == best
+    assert tried == order
 
 
-def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
-    law = write_law(tmp_path)
-    assert read_gap(str(law), "tensorwise", 0.5)[0] == (0.005,) * 3
-    assert read_gap(str(law), "tensorwise")[0] == (0, 0, 0) and "not measured" in read_gap(str(law), "tensorwise")[1]
-    sizes = [{"recipe": recipe, "params_total": 10**8} for recipe in ("tensorwise", "rowwise")]
-    (tmp_path / "precision.json").write_text(json.dumps({"sizes": sizes, "common": {
-        "tensorwise": {"bf16": {"mean": 0.3, "low": 0.1, "high": 0.5}},
-        "rowwise": {"bf16": {"mean": 0.2, "low": None, "high": None}}}}))
-    assert read_gap(str(law), "tensorwise")[0] == pytest.approx((0.003, 0.001, 0.005))
-    assert read_gap(str(law), "rowwise")[0] == pytest.approx((0.002,) * 3) and "one pair" in read_gap(str(law), "rowwise")[1]
-    assert read_gap(None, "tensorwise")[0] == (0, 0, 0)
-
-    def fp8_loss(text):
-        return float(re.search(r"  FP8 +\S+ +\S+ +\S+ +(\S+)", text)[1])
-    assert fp8_loss(output(capsys, "gap=0.5")) == pytest.approx(1.005 * fp8_loss(output(capsys, "gap=0")), abs=2e-4)
+@pytest.mark.parametrize("sequences, size, recipe, n_ctx, numbers", [
+    (512, 1, "off", 32, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]), (512, 8, "off", 32, [1, 2, 4, 8, 16, 32, 64]),
+    (24, 2, "off", 32, [1, 2, 3, 4, 6, 12]), (24, 2, "tensorwise", 8, [2, 4, 6, 12]), (7, 1, "off", 32, [1]),
+    (12, 1, "mxfp8", 8, [4, 12])])
+def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx, numbers):
+    config = with_recipe(auto(tiny, tokens_per_step=sequences * n_ctx), recipe, model=replace(tiny.model, n_ctx=n_ctx))
+    assert candidates(config, size) == numbers
+    for n in numbers:
+        assert auto(config, micro_batch=n).accumulation(size) * n * size == sequences
+    odd = with_recipe(auto(tiny), "tensorwise", model=replace(tiny.model, n_ctx=8))
+    with pytest.raises(UserError, match=r"finds none by which 1 ranks .* a multiple of 256$"):
+        candidates(auto(odd, tokens_per_step=56), 1)
+    assert candidates(auto(odd, tokens_per_step=256), 1)
 
 
-def test_the_level_gap_is_where_the_two_losses_meet(capsys):
-    level = re.search(r"level with BF16 at a gap of (\S+) %", output(capsys))[1]
-    out = output(capsys, f"gap={level}")
-    losses = [float(re.search(rf"  {arm} +\S+ +\S+ +\S+ +(\S+)", out)[1]) for arm in ("BF16", "FP8")]
-    assert losses[0] == pytest.approx(losses[1], abs=3e-4)
+@pytest.fixture
+def trials(monkeypatch):
+    """Replace try_one(): returns the jobs that it was given, each of which did not fit. No rank asks another."""
+    jobs = []
+    monkeypatch.setattr(plan, "try_one", lambda *job: jobs.append(job) or FULL)
+    monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
+    return jobs
 
 
-def test_measured_speed_counts_on_that_gpu_alone(tmp_path, capsys):
-    N, flops = 123_587_328, 1e9
-    for recipe, speed in (("bf16", 400e3), ("tensorwise", 500e3)):
-        write_run(tmp_path / "here" / recipe, recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", tok_per_s_median=speed,
-                  flops_per_token=flops, n_gpu=2, curve=False)
-        write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", curve=False,
-                  tok_per_s_median=speed / 3, flops_per_token=flops, n_gpu=2, repeat=1)     # not compiled
-        write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200", curve=False)      # equal peaks
-    sizes, notes = plan.read_sizes(plan._parse([*BUDGET, f"runs={tmp_path / 'here'}"]))
-    assert {round(size.mfu, 6) for size in sizes} == {round(400e3 * flops / (2 * 989.4e12), 6)}
-    assert {round(size.speedup, 9) for size in sizes} == {1.25}
-    assert "measured, tensorwise against bf16 at 1 size" in " ".join(notes)
-    sizes, notes = plan.read_sizes(plan._parse([*BUDGET, f"runs={tmp_path / 'there'}"]))
-    assert {size.mfu for size in sizes} == {ASSUMED_MFU}
-    assert "say nothing of a h100" in " ".join(notes) and "assumed" in " ".join(notes)
+def test_all_ranks_have_the_number_of_rank_0_and_a_given_one_is_left_alone(tiny, monkeypatch, trials):
+    assert resolve_micro_batch(tiny, ALONE) is tiny
+    monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: 2)
+    assert resolve_micro_batch(auto(tiny), World(1, 1, 2, CPU)) == auto(tiny, micro_batch=2)
+    assert not trials
 
 
-def test_a_gpu_without_fp8_gets_bf16_alone(capsys):
-    assert plan.main(["gpus=1", "hours=5", "gpu=a100"]) == 0
-    out = capsys.readouterr().out
-    assert "has no FP8 matmuls" in out and "break-even" not in out
+def test_a_resume_keeps_the_number_that_the_run_was_begun_with(tiny, monkeypatch, trials, capsys):
+    tiny.run_dir.mkdir(parents=True)
+    write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
+    assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16 and not trials
+    assert f"data.micro_batch=auto: 16, which {tiny.run_dir} was begun with" in capsys.readouterr().out
+    monkeypatch.setattr(plan, "search", lambda numbers, *_: numbers[-1])
+    assert resolve_micro_batch(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "4 ranks share 16 sequences a step"
 
 
-STUDY = ROOT / "configs/study_chinchilla.py"
+def test_cheap_mistakes_are_found_before_the_search(tiny, trials, tmp_path):
+    with pytest.raises(UserError, match="nowhere"):
+        resolve_micro_batch(auto(tiny, dir=str(tiny.run_dir / "nowhere")), ALONE)
+    with pytest.raises(UserError, match="data.max_epochs"):
+        resolve_micro_batch(replace(auto(tiny), steps=100_000), ALONE)
+    tiny.run_dir.mkdir(parents=True)
+    write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
+    with pytest.raises(UserError, match=r"holds another run: seed was 5, now 1337"):
+        resolve_micro_batch(auto(tiny), ALONE)
+    size = Size(config=str(write_config(auto(tiny), tmp_path / "size_bf16.py")))
+    with pytest.raises(UserError, match=r"size_bf16.py has data.micro_batch=auto: give a number, for runs are compared"):
+        expand(Study(name="s", sizes=(size,), tokens_per_param=(1.0,), margin_percent=1.0))
+    assert not trials
 
 
-def study_rows():
-    return [row for row in expand(load_study(STUDY)) if row.recipe == "bf16" and not row.held_out]
+def test_trials_are_of_the_whole_run_on_one_device_and_may_last_as_long_as_a_start(tiny, monkeypatch, trials):
+    config = auto(replace(tiny, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
+        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900)))
+    monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
+    with pytest.raises(UserError, match="not even 1: give data.micro_batch=1 all the same, .* which 4 ranks may share$"):
+        resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
+    assert [tried.data.micro_batch for tried, *_ in trials] == [4, 2, 1]
+    tried, device, end = trials[0]
+    assert (tried.parallel.replicate, tried.parallel.shard, tried.parallel.recompute) == (1, None, True)
+    assert not tried.fp8.all_gather and device == torch.device("cuda", 0) and 880 < end - time.monotonic() <= 900
+    with pytest.raises(UserError, match="into the memory of cpu, .* with parallel.recompute=true or model.loss_chunk=1024$"):
+        resolve_micro_batch(auto(tiny, tokens_per_step=64), ALONE)
+    assert [tried.data.micro_batch for tried, *_ in trials[3:]] == [1]      # too few for FIRST_TOKENS: from the smallest
 
 
-def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
-    sizes, _ = plan.read_sizes(plan._parse(BUDGET))
-    law, rows = read_law(None), study_rows()
-    found, smallest = plan._candidates(law, sizes, {"study": STUDY}, sizes[-1])
-    trunks = {row.run: row for row in rows if row.parent is None}
-    assert {one.cluster for one in found} == set(trunks) and len(found) == 10 and smallest == sizes[0].N
-    for one in found:
-        assert len(one.D) == 4 and one.name == f"{one.cluster} with 3 branches"
-        assert one.flops == pytest.approx(trunks[one.cluster].flops * (1 + 0.2 * 35 / 40), rel=0.01)
-    # the trunk done with one of its branches: the others alone, at their own cost
-    done = {"gpt350m_bf16_t40_s1337", "gpt350m_bf16_t20_s1337"} | {row.run for row in rows if row.size == "gpt50m"}
-    found, smallest = plan._candidates(replace(law, names=tuple(done)), sizes, {"study": STUDY}, sizes[-1])
-    one = next(one for one in found if one.cluster == "gpt350m_bf16_t40_s1337")
-    assert one.name == "2 branches of gpt350m_bf16_t40_s1337"
-    assert one.flops == pytest.approx(trunks[one.cluster].flops * 0.2 * 15 / 40, rel=0.01)
-    assert len(found) == 7 and smallest == sizes[0].N
-    assert not plan._candidates(replace(law, names=tuple(row.run for row in rows)), sizes, {"study": STUDY}, sizes[-1])[0]
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Let a trial run these lines of shell instead of Python."""
+    def as_child(lines: str) -> None:
+        script = tmp_path / "child.sh"
+        script.write_text(f"#!/bin/sh\n{lines}\n")
+        script.chmod(stat.S_IRWXU)
+        monkeypatch.setattr(sys, "executable", str(script))
+    return as_child
 
 
-def test_a_repeat_is_no_candidate(tmp_path):
-    (tmp_path / "study.py").write_text(
-        "from scaling.study import Size, Study\nstudy = Study(name='s', margin_percent=1.0, tokens_per_param=(10, 20), "
-        "null=('parallel.compile=false',), sizes=(Size(config='configs/gpt50m_bf16.py', null_seeds=(1337,)),))\n")
-    sizes, _ = plan.read_sizes(plan._parse(BUDGET))
-    found, _ = plan._candidates(read_law(None), sizes, {"study": tmp_path / "study.py"}, sizes[-1])
-    assert [one.cluster for one in found] == ["gpt50m_bf16_t20_s1337"]
+@pytest.mark.parametrize("lines, outcome", [
+    ("""echo noise; echo '{"tok_per_s": 3.5, "peak_gib": 2.0, "failure": null}'; echo more""", Trial(3.5, 2.0)),
+    ("""echo '{"tok_per_s": 0.0, "peak_gib": 0.0, "failure": "does not fit"}'""", FULL), ("kill -9 $$", FULL),
+    ("echo Traceback >&2; echo \"RuntimeError: a kernel's offset\" >&2; exit 7", BROKEN),
+    ("kill -11 $$", Trial(failure="the trial ended with exit code -11 (it said nothing)")),
+    ("exit 0", Trial(failure="the trial ended with exit code 0 (it said nothing)"))])
+def test_a_trial_answers_however_it_ends(tiny, child, lines, outcome):
+    child(lines)
+    assert try_one(tiny, CPU, time.monotonic() + 60) == outcome
 
 
-def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):
-    rows = [row for row in study_rows() if row.seed == 1337]
-    inputs = [{"recipe": "bf16", "run_id": row.run, "trunk": row.parent or row.run, "N": row.params_total, "D": row.tokens,
-               "loss": EPOCH.loss(row.params_total, row.tokens)} for row in rows if row.run != "gpt250m_bf16_t10_s1337"]
-    out = output(capsys, f"law={write_law(tmp_path, identified=False, inputs=inputs)}", f"study={STUDY}")
-    N, D = (np.array([one[key] for one in inputs], dtype=float) for key in ("N", "D"))
-    target = (1_541_785_600, 20 * 1_541_785_600)
-    now = correlated(EPOCH, N, D, [one["trunk"] for one in inputs], target, RHO)
-    left = next(row for row in rows if row.run == "gpt250m_bf16_t10_s1337")
-    after = correlated(EPOCH, [*N, left.params_total], [*D, left.tokens], [one["trunk"] for one in inputs] + [left.parent],
-                       target, RHO)
-    assert f"{100 * now:.2f} % after 15 runs done; " in out and "7 candidates too, 2 of them further seeds" in out
-    line = re.search(r"  1 branch of gpt250m_bf16_t40_s1337 +(\S+) +(\S+) +(\S+) +(\S+)$", out, re.M)
-    assert float(line[1]) == pytest.approx(100 * after, abs=0.006)
-    assert float(line[2]) == pytest.approx(100 * (after - now), abs=0.0006)
-    assert float(line[3]) == pytest.approx(left.own_flops / (989.4e12 * ASSUMED_MFU * 3600), abs=0.051)
+def test_a_trial_that_hangs_ends_in_time_and_leaves_no_process(tiny, child, tmp_path):
+    child(f"echo $$ > {tmp_path}/pid; exec sleep 90")
+    began = time.monotonic()
+    assert try_one(tiny, CPU, began + 1).failure == "no answer before parallel.start_timeout was over"
+    assert time.monotonic() - began < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+    child("""echo '{"mistake": "fp8.recipe=tensorwise needs another GPU"}'""")
+    with pytest.raises(UserError, match="^fp8.recipe=tensorwise needs another GPU$"):     # no micro-batch mends it
+        try_one(tiny, CPU, time.monotonic() + 60)
 
 
-def test_columns_have_headings_and_the_winners_are_among_the_rows(capsys):
-    out = output(capsys)
-    table = out[out.index("which extra run"):].splitlines()
-    head = next(i for i, line in enumerate(table) if line.endswith("points per GPU-hour"))
-    assert table[head].split("  ")[1] == "run"
-    assert all(text in table[head] for text in ("standard error after [%]", "change [points]", "GPU-hours"))
-    rows = [re.split(r" {2,}", line.strip()) for line in table[head + 1:-2]]
-    assert len(rows) in (plan.SHOWN, plan.SHOWN + 1) and {len(row) for row in rows} == {5}
-    for _, _, change, hours, rate in rows:
-        assert float(rate) == pytest.approx(float(change) / float(hours), rel=0.5 if float(hours) < 1 else 0.05)
-    most, hourly = re.search(r"most in all: (.*); most per GPU-hour: (.*)$", table[-1]).groups()
-    assert rows[0][0] == most == min(rows, key=lambda row: float(row[1]))[0]
-    assert hourly == min(rows, key=lambda row: float(row[4]))[0]
-    assert "points" in plan.__doc__
+@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+def test_a_trial_trains_and_evaluates_as_the_run_does(tiny, monkeypatch, recipe):
+    limited, evaluated, in_bf16 = [], [], fp8.in_bf16
+    monkeypatch.setattr(plan, "_limit_memory", limited.append)
+    monkeypatch.setattr(fp8, "in_bf16", lambda model: evaluated.append(model) or in_bf16(model))
+    monkeypatch.setattr(plan, "MEASURED_S", 0.01)
+    trial = measure(with_recipe(tiny, recipe), CPU)
+    assert trial.failure is None and trial.tok_per_s > 0 and limited == [CPU]
+    assert abs(trial.peak_gib - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20) < 0.1
+    (model,) = evaluated        # the evaluation in BF16 is uncompiled, and may need more memory than the training
+    assert (next(model.parameters()).std() - (0.4 / 32) ** 0.5).abs() < 0.05, "random weights: zeros are faster"
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    (["hours=0"], "hours=0 must be above 0"), (["hours=nan"], "must be a number"), (["gpus=1.5"], "whole number"),
-    (["gpus=0"], "at least 1"),
-    (["gpu=h10"], "not in runtime/log.py"), (["hors=3"], "did you mean hours?"), (["--law"], "lacks its value"),
-    (["law=nowhere.json"], "law=nowhere.json is not there: give the law.json"),
-    (["law=configs"], "law=configs is a folder: give the law.json"),
-    (["--gpu", "a100", "gpu=h100"], "gpu is given twice"), (["--gpus", "--gap", "1"], "gpus lacks its value"),
-    (["hours=1e300"], "must lie between 1e+15 and 1e+32"), (["hours=1e-9"], "must lie between"), (["gpus=1e306"], "must lie"),
-    (["--law", "--gap", "1"], "law lacks its value"), (["law="], "law lacks its value"),
-    (["study=configs/study_demo.py"], "another vocabulary"), (["recipe=fp9"], "must be one of tensorwise"),
-    (["gap=700"], "in per cent"),
-    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
-])
-def test_mistakes_are_told_in_a_sentence(capsys, monkeypatch, arguments, sentence):
-    monkeypatch.chdir(ROOT)
-    key = arguments[0].split("=")[0].removeprefix("--")
-    said = output(capsys, *arguments, budget=[one for one in BUDGET if not one.startswith(key + "=")], code=2)
-    assert sentence in said and said.startswith("scaling/plan.py: ") and "Traceback" not in said
-    assert plan.main(["gpus=8", "hours=2"]) == 2 and "gpu= is missing" in capsys.readouterr().err
+def test_a_trial_leaves_memory_to_others(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *call: calls.append(call))
+    plan._limit_memory(torch.device("cuda", 3))
+    assert calls == [(0.94 * 60 / 80, torch.device("cuda", 3))]
+
+
+def test_a_real_trial_that_does_not_fit_and_one_whose_parent_is_gone(tiny):
+    vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
+    job = json.dumps({"config": tiny.to_dict(), "device": "cpu"})
+    orphan = subprocess.Popen([sys.executable, "-m", "runtime.plan", job], stdin=subprocess.DEVNULL, cwd=ROOT,
+                              stdout=subprocess.PIPE)
+    assert try_one(vast, CPU, time.monotonic() + 300) == FULL
+    assert orphan.communicate(timeout=300)[0] == b"" and orphan.returncode == 1
+
+
+def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    config = auto(tiny, tokens_per_step=32)     # one sequence: one trial, which takes a process of its own
+    done = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("data.micro_batch=auto: ")]
+    assert len(said) == 2 and "tokens/s" in said[0] and said[1].startswith("data.micro_batch=auto: 1 it is.")
+    assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
+    assert json.loads((tiny.run_dir / "summary.json").read_text())["micro_batch"] == 1
+    again = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
+    assert again.returncode == 0 and "nothing to do" in again.stdout and "tokens/s" not in again.stdout
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
+    device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
+    config = replace(auto(tiny, tokens_per_step=1024), model=wide, parallel=replace(tiny.parallel, compile=True))
+    huge, small = (auto(config, micro_batch=n, tokens_per_step=n * 1024) for n in (2**15, 4))
+    end = time.monotonic() + 500
+    assert try_one(huge, device, end) == FULL
+    trial = try_one(small, device, end)
+    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
+    assert resolve_micro_batch(auto(config, tokens_per_step=4 * 1024), World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)

@@ -22,7 +22,6 @@ from runtime import shards
 from runtime.tokenizer import load_tokenizer
 from tests.faults import flip_bit
 from tests.prepare_runs import SIZES, Forge, Run, check_against, content, due, is_a_sentence, texts, write_files
-from tests.text_files import write_source
 
 
 def local(paths, out, *options, name="mine"):
@@ -133,12 +132,6 @@ def test_a_finished_source_that_lost_its_hashes_stops_the_next(forge, files, pat
     other = write_files(tmp_path / "other", [files[1] + ["of its own"] * 2 + [f"own {i}" for i in range(30)]])
     calm(forge, other, out, name="two")
     assert json.loads((out / "two/index.json").read_text())["duplicates"]["one"] > 10
-
-
-def test_a_source_of_an_earlier_version_has_no_hashes_and_that_is_told(forge, paths, tmp_path):
-    write_source(tmp_path / "out/old", (5,), 0)
-    code, said = forge.run(*local(paths, tmp_path / "out"))
-    assert code == 0 and "old was made by an earlier version: mine may hold documents of it again" in said, said
 
 
 # ---------------------------------------------------------------------------------------------------------- changed input

@@ -236,9 +236,9 @@ def test_a_folder_without_a_step_gets_a_sentence(tmp_path, capsys, content, word
 
 
 @pytest.mark.parametrize("arguments, words", [
-    (["out/nothing"], "out/nothing is no folder: expected the folder of a run"), (["a", "b"], "'b' is not understood here"),
-    (["--fp8"], "'--fp8' is not understood"), (["--speed", "a"], "'--speed' is not"), (["x=1"], "'x=1' is not understood"),
-    (["a", "--fp8", "b"], "'--fp8' is not understood"), ([""], "'' is not understood"), ([], "no run given: name one such")])
+    (["out/nothing"], "out/nothing is no folder: expected the folder of a run"), (["a", "b"], "'b' is one word too many"),
+    (["--fp8"], "run is missing"), (["--speed", "a"], "there is no key 'speed'"), (["x=1"], "there is no key 'x'"),
+    (["a", "--fp8", "b"], "'b' is one word too many"), ([], "run is missing: give run=VALUE, folder of a run, such as out/RUN")])
 def test_mistakes_get_a_sentence(capsys, arguments, words):
     assert figures.main(arguments) == 2
     assert words in capsys.readouterr().err

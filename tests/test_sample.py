@@ -11,10 +11,9 @@ import torch
 from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, request
 
 from eval import run_tokenizer, sample
-from eval.options import read_options
 from eval.streaming import Growing, Piece, pieces
 from runtime.checkpoint import DamagedError
-from runtime.cli import UserError
+from runtime.cli import UserError, read_options
 from runtime.tokenizer import load_tokenizer
 
 

@@ -148,12 +148,12 @@ def test_the_grid_is_left_by_ctrl_c_and_by_a_reader_that_goes(tiny, tmp_path, ca
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["--rum"], "there is no option 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
+    (["--rum"], "there is no key 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
     (["jobs=x"], "jobs='x' is not a whole number"), (["limit=-1"], "limit=-1.0 must be"),
     (["mfu=1.5"], "mfu=1.5 must be a share of the GPU's peak"), (["start=0"], "start=0.0 must be a positive, finite number"),
-    (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["jobs=1", "jobs=2"], "jobs is given twice: 1 and '2'"),
+    (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["jobs=1", "jobs=2"], "jobs is given twice: '1' and '2'"),
     (["--run", "--slurm"], "--run and --slurm: give one of the two"), (["only=c_*"], "only='c_*' matches no run of"),
-    (["other.py"], "study is given twice"), (["--gpus", "--run"], "--gpus needs a value: write gpus=VALUE"),
+    (["other.py"], "'other.py' is one word too many"), (["--gpus", "--run"], "--gpus needs a value: write gpus=VALUE"),
     (["--jobs"], "--jobs needs a value"), (["only=a"], "; write a_* for the 2 that begin so"),
     (["only=a_bf16_t1"], "; write a_bf16_t1* for the 1 that begin so"),
     (["only=d_bf16_t10_s1"], "; the nearest are b_bf16_t10_s1, a_bf16_t10_s1, b_bf16_t20_s1, a_bf16_t20_s1"),
@@ -173,7 +173,7 @@ def test_help_and_no_study(capsys):
     assert sweep.main(["--help"]) == 0
     assert "limit=SECONDS" in capsys.readouterr().out
     assert (sweep.main([]), sweep.main(["--run"])) == (2, 2)
-    assert "a study file is missing" in capsys.readouterr().err
+    assert "study is missing: give study=VALUE, a file such as configs/study_demo.py" in capsys.readouterr().err
     assert sweep.main(["configs/study_demi.py"]) == 2
     assert "did you mean configs/study_demo.py?" in capsys.readouterr().err
 

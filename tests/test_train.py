@@ -20,7 +20,7 @@ from runtime.checkpoint import checkpoints, load, load_model, read_manifest
 from runtime.config import ProbeConfig
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
+from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_index, write_source
 
 
 def weights(run_dir):
@@ -106,9 +106,9 @@ def test_no_step_draws_random_numbers(tiny, tmp_path, capsys, monkeypatch):
     """So a checkpoint needs no generator's state to be resumed from exactly; a step that begins to draw must store it."""
     states, real = [], train.optim.set_learning_rate
 
-    def spy(optimizer, lr):
+    def spy(*arguments):
         states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()))
-        real(optimizer, lr)
+        return real(*arguments)
 
     monkeypatch.setattr(train.optim, "set_learning_rate", spy)
     config = with_recipe(tiny, "tensorwise", probe=ProbeConfig(every=2), eval=replace(tiny.eval, every=2),
@@ -164,15 +164,6 @@ def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder
         assert f"holds another run: {told}" in refused.stderr
         assert "Traceback" not in refused.stderr
     assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
-
-
-def test_a_foreign_folder_is_left_alone(tiny, tmp_path, capsys):
-    tiny.run_dir.mkdir(parents=True)
-    (tiny.run_dir / "thesis.tex").write_text("five years")
-    refused = call_train(capsys, tiny, tmp_path)
-    assert refused.returncode == 2
-    assert "holds no run (no config.json)" in refused.stderr
-    assert [p.name for p in tiny.run_dir.iterdir()] == ["thesis.tex"]
 
 
 def test_a_signal_saves_and_the_run_goes_on_bit_exactly(tiny, tmp_path):
@@ -245,7 +236,7 @@ def test_replicas_of_shards_train(tiny, tmp_path, capsys):
     (lambda d: os.truncate(d / "web/train_00000.bin", 79_999), "train_00000.bin has 79999 bytes"),
     (lambda d: shutil.rmtree(d / "code"), "there is no"),
     (lambda d: (d / "web/index.json").write_text("{"), "index.json cannot be read"),
-    (lambda d: (d / "web/index.json").write_text((d / "web/index.json").read_text().replace('"byte"', '"gpt2"')),
+    (lambda d: write_index(d / "web", tokenizer="gpt2"),
      "was made with tokenizer=gpt2, but data.tokenizer=byte"),
 ])
 def test_damaged_data_is_told_before_anything_is_written(tiny, tmp_path, damage, sentence, capsys):
@@ -297,44 +288,13 @@ def test_a_rank_alone_with_an_error_tells_it(tiny, tmp_path):
     assert "holds the id 65535" in done.stderr
 
 
-def test_a_run_that_ends_in_skipped_steps_is_no_point_of_a_law(tiny, tmp_path, capsys):
-    done = call_train(capsys, replace(tiny, optim=replace(tiny.optim, warmup_share=0.0)), tmp_path, "optim.lr=1e38", "steps=4")
-    assert done.returncode == 1 or json.loads((tiny.run_dir / "summary.json").read_text())["status"] == "diverged"
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("arguments, code, told", [
-    (["out=/proc/nowhere"], 2, "choose another out="), (["out=/dev/null/x"], 2, "Not a directory"),
-    (["steps=1e20"], 2, "a budget beyond 10^15 tokens is no budget"), (["steps=none", "tokens_per_param=1e308"], 2, "10^15"),
-    (["model.n_embd=1e12", "model.n_head=1"], 2, "model.n_embd=1000000000000 must be between 1 and"),
-    (["fp8.recipe=tensorwise", "model.n_ctx=20", "data.micro_batch=1", "data.tokens_per_step=20"], 2, "multiple of 16")])
-def test_absurd_settings_get_a_sentence(tiny, tmp_path, arguments, code, told, capsys):
+@pytest.mark.parametrize("arguments, told", [
+    (["out=/proc/nowhere"], "choose another out="), (["out=/dev/null/x"], "Not a directory"), (["steps=200"], "data.max_epochs"),
+    (["fp8.recipe=tensorwise", "model.n_ctx=20", "data.micro_batch=1", "data.tokens_per_step=20"], "multiple of 16")])
+def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, tmp_path, arguments, told, capsys):
     done = call_train(capsys, tiny, tmp_path, *arguments)
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert told in done.stderr
-
-
-def test_a_budget_beyond_the_data_is_refused(tiny, tmp_path, capsys):
-    refused = call_train(capsys, tiny, tmp_path, "steps=200")
-    assert refused.returncode == 2
-    assert "data.max_epochs" in refused.stderr
-    assert not tiny.run_dir.exists()
-
-
-def test_a_damaged_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(tiny, tmp_path, capsys):
-    assert call_train(capsys, tiny, tmp_path).returncode == 0
-    whole = weights(tiny.run_dir)
-    (tiny.run_dir / "summary.json").unlink()
-    file = tiny.run_dir / "checkpoints/step_00000006/__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    done = call_train(capsys, tiny, tmp_path)
-    assert done.returncode == 0
-    assert "__0_0.distcp differs from what was written" in done.stdout
-    assert f"resuming {tiny.run_dir}/checkpoints/step_00000003" in done.stdout
-    assert same(whole, weights(tiny.run_dir))
-    assert "bad_checkpoint" in [row["event"] for row in rows(tiny.run_dir, "event")]
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert told in done.stderr and not tiny.run_dir.exists()
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, capsys):
@@ -351,16 +311,3 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     # Killed over its very first save a run has nothing to go back to, and begins anew.
     (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
     assert call_train(capsys, config, tmp_path).returncode == 0
-
-
-def test_plan_needs_no_data_and_trains_nothing(tmp_path, capsys):
-    done = subprocess.run([sys.executable, "train.py", "configs/gpt1p5b_fp8.py", "--plan", "h100", f"out={tmp_path}"],
-                          cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    text = done.stdout
-    for told in ("1,541,785,600", "1,438,763,008", "1,541,668,864", "30,836,523,008", "29,408", "2.8526e+20", "3.2870e+20",
-                 "layers.*.mlp.gate_up   2048 x 11264  x28  -> tensorwise", "kept BF16: head", "estimated", "17.23 GiB"):
-        assert told in text, told
-    assert not list(tmp_path.iterdir())
-    assert train.main([str(ROOT / "configs/gpt1p5b_fp8.py"), "--plan", "tpu"]) == 2
-    assert capsys.readouterr().err.startswith("train.py: --plan tpu:")

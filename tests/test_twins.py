@@ -88,6 +88,6 @@ def test_the_command_says_it_of_each_source(source, tmp_path, capsys):
     assert said.startswith(f"mine         {is_twin.sum()} of {len(found)} validation documents ({is_twin.mean():.1%}), "
                            f"{tokens[is_twin].sum() / tokens.sum():.1%} of their tokens")
     assert "holds no finished source" in refused(capsys, "--twins", tmp_path / "nowhere")
-    assert "there is no option" in refused(capsys, "--twins", "tokens=3")
+    assert "there is no key 'tokens'" in refused(capsys, "--twins", "tokens=3")
     (source / "index.json").write_text("{")
     assert "index.json" in refused(capsys, "--twins", source.parent)

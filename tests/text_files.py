@@ -1,20 +1,15 @@
-"""Documents, the files that hold them, token shards: material for the tests of the data path."""
+"""Documents, the files that hold them: material for the tests of the data path."""
 
 import gzip
-import hashlib
 import io
 import json
 import lzma
 import random
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import zstandard
 
-from runtime.shards import new_file, write_index
-
-SHA, N_CTX, VOCAB = "0123abcd", 8, 60_000
 PACK = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstandard.ZstdCompressor().compress}
 
 
@@ -50,36 +45,6 @@ def refused(capsys, *arguments, out=None):
     if out is not None:
         assert not list(out.rglob("*.bin*")) and not list(out.rglob("index.json*"))
     return said
-
-
-def write_source(folder, windows, offset, val_windows=5, format_version=1):
-    """Shards of consecutive token ids: a window's first id names it. Each shard ends in a part of a window. Format 2 is
-    sealed by its own hash, as prepare_data.py leaves it; format 1 is not, as the first versions left it."""
-    folder.mkdir(parents=True)
-    splits, value = {}, offset
-    for split, shards in ("train", windows), ("val", (val_windows,)):
-        entries = []
-        for i, count in enumerate(shards):
-            tokens = np.arange(value, value + count * N_CTX + 1 + i % N_CTX, dtype="<u2")
-            value += len(tokens)
-            tokens.tofile(folder / f"{split}_{i:05d}.bin")
-            sha256 = f"{split}{i}{offset}" if format_version == 1 else hashlib.sha256(tokens.tobytes()).hexdigest()
-            entries.append({"file": f"{split}_{i:05d}.bin", "tokens": len(tokens), "sha256": sha256})
-        total = sum(entry["tokens"] for entry in entries)
-        splits[split] = {"documents": 3, "text_bytes": 4 * total, "tokens": total, "shards": entries}
-    index = {"source": folder.name, "tokenizer": "byte", "tokenizer_sha256": SHA, "vocab_size": VOCAB, "dataset": "d",
-             "revision": "r", "license": "l", "split_rule": "s", "splits": splits}
-    if format_version == 1:
-        index |= {"format_version": 1, "dtype": "uint16", "duplicates": 0}
-        (folder / "index.json").write_text(json.dumps(index))
-        return
-    with new_file(folder / "hashes.npy") as file:
-        np.save(file, np.arange(6, dtype="<u8"))
-    hashes_sha256 = hashlib.sha256((folder / "hashes.npy").read_bytes()).hexdigest()
-    write_index(folder, index | {
-        "duplicates": {folder.name: 2, "other": 1}, "empty": 1, "contaminated": 4, "is_whole": False, "budget": 150,
-        "decontaminated_against": [{"file": "e.jsonl", "sha256": "0"}], "skipped": [{"file": "x.gz", "reason": "cut short"}],
-        "files": ["y.gz"], "selection": {"column": "text"}, "hashes_sha256": hashes_sha256})
 
 
 def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):

@@ -1,0 +1,601 @@
+"""runtime/log.py, rows.py, progress.py: rows through resumes, rollbacks, kills and full disks; what mirrors and measures them."""
+
+import gzip
+import hashlib
+import json
+import re
+import resource
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from runtime import log
+from runtime.cli import UserError
+from runtime.config import FP8Config, LogConfig
+from runtime.progress import duration, si
+from runtime.rows import read_rows, write_json
+from tests.conftest import ROOT, call_train
+
+
+def row(step, **changes):
+    return {"step": step, "tokens": step * 512, "loss": 2.0, "lr": 1e-3, "grad_norm": 1.0, "tok_per_s": 5120.0, "step_s": 0.1,
+            "verdict": "OK", **changes}
+
+
+def val(step, loss=1.5):
+    return {"step": step, "tokens": step * 512, "loss": loss, "sources": {"web": loss}}
+
+
+def open_log(config, resume=0):
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    return log.Log(config, resume, config.total_steps)
+
+
+def read(config, *keys):
+    return [tuple(r.get(k) for k in keys) for r in read_rows(config.run_dir / "metrics.jsonl")]
+
+
+def go_back(one, to):
+    one.roll_back(to, {"event": "rollback", "step": 6, "to": to})
+
+
+def rolled_back(config):
+    """Steps 1 to 6, validated after 2, 4 and 6; back from 6 to 4; 5 and 6 again."""
+    one = open_log(config)
+    for step in range(1, 7):
+        one.step(row(step))
+        if step % 2 == 0:
+            one.validation(val(step))
+    go_back(one, 4)
+    for step in (5, 6):
+        one.step(row(step, loss=9.0))
+    return one
+
+
+@contextmanager
+def largest_file(size):
+    """A full disk for this process: no file grows beyond `size` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def refuse(*arguments, **options):
+    raise OSError(28, "No space left on device")
+
+
+# ----------------------------------------------------------------------------------------------------- rows on disk
+
+def test_rows_are_strict_json_and_count_steps_since_the_start(tiny):
+    one = open_log(tiny, resume=4)
+    one.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
+    go_back(one, 2)
+    one.step(row(3))
+    one.close()
+    rows = [json.loads(line, parse_constant=lambda c: pytest.fail(f"{c} is no JSON")) for line in one.path.open()]
+    assert rows == [{"kind": "undone", **row(5, loss=None, grad_norm=None, verdict="SKIP"), "since_start": 1},
+                    {"kind": "event", "event": "rollback", "step": 6, "to": 2}, {"kind": "train", **row(3), "since_start": 2}]
+
+
+def test_a_rollback_relabels_what_it_undid(tiny):
+    one = rolled_back(tiny)
+    assert [one.has_validation(step) for step in (2, 3, 4, 6)] == [True, False, True, False]
+    one.validation(val(6, loss=2.5))
+    assert one.has_validation(6)
+    assert read(tiny, "kind", "step", "loss") == [
+        ("train", 1, 2.0), ("train", 2, 2.0), ("val", 2, 1.5), ("train", 3, 2.0), ("train", 4, 2.0), ("val", 4, 1.5),
+        ("undone", 5, 2.0), ("undone", 6, 2.0), ("undone_val", 6, 1.5), ("event", 6, None), ("train", 5, 9.0), ("train", 6, 9.0),
+        ("val", 6, 2.5)]
+    assert log.validation_losses(one.path) == {2: 1.5, 4: 1.5, 6: 2.5}
+    go_back(one, 3)
+    one.close()
+    steps = {kind: [step for its, step in read(tiny, "kind", "step") if its == kind] for kind in ("train", "undone")}
+    assert steps == {"train": [1, 2, 3], "undone": [4, 5, 6, 5, 6]}
+
+
+@pytest.mark.parametrize("step, kinds", [
+    (6, "train train val train train val undone undone undone_val event train train"),
+    (5, "train train val train train val undone undone undone_val event train"),
+    (4, "train train val train train val"),     # a checkpoint from before the rollback: it will happen again
+    (3, "train train val train"), (2, "train train val"), (0, "")])
+def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order(tiny, step, kinds):
+    rolled_back(tiny).close()
+    again = open_log(tiny, step)
+    assert again.has_validation(2) == (step >= 2)
+    again.close()
+    assert " ".join(kind for kind, in read(tiny, "kind")) == kinds
+
+
+@pytest.mark.parametrize("resume, n_kept", [(1, 3), (2, 5), (9, 7)])      # 9: the rows of later steps were lost
+def test_a_resume_keeps_what_directly_follows_its_step(tiny, resume, n_kept):
+    one = open_log(tiny)
+    one.step(row(1))
+    one.event({"event": "save_failed", "step": 1})
+    one.validation(val(1))
+    one.event({"event": "save_failed", "step": 2})
+    one.step(row(2))
+    one.event({"event": "save_failed", "step": 1})      # reported late
+    one.step(row(3))
+    one.close()
+    rows = read_rows(one.path)
+    open_log(tiny, resume).close()
+    assert read_rows(one.path) == rows[:n_kept]
+
+
+def test_a_step_validated_again_keeps_its_row(tiny, capsys):
+    one = open_log(tiny)
+    one.step(row(1))
+    one.validation(val(1))
+    one.validation(val(1))
+    one.close()
+    one = open_log(tiny, resume=1)       # after a kill that came before the summary
+    one.validation(val(1))
+    one.close()
+    assert read(tiny, "kind", "step") == [("train", 1), ("val", 1)]
+    assert capsys.readouterr().out.count("step 1: validation loss 1.5000   (web 1.5000)") == 3
+
+
+def test_a_kill_after_any_byte_leaves_whole_rows(tiny):
+    rolled_back(tiny).close()
+    path = tiny.run_dir / "metrics.jsonl"
+    whole = path.read_bytes()
+    lines = whole.splitlines(True)
+    ends = [i for i, byte in enumerate(whole) if byte == 10]
+    cuts = {end + near for end in ends for near in (-40, -2, -1, 0, 1, 2, 15)}     # at the end of a row and inside one
+    for cut in sorted(cut for cut in cuts if ends[0] <= cut <= len(whole)):
+        complete = whole[:cut].count(b"\n") + (whole[cut:cut + 1] == b"\n")        # only its line end is missing
+        last = max(i for i, line in enumerate(lines[:complete]) if b'"train"' in line)
+        path.write_bytes(whole[:cut])
+        open_log(tiny, resume=json.loads(lines[last])["step"]).close()
+        kept = path.read_bytes().splitlines(True)
+        assert kept == lines[:len(kept)] and last < len(kept) <= complete
+
+
+def test_kill_9_during_rollbacks_leaves_the_file_before_or_after_one(tiny):
+    tiny.run_dir.mkdir(parents=True)
+    code = f"""if True:
+        from pathlib import Path
+        from types import SimpleNamespace as S
+        from runtime.log import Log
+        from tests.test_log import row
+        config = S(run_dir=Path({str(tiny.run_dir)!r}), log=S(to=(), every=10**9), run="x", data=S(tokens_per_step=512))
+        one, step = Log(config, 0, 10**9), 0
+        print("begun", flush=True)
+        while True:
+            one.step(row(step := step + 1))
+            if step % 20 == 0:
+                one.roll_back(step - 10, {{"event": "rollback", "step": step, "to": step - 10}})
+                one.step(row(step))"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(0.3)
+    finally:
+        process.kill()
+        process.wait()
+    text = (tiny.run_dir / "metrics.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()[:-1]]        # only the last may be torn
+    assert len(rows) > 100
+    at = [i for i, r in enumerate(rows) if r["kind"] == "event"]
+    assert at and all(rows[i - 1]["kind"] == "undone" and rows[i - 1]["step"] == rows[i]["step"] for i in at)
+
+
+@pytest.mark.parametrize("junk", [b"[1]\n", b"7\n", b"null\n", b'{"kind": "train"}\n', b'{"step": 2}\n', b"\xff\x00\n",
+                                  b'{"kind": "train", "step": "2"}\n', b"[" * 100_000 + b"\n"])
+def test_a_damaged_line_is_left_out_and_the_others_stay(tiny, junk):
+    one = open_log(tiny)
+    one.step(row(1))
+    one.close()
+    one.path.write_bytes(one.path.read_bytes() + junk + b'{"kind": "train", "step": 2, "loss": 3.0}\n')
+    assert log.validation_losses(one.path) == {}
+    open_log(tiny, resume=2).close()
+    assert read(tiny, "step", "loss") == [(1, 2.0), (2, 3.0)]
+
+
+def test_on_a_full_disk_rows_wait_and_none_is_lost(tiny, capsys):
+    one = open_log(tiny)
+    one.step(row(1))
+    size = one.path.stat().st_size
+    with largest_file(size + 10):       # room for ten bytes of the next row
+        for step in (2, 3, 4):
+            one.step(row(step))
+    assert one.path.stat().st_size == size + 10
+    out = capsys.readouterr().out
+    assert out.count("rows wait for room, training goes on") == 1 and "File too large" in out
+    go_back(one, 3)
+    one.step(row(4))
+    rows = [("train", 1), ("train", 2), ("train", 3), ("undone", 4), ("event", 6), ("train", 4)]
+    assert read(tiny, "kind", "step") == rows
+    with largest_file(one.path.stat().st_size):
+        one.step(row(5))
+        one.step(row(6))
+        one.close()
+    assert read(tiny, "kind", "step") == rows
+    assert "the last 2 rows are lost, there was no room for them\n" in capsys.readouterr().out
+
+
+def go_on(one):
+    """Back from 6 to 4, 5 and 6 again, back to 5, 6 once more: six more rows."""
+    go_back(one, 4)
+    one.step(row(5, loss=7.0))
+    one.step(row(6, loss=7.0))
+    go_back(one, 5)
+    one.event({"event": "save_failed", "step": 5})
+    one.step(row(6, loss=6.0))
+
+
+@pytest.mark.parametrize("spare", [-10**9, 0, 60, 300])     # bytes by which a file may grow
+def test_a_rollback_waits_for_room_and_training_goes_on(tiny, capsys, spare):
+    one, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
+    before = one.path.read_bytes()
+    with largest_file(max(0, len(before) + spare)):
+        go_on(one)
+        assert one.path.read_bytes() == before or spare == 300      # the old file is whole while the new one has no room
+        assert len(list(tiny.run_dir.iterdir())) == 1 and not one.has_validation(6)
+    go_on(twin)
+    for each in one, twin:
+        each.step(row(7))
+        each.close()
+    assert one.path.read_bytes() == twin.path.read_bytes()
+    assert capsys.readouterr().out.count("rows wait for room, training goes on") == 1
+
+
+@pytest.mark.parametrize("fails", ["fsync", "replace"])
+def test_a_rollback_that_never_finds_room_is_reported_and_a_start_refused(tiny, capsys, monkeypatch, fails):
+    one = rolled_back(tiny)
+    before = one.path.read_bytes()
+    monkeypatch.setattr(f"runtime.rows.os.{fails}", refuse)
+    go_on(one)
+    one.close()
+    with pytest.raises(OSError, match="No space left"):
+        open_log(tiny, resume=6)
+    assert one.path.read_bytes() == before and [path.name for path in tiny.run_dir.iterdir()] == ["metrics.jsonl"]
+    said = capsys.readouterr().out
+    assert "the last 6 rows are lost, there was no room for them; steps that a rollback undid still stand" in said
+    monkeypatch.undo()
+    open_log(tiny, resume=4).close()
+    assert read(tiny, "step") == [(1,), (2,), (2,), (3,), (4,), (4,)]
+
+
+# ------------------------------------------------------------------------------------------------ console, dashboards
+
+def test_a_log_file_gets_a_line_now_and_then(tiny, capsys):
+    one = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
+    for step in range(1, 51):
+        one.step(row(step))
+    one.event({"event": "resume", "step": 50})      # not printed
+    one.close()
+    assert capsys.readouterr().out.splitlines() == ["tiny  step 1/1000    0%  loss 2.0000  5.12k tok/s  1 min 40 s left",
+                                                    "tiny  step 50/1000    5%  loss 2.0000  5.12k tok/s  1 min 35 s left"]
+    assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == ["45 s", "3 min 20 s", "1 h 00 min", "5 h 07 min"]
+    assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == ["12", "999", "1M", "124M", "7.1B", "2T"]
+
+
+def test_on_a_terminal_one_line_is_rewritten(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    one = open_log(tiny)
+    one.step(row(1))
+    one.step(row(2, verdict="SKIP"))
+    one.say("done")
+    one.close()
+    out = capsys.readouterr().out
+    assert (out.count("\n"), out.count("\r")) == (2, 2) and out.endswith("SKIP\ndone\n")
+
+
+def test_a_console_that_is_gone_ends_no_run(tiny, monkeypatch):
+    monkeypatch.setattr("builtins.print", refuse)
+    rolled_back(tiny).close()
+    assert len(read(tiny)) == 12
+
+
+class FakeWandb(types.ModuleType):
+    """wandb.log without step= counts its own step, so that nothing is dropped when ours goes back."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.axes, self.sent, self.is_finished = {}, [], False
+
+    def init(self, **options):
+        self.options = options
+        return self
+
+    def define_metric(self, name, step_metric=None):
+        self.axes[name] = step_metric
+
+    def log(self, values):
+        self.sent.append(values)
+
+    def finish(self):
+        self.is_finished = True
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
+    one = rolled_back(replace(tiny, log=LogConfig(to=("wandb",))))
+    one.step(row(7, verdict="SKIP"))
+    one.close()
+    assert (wandb.options["name"], wandb.options["id"], wandb.options["resume"]) == ("tiny", "tiny", "allow")
+    assert "mode" not in wandb.options      # WANDB_MODE=offline decides
+    assert wandb.axes == {"step": None, "train/*": "step", "val/*": "step", "event/*": "step"}
+    first = {f"train/{k}": v for k, v in {**row(1), "since_start": 1}.items() if k not in ("step", "verdict")}
+    assert wandb.sent[0] == {**first, "step": 1} and wandb.sent[2] == {"val/tokens": 1024, "val/loss": 1.5, "step": 2}
+    assert [v["step"] for v in wandb.sent if "train/loss" in v] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
+    assert {"event/rollback": 1, "step": 6} in wandb.sent and wandb.sent[-1]["event/SKIP"] == 1 and wandb.is_finished
+
+
+@pytest.mark.parametrize("verb", ["init", "define_metric", "log", "finish"])
+def test_a_dashboard_that_is_down_ends_no_run(tiny, wandb, capsys, monkeypatch, verb):
+    monkeypatch.setattr(wandb, verb, refuse)
+    rolled_back(replace(tiny, log=LogConfig(to=("wandb",)))).close()
+    assert len(read(tiny)) == 12
+    assert capsys.readouterr().out.count("No space left on device; from here on only metrics.jsonl is written") == 1
+
+
+def test_a_package_that_is_not_installed_is_refused(tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match="log.to=wandb needs the package wandb: pip install wandb, or leave it out"):
+        log.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))
+
+
+def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
+    shown = []
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            shown[:] = [event for event in shown if event[0] < purge_step]      # as TensorBoard does when it reads
+            self.close = lambda: setattr(self, "add_scalar", None)
+
+        def add_scalar(self, key, value, step):
+            shown.append((step, key, value))
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    config = replace(tiny, log=LogConfig(to=("tensorboard",)))
+    rolled_back(config).close()
+    again = open_log(config, resume=5)
+    again.step(row(6, loss=7.0))
+    again.close()
+    assert [(s, v) for s, k, v in shown if k == "train/loss"] == [(1, 2.0), (2, 2.0), (3, 2.0), (4, 2.0), (5, 9.0), (6, 7.0)]
+    assert [s for s, k, _ in shown if k == "val/loss"] == [2, 4]
+
+
+# ------------------------------------------------------------------------------------ env.json, throughput, pair ids
+
+ALLOWED = {"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo",
+           "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_JOB_ID": "17", "WANDB_MODE": "offline"}
+FORBIDDEN = ("WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH", "TORCH_HUB_TOKEN", "NCCL_MY_key", "TORCH_PASSWORD", "nccl_debug",
+             "TORCHINDUCTOR_REMOTE_CREDENTIALS", "XNCCL_DEBUG", "SLURM_JOB_NAME", "HTTPS_PROXY", "CUDA_VISIBLE_DEVICES_2")
+
+
+def test_env_json_holds_the_allowed_variables_and_leaks_no_other(tmp_path, monkeypatch):
+    for name, value in {**ALLOWED, **dict.fromkeys(FORBIDDEN, "secret-of-mine")}.items():
+        monkeypatch.setenv(name, value)
+    log.write_environment(tmp_path / "env.json", torch.device("cpu"), tmp_path)
+    text = (tmp_path / "env.json").read_text()
+    env = json.loads(text)
+    assert env["torch"] == torch.__version__ and env["git_commit"] is None and "secret-of-mine" not in text
+    assert {name: env["variables"][name] for name in ALLOWED} == ALLOWED and not set(FORBIDDEN) & set(env["variables"])
+
+
+def test_write_json_refuses_nan_and_keeps_the_old_file(tmp_path):
+    write_json(tmp_path / "summary.json", {"a": 1})
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(tmp_path / "summary.json", {"a": float("nan")})
+    assert {p.name: json.loads(p.read_text()) for p in tmp_path.iterdir()} == {"summary.json": {"a": 1}}
+
+
+def test_throughput_by_hand():
+    rows = [{"kind": "train", "since_start": i, "step_s": s} for i, s in
+            enumerate([9.0, 1.0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)]
+    others = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
+    assert log.throughput([*rows, *others], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13) == pytest.approx({
+        "step_s_median": 0.3,       # the three warm-up steps do not count
+        "tok_per_s_median": 1000 / 0.3, "tok_per_s_p10": 1000 / 0.5, "tok_per_s_p90": 1000 / 0.1,
+        "compile_s": 8.7, "tflops_median": 1 / 0.3, "mfu_bf16": 0.1 / 0.3})
+    short = log.throughput(rows[:3], 1000, 10**9, None)
+    assert (short["step_s_median"], short["mfu_bf16"]) == (1.0, None)
+
+
+@pytest.mark.parametrize("name, bf16", [
+    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12), ("NVIDIA GB200", 2500e12),
+    ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("h100", 989.4e12), ("NVIDIA T4", None)])
+def test_peaks_by_name(name, bf16):
+    assert (log.peak_flops(name) or (None,))[0] == bf16
+
+
+def test_a_pair_shares_everything_but_precision_and_bookkeeping(tiny):
+    same = [replace(tiny, run="other"), replace(tiny, fp8=FP8Config(recipe="rowwise")), replace(tiny, out="elsewhere"),
+            replace(tiny, checkpoint=replace(tiny.checkpoint, every=1))]
+    other = [replace(tiny, seed=1), replace(tiny, steps=7), replace(tiny, optim=replace(tiny.optim, lr=1e-4)),
+             replace(tiny, model=replace(tiny.model, n_layer=1)), replace(tiny, data=replace(tiny.data, mixture={"web": 1.0})),
+             replace(tiny, data=replace(tiny.data, micro_batch=2))]
+    assert {log.pair_id(c) for c in same} == {log.pair_id(tiny)}
+    assert log.pair_id(tiny) not in {log.pair_id(c) for c in other}
+    assert log.digest({"b": 1, "a": [1.5, None]}) == hashlib.sha256(b'{"a": [1.5, null], "b": 1}').hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- meter
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """The calls of pynvml that are used, of one GPU."""
+    fake = types.ModuleType("pynvml")
+    fake.nvmlInit = lambda: None
+    fake.nvmlDeviceGetHandleByUUID = {"GPU-8f2c": "handle"}.__getitem__
+    fake.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(used=60 * 2**30, total=80 * 2**30)
+    fake.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=97, memory=40)
+    fake.nvmlDeviceGetPowerUsage = lambda gpu: 612_345
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="8f2c"))
+    return fake
+
+
+def meter(device="cuda"):
+    return log.Meter(torch.device(device), period=0.01)
+
+
+def meter_threads():
+    return [thread for thread in threading.enumerate() if thread.name == "meter"]
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+SAMPLE = {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0, "gpu_power_w": 612.345}
+
+
+@pytest.mark.parametrize("missing, field", [
+    (None, None), ("MemoryInfo", "gpu_mem_pct"), ("UtilizationRates", "gpu_util_pct"), ("PowerUsage", "gpu_power_w")])
+def test_the_meter_reads_what_the_gpu_supports_until_it_is_closed(nvml, monkeypatch, missing, field):
+    if missing:
+        monkeypatch.setattr(nvml, f"nvmlDeviceGet{missing}", refuse)
+    one = meter()
+    wait_for(one.read)
+    assert one.read() == {key: value for key, value in SAMPLE.items() if key != field}
+    monkeypatch.setattr(nvml, "nvmlDeviceGetUtilizationRates", lambda gpu: SimpleNamespace(gpu=3))
+    wait_for(lambda: one.read().get("gpu_util_pct") == 3.0)
+    one.close()
+    wait_for(lambda: not meter_threads())
+
+
+@pytest.mark.parametrize("lacks", ["package", "nvmlInit", "nvmlDeviceGetHandleByUUID"])
+def test_without_nvml_the_meter_reads_nothing(nvml, monkeypatch, lacks):
+    if lacks == "package":
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    else:
+        monkeypatch.setattr(nvml, lacks, refuse)
+    one = meter()
+    wait_for(lambda: not meter_threads())
+    assert one.read() == {}
+
+
+def test_on_a_cpu_the_meter_starts_no_thread():
+    assert meter("cpu").read() == {} and not meter_threads()
+
+
+def test_a_driver_that_hangs_delays_nothing(nvml, monkeypatch):
+    hanging = threading.Event()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda gpu: hanging.wait())
+    one = meter()
+    assert one.read() == {} and all(thread.daemon for thread in meter_threads())
+    one.close()
+    hanging.set()
+    wait_for(lambda: not meter_threads())
+
+
+# ---------------------------------------------------------------------------------------------------------- profiler
+
+def train(profiler, steps=range(1, 8)):
+    """A few steps of a little model; its weights afterwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in steps:
+        profiler.begin(step)
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        profiler.end(step)
+    profiler.close()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def profiler(steps, folder, said, rank=0, device="cpu"):
+    world = SimpleNamespace(rank=rank, is_main=rank == 0, device=torch.device(device))
+    return log.Profiler(steps, folder, world, said.append)
+
+
+def traced_steps(run_dir, rank=0):
+    content = gzip.decompress((run_dir / "profile" / f"trace_rank{rank}.pt.trace.json.gz").read_bytes())
+    names = [event["name"] for event in json.loads(content)["traceEvents"] if event.get("ph") == "X"]
+    assert any(name in ("aten::mm", "aten::addmm") for name in names)
+    return sorted(int(name.removeprefix("ProfilerStep#")) for name in names if name.startswith("ProfilerStep#"))
+
+
+def files(run_dir):
+    return sorted(path.name for path in run_dir.rglob("*") if path.name != "profile")
+
+
+@pytest.mark.parametrize("steps, asked, traced", [
+    (range(1, 8), (3, 5), [3, 4, 5]),
+    (range(4, 8), (3, 5), [4, 5]),                      # resumed in between
+    (range(6, 8), (3, 5), []),                          # resumed after them
+    (range(1, 5), (3, 9), [3, 4]),                      # the run ends in between
+    ([1, 2, 3, 4, 2, 3, 4], (2, 3), [2, 3]),            # a rollback repeats them: once is enough
+    ([1, 2, 3, 2, 3, 4, 5], (3, 4), [2, 3, 3, 4])])     # a rollback in between
+def test_the_steps_asked_for_are_traced_and_no_number_changes(tmp_path, steps, asked, traced):
+    said = []
+    weights = train(profiler(asked, tmp_path, said), steps)
+    assert torch.equal(weights, train(profiler(None, tmp_path, said), steps))
+    assert files(tmp_path) == ["trace_rank0.pt.trace.json.gz"][:len(traced)] and len(said) == bool(traced)
+    if traced:
+        assert traced_steps(tmp_path) == traced
+        assert said[0].endswith(f" to {traced[-1]} -> {tmp_path}/profile/ (open in ui.perfetto.dev)")
+
+
+def test_an_error_inside_a_step_leaves_a_readable_trace_and_only_rank_0_reports_it(tmp_path):
+    said = []
+    one = profiler((1, 9), tmp_path, said, rank=3)
+    one.begin(1)
+    torch.nn.Linear(4, 4)(torch.ones(4, 4))
+    one.close()        # as at the end of a run after an error
+    one.close()
+    assert traced_steps(tmp_path, rank=3) == [1] and said == []
+
+
+@pytest.mark.parametrize("fault, reason", [
+    ("folder", "FileExistsError"), ("shutil.copyfileobj", "OSError: .*No space left"), ("profile", "OSError: .*No space left")])
+def test_a_trace_that_fails_is_reported_and_ends_no_run(tmp_path, monkeypatch, fault, reason):
+    if fault == "folder":
+        (tmp_path / "profile").write_text("a file")
+    else:
+        monkeypatch.setattr(f"runtime.log.{fault}", refuse)
+    said = []
+    train(profiler((2, 3), tmp_path, said, rank=1))
+    assert files(tmp_path) == [] and len(said) == 1 and re.match(f"profile: rank 1 wrote no trace: {reason}", said[0])
+
+
+def test_on_a_gpu_the_allocations_are_recorded_too(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: (calls.append("dump"), open(path, "w").close()))
+
+    def on_a_cpu(activities, **options):
+        calls.append(len(activities))
+        return profile(**options)
+
+    monkeypatch.setattr("runtime.log.profile", on_a_cpu)
+    train(profiler((2, 3), tmp_path, [], device="cuda"))
+    assert calls == [{"max_entries": 100_000}, 2, "dump", {"enabled": None}]
+    assert files(tmp_path) == ["memory_rank0.pickle", "trace_rank0.pt.trace.json.gz"]
+
+
+def test_a_traced_run_has_the_same_losses(tiny, tmp_path, capsys):
+    losses = []
+    for name, steps in (("plain", None), ("traced", "2:3")):
+        config = replace(tiny, run=name, steps=4, profile=steps)
+        assert call_train(capsys, config, tmp_path).returncode == 0
+        losses.append([r[1:] for r in read(config, "kind", "loss", "grad_norm") if r[0] == "train"])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert traced_steps(config.run_dir) == [2, 3]
