@@ -37,15 +37,15 @@ def train(config: Config, world: World) -> None:
 
             # ---- forward and backward --------------------------------------------------------------------------------
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
-            targets = run.targets()                         # fewer than tokens_per_step where prompts are masked
-            scale = run.loss_scale * (config.data.tokens_per_step / targets)
+            targets = run.count_targets()                   # fewer than tokens_per_step where prompts are masked
+            step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
                 x, y = run.next_batch()                     # (B, T) each
                 parallel.sync_gradients(model, micro == accumulation - 1, config.parallel.reshard)
-                loss = model(x, y).sum()
-                (loss * scale).backward()
-                loss_sum += loss.detach()
+                micro_loss = model(x, y).sum()
+                (micro_loss * step_scale).backward()
+                loss_sum += micro_loss.detach()
 
             # ---- clip, one host read ---------------------------------------------------------------------------------
             run.at("summing loss and gradient norm over the ranks")
@@ -65,7 +65,7 @@ def train(config: Config, world: World) -> None:
             if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
                 optimizer.zero_grad()
 
-            run.end_step(verdict, loss, grad_norm, lr, scale, is_stopping=stops > 0)    # log, probe, save, roll back
+            run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0)    # log, probe, save, roll back
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -92,15 +92,15 @@ def build_ours(config: Config, device: torch.device) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are train.py's lines."""
     fp8.check_hardware(config.fp8, device)
     built = build(config, World(0, 0, 1, device))
-    model, scale, tokens = built.model, built.loss_scale, config.data.micro_batch * config.model.n_ctx
+    model, step_scale, tokens = built.model, built.loss_scale, config.data.micro_batch * config.model.n_ctx
     built.optimizer.state.clear()       # other cells need the room
     model.init_weights(config.seed, built.assign)
     fp8.refresh_fp8_weights(model)
 
     def micro_step(x, y):
-        loss = model(x, y).sum()
-        (loss * scale).backward()
-        return loss.detach() / tokens
+        micro_loss = model(x, y).sum()
+        (micro_loss * step_scale).backward()
+        return micro_loss.detach() / tokens
 
     def make_optimizers():
         optimizer = optim.build_optimizer(model, config.optim)

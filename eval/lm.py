@@ -12,7 +12,7 @@ from eval.ranks import Ranks
 from eval.sample import stream
 from model import GPT, KVCache
 from runtime.cli import UserError
-from runtime.progress import Progress
+from runtime.progress import ProgressLine
 from runtime.tokenizer import Tokenizer
 
 # Logits kept at a time, in tokens. A matmul of 128 rows by 50304 hardly uses a CPU's second core (310 us a row), one of 512
@@ -110,7 +110,7 @@ class CheckpointLM(TemplateLM):
         """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
         ranks, own = self.ranks, {}
         mine = range(ranks.rank, len(batch_list), ranks.size)
-        total, progress = sum(sizes[i] for i in mine), Progress("scored", "sequences", ranks.is_main)
+        total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", ranks.is_main)
         progress.show(lambda: (0, 0.0))
         for i in mine:
             own[i] = work(batch_list[i])

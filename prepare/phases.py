@@ -14,7 +14,7 @@ from prepare.parts import Parts
 from prepare.pool import Pool
 from prepare.source import BadFile, Piece, Source
 from runtime.cli import UserError
-from runtime.progress import Progress
+from runtime.progress import ProgressLine
 from runtime.shards import read_index, write_index
 
 SLACK = 1.002                   # more than is asked for, at first: a few documents always turn out to be copies
@@ -62,7 +62,7 @@ def tokenise(source: Source, parts: Parts, pool: Pool, job: Job, target: float |
     """Phase one: one input file after another until the pieces on disk hold `target` tokens. False: none was taken."""
     expected = source.tokens and source.tokens / max(1, len(parts.files))
     who = f"[{job.worker}/{job.workers}] {source.name}" if job.workers > 1 else source.name
-    progress, is_taken = Progress(who, "tokens", not job.is_quiet), False
+    progress, is_taken = ProgressLine(who, "tokens", not job.is_quiet), False
     while (number := parts.next_file(target, expected, job.worker, job.workers)) is not None:
         is_taken = True
         try:
@@ -77,7 +77,7 @@ def tokenise(source: Source, parts: Parts, pool: Pool, job: Job, target: float |
     return is_taken
 
 
-def _tokenise_file(parts: Parts, number: int, pool: Pool, target: float | None, progress: Progress) -> None:
+def _tokenise_file(parts: Parts, number: int, pool: Pool, target: float | None, progress: ProgressLine) -> None:
     writer, is_whole, room, piece = parts.writer(number), True, math.inf, None
     encoded = pool.encode(parts.files[number].read(writer.rows))
     try:

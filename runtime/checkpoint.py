@@ -588,7 +588,10 @@ def run_on_rank0(world, work: Callable[[], object]) -> object:
             result = work()
         except Exception as problem:
             error = problem
-    result, error = gather((result, error), world)[0]
+    if world is not None and world.size > 1:
+        box = [(result, error)]
+        dist.broadcast_object_list(box, src=0, group=world.checkpoint_group)
+        result, error = box[0]
     if error is not None:
         raise error
     return result

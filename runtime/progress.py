@@ -10,7 +10,7 @@ from rich.progress import Progress as Bar
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines
 
 
-class Progress:
+class ProgressLine:
     """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):

@@ -1,7 +1,7 @@
 """The life of a run around its training steps: open its folder, resume, validate, save, roll back, finish, summarise.
 
 train.py holds the step. A Run holds everything that outlives one: the folder and its lock, the Progress that checkpoints store,
-the guard's ladder, the requests to stop, the log. All ranks call its methods together.
+the guard, the requests to stop, the log. All ranks call its methods together.
 """
 
 import errno
@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -44,7 +45,6 @@ from runtime.log import (
     Log,
     Meter,
     Profiler,
-    device_name,
     digest,
     pair_id,
     peak_flops,
@@ -52,7 +52,7 @@ from runtime.log import (
     validation_losses,
     write_environment,
 )
-from runtime.machine import out_of_memory
+from runtime.machine import device_name, out_of_memory
 from runtime.parallel import World, build
 from runtime.probe import Probe
 from runtime.rows import metrics_rows, read_rows, write_json
@@ -68,14 +68,15 @@ class Progress:
     step: int = 0                   # training steps that count: done, and not undone by a rollback
     updates: int = 0                # of the weights; fewer than steps where some were skipped
     data_offset: int = 0            # steps' worth of data that rollbacks have left out
-    seconds: float = 0.0            # of wall time
+    seconds: float = 0.0            # of wall time, when last saved
     probe_seconds: float = 0.0      # of these, spent in probes
 
 
 class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block.
 
-    What the training step needs: model, optimizer, data, guard, saver, stop, progress, loss_scale.
+    For the training step: model, optimizer, guard, saver, stop, progress, loss_scale; next_step, next_batch, count_targets, at,
+    can_roll_back, end_step.
     """
 
     @classmethod
@@ -85,20 +86,20 @@ class Run:
 
         Raises UserError, MachineError: a sentence. Errors of torch's become one where a cause is known: no memory, a lost rank.
         """
-        with ExitStack() as ending:     # closes the log however the run ends: an error begins on a line of its own
+        with ExitStack() as cleanup:     # closes the log however the run ends: an error begins on a line of its own
             watchdog = Watchdog(world, config.run_dir, config.parallel.timeout, config.parallel.start_timeout)
-            ending.enter_context(watchdog)
+            cleanup.enter_context(watchdog)
             try:
-                yield cls(config, world, watchdog, ending)
+                yield cls(config, world, watchdog, cleanup)
             except (RuntimeError, MemoryError) as error:
-                if told := out_of_memory(error, config, world) or watchdog.explain(error):
-                    fault = MachineError(told)
+                if message := out_of_memory(error, config, world) or watchdog.explain(error):
+                    fault = MachineError(message)
                     fault.add_note(f"on rank {world.rank}")     # the others may have another story
                     raise fault from error
                 raise
 
-    def __init__(self, config: Config, world: World, watchdog: Watchdog, ending: ExitStack):
-        self.config, self.world, self.watchdog, self._ending = config, world, watchdog, ending
+    def __init__(self, config: Config, world: World, watchdog: Watchdog, cleanup: ExitStack):
+        self.config, self.world, self.watchdog, self._cleanup = config, world, watchdog, cleanup
         self._began = time.perf_counter()
         self.log: Log | None = None     # rank 0's
         self.progress, self.guard = Progress(), Guard(config.guard)
@@ -114,14 +115,14 @@ class Run:
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._val_sets = {source: self.data.val(source) for source in self.data.sources}
         self._built = build(config, world)
-        self.model, self.optimizer = self._built.model, self._built.optimizer
+        self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
         self._start()
 
     # ------------------------------------------------------------------------------------------------------- the start
 
     def _lock_folder(self) -> None:
         lock = RunLock(self.config.run_dir)
-        self._ending.callback(lock.release)
+        self._cleanup.callback(lock.release)
         if lock.warning:
             print(lock.warning)
 
@@ -132,13 +133,13 @@ class Run:
                           "fp8": digest(fp8.by_layer(self._built.layers))}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, model).items()}
-        passed_over: list[str] = []     # checkpoints that were damaged
+        damaged: list[str] = []     # checkpoints that were damaged
 
-        def pass_over(line: str) -> None:
+        def note_damaged(line: str) -> None:
             print(line, flush=True)
-            passed_over.append(line)
+            damaged.append(line)
 
-        restored = restore(config.run_dir, self._tensors, world, say=pass_over)     # its own win over start_from
+        restored = restore(config.run_dir, self._tensors, world, say=note_damaged)     # its own win over start_from
         is_branching = restored is None and config.start_from is not None
         if restored is None:
             if is_branching:
@@ -158,13 +159,15 @@ class Run:
             keep_tokenizer(config.run_dir, config.data.tokenizer)
         self.saver = Saver(config.run_dir, config.checkpoint, world, validation_losses(config.run_dir / "metrics.jsonl"))
         self.saver.prepare(self._tensors)
-        self._ending.push(lambda kind, *_: kind in (UserError, MachineError) and self.saver.wait())    # no save under way is lost
+        # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
+        self._cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
+                          and self.saver.wait())
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:
-            self._open_log(restored, is_branching, passed_over)
+            self._open_log(restored, is_branching, damaged)
         self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
-        self._ending.callback(self._profiler.close)
+        self._cleanup.callback(self._profiler.close)
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
@@ -185,16 +188,17 @@ class Run:
         self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
         if is_branching:        # the parent's hours are its own
             self.progress.seconds = self.progress.probe_seconds = 0.0
+        self._began -= self.progress.seconds
         optim.set_updates(self.optimizer, self.progress.updates)
         self.guard = Guard(self.config.guard, state["guard"])
 
-    def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, passed_over: list[str]) -> None:
+    def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
         self._meter = Meter(world.device)
-        self._ending.callback(self._meter.close)
+        self._cleanup.callback(self._meter.close)
         write_environment(config.run_dir / "env.json", world.device, ROOT)
         self.log = Log(config, step, config.total_steps)
-        self._ending.callback(self.log.close)
+        self._cleanup.callback(self.log.close)
         begins = "resuming" if not is_branching else "branching off" if step else "on from"
         self.log.say("\n".join([
             f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
@@ -207,19 +211,18 @@ class Run:
         ]))
         if restored:
             self.log.event({"event": "branch" if is_branching else "resume", "step": step})
-        for line in passed_over:
+        for line in damaged:
             self.log.event({"event": "bad_checkpoint", "step": step, "reason": line})
 
     # -------------------------------------------------------------------------------------------- around each step
 
-    @property
-    def loss_scale(self) -> float:
-        """What a micro-batch's summed loss is multiplied by: the mean over a step's tokens, by micro-batches and ranks."""
-        return self._built.loss_scale
-
     def at(self, phase: str) -> None:
         """Tell the watchdog where this rank is; all ranks alike."""
         self.watchdog.at(phase, self.progress.step + 1)
+
+    def _at_slow(self, phase: str) -> None:
+        """Between two steps, where something may take minutes."""
+        self.watchdog.at(phase, self.progress.step, patience=self.config.parallel.start_timeout)
 
     def next_step(self) -> int | None:
         """The number of steps done, where another one is due; None where the run has ended: finished, or asked to stop.
@@ -233,10 +236,12 @@ class Run:
             elif not math.isfinite(val.loss):
                 self._reject_validation(val.loss)
             elif self.progress.step == self.config.total_steps:
-                return self._finish(val)
+                self._finish(val)
+                return None
             self._is_to_validate = False
         if self._is_stopping:
-            return self._leave()
+            self._save_and_stop()
+            return None
         self._step_began = time.perf_counter()
         self._profiler.begin(self.progress.step + 1)
         return self.progress.step
@@ -248,7 +253,7 @@ class Run:
         self.at("forward and backward")
         return self._batch
 
-    def targets(self) -> int:
+    def count_targets(self) -> int:
         """Targets of this step over all ranks: fewer than tokens_per_step where prompts are masked."""
         return max(1, self.data.targets(self.progress.step + self.progress.data_offset))
 
@@ -262,8 +267,9 @@ class Run:
         config, progress = self.config, self.progress
         progress.step += 1
         step, step_s = progress.step, time.perf_counter() - self._step_began
+        # Writing a trace may take minutes.
         self.watchdog.at("after the step", step, patience=config.parallel.start_timeout if config.profile else None)
-        self._profiler.end(step)        # a trace is large
+        self._profiler.end(step)
         if self.log:
             self.log.step({"step": step, "tokens": step * config.data.tokens_per_step, "loss": loss, "lr": lr,
                            "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
@@ -307,14 +313,14 @@ class Run:
 
     def _evaluate(self) -> ValLoss | None:
         config, world = self.config, self.world
-        self.watchdog.at("validating", self.progress.step, patience=config.parallel.start_timeout)  # may be compiled first
+        self._at_slow("validating")     # may be compiled first
 
-        def is_stopping() -> bool:
+        def any_rank_stops() -> bool:
             self.watchdog.at("validating", self.progress.step)
             return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
 
         return evaluate(self.model, self._val_sets, self.data.weights, config.data.micro_batch, world.device, world.rank,
-                        world.size, lambda t: parallel.all_concatenate(t, world), is_stopping)
+                        world.size, lambda t: parallel.all_concatenate(t, world), any_rank_stops)
 
     def _reject_validation(self, loss: float) -> None:
         if self.guard.reject_validation(self.progress.step, f"validation loss {loss}", self.can_roll_back) is Verdict.STOP:
@@ -324,20 +330,21 @@ class Run:
 
     def _save(self) -> None:
         step = self.progress.step
-        self.watchdog.at("saving a checkpoint", step, patience=self.config.parallel.start_timeout)
-        progress = {**asdict(self.progress), "seconds": self._seconds()}
+        self._at_slow("saving a checkpoint")
+        self.progress.seconds = time.perf_counter() - self._began
+        progress = asdict(self.progress)
         del progress["step"]            # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
         self.saver.save(step, self._tensors, {**progress, "guard": self.guard.state(), "data": self._identity,
                                               "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin}, self.config)
         while self.saver.failures:      # of an earlier save: training goes on, and this one tries again
-            self._note("save_failed", step, self.saver.failures.pop(0))
+            self._log_event("save_failed", step, self.saver.failures.pop(0))
 
     def _roll_back(self) -> None:
         """Back to the newest checkpoint from before the skipped steps, whose weights were sane, and on with data not seen yet."""
         bad, progress, guard = self.progress.step, self.progress, self.guard
-        self.watchdog.at("going back to a checkpoint", bad, patience=self.config.parallel.start_timeout)
-        found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._note("bad_checkpoint", bad, line),
+        self._at_slow("going back to a checkpoint")
+        found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._log_event("bad_checkpoint", bad, line),
                         guard.suspect_since)
         if found is None:
             raise MachineError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
@@ -356,18 +363,18 @@ class Run:
             self.log.say(f"step {bad}: {guard.reason}; back to step {to}, on with data not seen yet "
                          f"({guard.rollbacks} of {self.config.guard.rollbacks} times)")
 
-    def _give_up(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def _give_up(self, x: torch.Tensor, y: torch.Tensor) -> NoReturn:
         """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
         step = self.progress.step
-        self.watchdog.at("looking for the cause", step, patience=self.config.parallel.start_timeout)
+        self._at_slow("looking for the cause")
         raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
                                                        self.config.run_dir, self.world.is_main, self.loss_scale))
 
-    def _leave(self) -> None:
-        """Save, where a stop was requested."""
+    def _save_and_stop(self) -> None:
+        """A stop was requested."""
         self._save()
         self.saver.finish()
-        self._note("stopped", self.progress.step,
+        self._log_event("stopped", self.progress.step,
                    f"stopped on request at step {self.progress.step}; saved. To go on: run the same command again")
 
     def _finish(self, as_trained: ValLoss) -> None:
@@ -376,20 +383,20 @@ class Run:
         with fp8.in_bf16(self.model):
             in_bf16 = self._evaluate()
         if in_bf16 is None:
-            return self._leave()
-        self.watchdog.at("finishing the last checkpoint", self.progress.step, patience=self.config.parallel.start_timeout)
+            self._save_and_stop()
+            return
+        self._at_slow("finishing the last checkpoint")
         self.saver.finish()
         self.data.verified()
+        self.progress.seconds = time.perf_counter() - self._began
         if self.log:
-            eval_s, self.progress.seconds = time.perf_counter() - self._eval_began, self._seconds()
-            summary = summarise(self, as_trained, in_bf16, eval_s)
+            summary = summarise(self, as_trained, in_bf16, eval_s=time.perf_counter() - self._eval_began)
             save_sequence_losses(self.config.run_dir / "val_losses.npz", as_trained, in_bf16)
             write_json(self.config.run_dir / "summary.json", summary)
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
             self.log.say(f"{self.config.run}: done. validation loss {summary['loss_as_trained']:.4f} as trained, "
                          f"{summary['loss_bf16']:.4f} in BF16; {summary['tok_per_s_median']:,.0f} tok/s; "
                          f"{summary['wall_s']:.0f} s{probes} -> {self.config.run_dir}/summary.json")
-        return None
 
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
@@ -397,10 +404,7 @@ class Run:
         self._batches = self.data.stream(progress.step + progress.data_offset, total + progress.data_offset, self.world.rank,
                                          self.world.size, self.world.device)
 
-    def _seconds(self) -> float:
-        return self.progress.seconds + time.perf_counter() - self._began
-
-    def _note(self, event: str, step: int, reason: str) -> None:
+    def _log_event(self, event: str, step: int, reason: str) -> None:
         if self.log:
             self.log.event({"event": event, "step": step, "reason": reason})
             self.log.say(reason)
@@ -413,8 +417,8 @@ def is_due(every: int | None, step: int) -> bool:
 # ------------------------------------------------------------------------------------------------------ the run's folder
 
 LOCK = ".lock"
-OURS = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
-PATIENCE_S = 3.0        # a run that was told to stop and one that is started right after it may overlap for a moment
+LEFT_BY_A_KILL = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
+LOCK_TIMEOUT_S = 3.0        # a run that was told to stop and one that is started right after it may overlap for a moment
 # What the path itself is to blame for; any other error (no space, input/output) is the machine's and goes up as it is.
 USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
                   errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
@@ -429,7 +433,7 @@ class RunLock:
     closing ANY descriptor of the file, so nothing in a run may open LOCK again.
 
     Raises UserError: no folder can be made or written there, or another process has it. Raises OSError where the machine is
-    to blame, a full disk for instance. `warning`: what people should hear, or None.
+    to blame, a full disk for instance. `warning`: where the file system has no locks, else None.
     """
 
     def __init__(self, run_dir: Path):
@@ -452,9 +456,7 @@ class RunLock:
             raise
 
     def release(self) -> None:
-        """Let the folder go; one that holds nothing but the lock goes too. A second call does nothing."""
-        if self._descriptor is None:
-            return
+        """Let the folder go; one that holds nothing but the lock goes too."""
         try:
             if os.listdir(self._run_dir) == [LOCK]:     # the run was refused before it began
                 os.unlink(self._run_dir / LOCK)
@@ -462,14 +464,13 @@ class RunLock:
         except OSError:     # gone already, or somebody was quicker: it is theirs
             pass
         os.close(self._descriptor)
-        self._descriptor = None
 
 
 def is_finished(config: Config) -> bool:
     """Whether this very run is already done. Raises UserError where its folder belongs to another run."""
     run_dir = config.run_dir
     try:
-        names = {path.name for path in run_dir.iterdir()} - OURS
+        names = {path.name for path in run_dir.iterdir()} - LEFT_BY_A_KILL
     except FileNotFoundError:
         return False
     except OSError as error:
@@ -500,7 +501,7 @@ def refuse_to_start_over(config: Config) -> None:
 
 def _lock(run_dir: Path) -> tuple[int, str | None]:
     """An open, locked descriptor of the lock file; with a line instead of the lock where the file system has none."""
-    path, end = run_dir / LOCK, time.monotonic() + PATIENCE_S
+    path, end = run_dir / LOCK, time.monotonic() + LOCK_TIMEOUT_S
     while True:
         run_dir.mkdir(exist_ok=True)    # a run that was refused may have taken it away just now
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

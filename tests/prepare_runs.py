@@ -22,6 +22,13 @@ HANG_S = 180        # a run that takes so long on a loaded machine hangs
 SIZES = {"SHARD_TOKENS": 2_000, "PIECE_TOKENS": 1_500, "BATCH_BYTES": 700}
 
 
+def last_of_each(words) -> list[str]:
+    """A command's words without the settings that later ones replace, each of which may stand there once."""
+    words = list(map(str, words))
+    return [word for i, word in enumerate(words)
+            if not any(later.startswith(word.partition("=")[0] + "=") for later in words[i + 1:] if "=" in word)]
+
+
 # --------------------------------------------------------------------------------------------------------------- runs
 
 class Run:

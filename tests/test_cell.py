@@ -180,7 +180,7 @@ def test_a_gpu_that_is_not_there_is_a_sentence(monkeypatch):
 def test_what_is_timed_are_the_lines_of_train():
     lines = [" ".join(line.split()) for line in (ROOT / "train.py").read_text().splitlines()]
     ours = [" ".join(line.split()) for line in (ROOT / "bench" / "subject.py").read_text().splitlines()]
-    for line in ("loss = model(x, y).sum()", "(loss * scale).backward()", "optimizer.step()",
+    for line in ("micro_loss = model(x, y).sum()", "(micro_loss * step_scale).backward()", "optimizer.step()",
                  "fp8.refresh_fp8_weights(model)", "optimizer.zero_grad()"):
         assert line in lines and line in ours, line
     assert any("parallel.clip_gradients(model, config.optim.clip)" in line for line in lines)

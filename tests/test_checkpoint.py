@@ -273,7 +273,8 @@ def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("content", [eval, getattr, torch.load, io.open, 3, {}, None], ids=str)
+@pytest.mark.parametrize("content", [eval, getattr, torch.load, io.open, 3, {}, None],
+                         ids=lambda value: getattr(value, "__name__", str(value)))
 def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
     save(tiny, 1)
     forge(latest(tiny.run_dir), ".metadata", pickle.dumps(content))

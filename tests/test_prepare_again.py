@@ -21,11 +21,12 @@ from prepare.source import BadFile, Source, batches
 from runtime import shards
 from runtime.tokenizer import load_tokenizer
 from tests.faults import flip_bit
-from tests.prepare_runs import SIZES, Forge, Run, check_against, content, due, is_a_sentence, texts, write_files
+from tests.prepare_runs import SIZES, Forge, Run, check_against, content, due, is_a_sentence, last_of_each, texts, write_files
 
 
 def local(paths, out, *options, name="mine"):
-    return ["local", *map(str, paths), f"name={name}", "tokenizer=byte", "val_share=0.2", "processes=1", f"out={out}", *options]
+    return last_of_each(["local", *paths, f"name={name}", "tokenizer=byte", "val_share=0.2", "processes=1", f"out={out}",
+                         *options])
 
 
 @pytest.fixture(scope="module")

@@ -149,17 +149,18 @@ def test_a_complete_folder_is_left_alone(tmp_path, capsys):
 
 def test_a_folder_of_something_else_is_not_overwritten(tmp_path, capsys):
     file = tmp_path / "a.jsonl"
-    arguments = ["local", file, "name=mine", f"out={tmp_path}", "val_share=0.2"]
+    arguments = ["local", file, "name=mine", f"out={tmp_path}"]
     file.write_bytes(jsonl(DOCUMENTS))
     assert local(file, out=tmp_path) == 0
     before = content(tmp_path)
-    assert "holds shards of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments)
+    assert "holds shards of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments, "val_share=0.2")
     arguments.append("tokenizer=byte")
     assert "holds shards of split_rule=" in refused(capsys, *arguments, "val_share=0.3")
-    assert "column code" in refused(capsys, *arguments, "column=code")
+    assert "column code" in refused(capsys, *arguments, "val_share=0.2", "column=code")
     assert content(tmp_path) == before
     file.write_bytes(jsonl(DOCUMENTS[1:]))
-    assert "was made when local: a.jsonl; column text held something else: delete it" in refused(capsys, *arguments)
+    assert "was made when local: a.jsonl; column text held something else: delete it" in refused(
+        capsys, *arguments, "val_share=0.2")
 
 
 def test_copies_across_sources_are_dropped(tmp_path):

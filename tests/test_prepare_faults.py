@@ -18,13 +18,14 @@ import prepare_data
 from runtime.shards import SHARD_TOKENS
 from tests.conftest import call_train
 from tests.faults import flip_bit
-from tests.prepare_runs import SIZES, Forge, Run, check_against, content, due, is_a_sentence, texts, write_files
+from tests.prepare_runs import SIZES, Forge, Run, check_against, content, due, is_a_sentence, last_of_each, texts, write_files
 
 STORM_SIZES = {"SHARD_TOKENS": 30_000, "PIECE_TOKENS": 20_000, "BATCH_BYTES": 5_000}     # of a source of a million tokens
 
 
 def local(paths, out, *options, name="mine", processes=1):
-    return ["local", *paths, f"name={name}", "tokenizer=byte", "val_share=0.2", f"processes={processes}", f"out={out}", *options]
+    return last_of_each(["local", *paths, f"name={name}", "tokenizer=byte", "val_share=0.2", f"processes={processes}",
+                         f"out={out}", *options])
 
 
 @pytest.fixture(scope="module")

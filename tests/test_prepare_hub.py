@@ -11,7 +11,7 @@ import prepare_data
 from configs.sources import SOURCES
 from runtime.cli import UserError
 from tests.hub_server import HubServer, make_hub
-from tests.prepare_runs import Forge, Run, content, is_a_sentence
+from tests.prepare_runs import Forge, Run, content, is_a_sentence, last_of_each
 
 SOURCES_ASKED = ["fineweb_edu", "python", "c", "arxiv"]
 SIZES = {"SHARD_TOKENS": 20_000, "PIECE_TOKENS": 9_000, "BATCH_BYTES": 4_000, "WAITS": [0.1, 0.1, 0.1, 0.1]}
@@ -49,7 +49,7 @@ OPTIONS = ["tokens=10e6", "tokenizer=byte", "val_share=0.2", "processes=1"]
 
 
 def stream(forge, out, *words, **faults):
-    return forge.run(*OPTIONS, f"out={out}", *(words or SOURCES_ASKED), sizes=SIZES, patience=0.1, **faults)
+    return forge.run(*last_of_each([*OPTIONS, f"out={out}", *(words or SOURCES_ASKED)]), sizes=SIZES, patience=0.1, **faults)
 
 
 @pytest.fixture(scope="module")

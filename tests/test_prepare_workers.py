@@ -15,13 +15,13 @@ import pytest
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.faults import free_port
-from tests.prepare_runs import Forge, Run, check_against, content, is_a_sentence, texts, write_files
+from tests.prepare_runs import Forge, Run, check_against, content, is_a_sentence, last_of_each, texts, write_files
 
 BIG = {"SHARD_TOKENS": 30_000, "PIECE_TOKENS": 20_000, "BATCH_BYTES": 5_000}
 
 
 def local(paths, out, *options):
-    return ["local", *paths, "name=mine", "tokenizer=byte", "val_share=0.2", "processes=1", f"out={out}", *options]
+    return last_of_each(["local", *paths, "name=mine", "tokenizer=byte", "val_share=0.2", "processes=1", f"out={out}", *options])
 
 
 @pytest.fixture(scope="module")

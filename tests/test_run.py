@@ -52,7 +52,7 @@ def refusal(run_dir):
 # ---------------------------------------------------------------------------------------------------------- one writer
 
 def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, holder, monkeypatch):
-    monkeypatch.setattr(room, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
     first, run_dir = holder(), tmp_path / "run"
     said = refusal(run_dir)
     assert f"{run_dir} is being written by process {first.pid} on host {socket.gethostname()!r}, started 2" in said
@@ -85,7 +85,6 @@ def test_a_refused_run_leaves_no_folder_and_a_begun_one_stays(tmp_path):
     assert not run_dir.exists()
     held = RunLock(run_dir)
     (run_dir / "config.json").touch()
-    held.release()
     held.release()
     assert sorted(os.listdir(run_dir)) == [LOCK, "config.json"]
 

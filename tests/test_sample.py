@@ -1,4 +1,4 @@
-"""eval/sample.py and eval/options.py: what is generated, printed and refused."""
+"""eval/sample.py: what is generated, printed and refused."""
 
 import io
 import random
