@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime import log as metrics
+from runtime.log import peak_flops
 from runtime.progress import si
 from scaling.grid import placed, state_of, summary_of, tokens_left
 from scaling.study import Row
@@ -36,7 +36,7 @@ def kind_of(row: Row) -> tuple[str, str]:
 
 def costs_of(rows: list[Row], folder: Path, options) -> dict[tuple[str, str], Cost]:
     """kind -> its Cost: medians over its finished runs, else options.mfu of the peak of options.gpu and options.start."""
-    peak, costs = metrics.peak_flops(options.gpu)[0], {}
+    peak, costs = peak_flops(options.gpu)[0], {}
     done = [(row, summary) for row in rows if (summary := summary_of(row, folder))]
     for row in rows:
         if kind_of(row) in costs:
@@ -98,7 +98,7 @@ def _sources(costs: dict[tuple[str, str], Cost], options) -> list[str]:
     """Where the times come from: a line of what is assumed, one for each kind that was measured."""
     assumed = []
     if any(cost.device is None for cost in costs.values()):
-        peak = metrics.peak_flops(options.gpu)[0]
+        peak = peak_flops(options.gpu)[0]
         assumed.append(f"{100 * options.mfu:.3g}% of the {peak / 1e12:.0f} BF16 TFLOP/s of one {options.gpu} (mfu=), FP8 as fast")
     if not all(cost.is_start_measured for cost in costs.values()):
         assumed.append(f"{options.start:g} s to start and end a run (start=)")

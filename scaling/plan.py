@@ -20,9 +20,9 @@ import torch
 
 from model import GPT
 from runtime import fp8
-from runtime import log as metrics
 from runtime.cli import UserError
 from runtime.config import FP8Config, RecipeName, load_config
+from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
 from scaling.captions import human
@@ -82,10 +82,10 @@ def _parse(arguments) -> dict:
     recipes = [name for name in get_args(RecipeName) if name not in ("off", "auto")]
     if options["recipe"] not in recipes:
         raise UserError(f"recipe={options['recipe']!r} must be one of {', '.join(recipes)}")
-    options["peak"] = metrics.peak_flops(options["gpu"])
+    options["peak"] = peak_flops(options["gpu"])
     if options["peak"] is None:
         raise UserError(f"gpu={options['gpu']}: the peak of that GPU is not in runtime/log.py; there are "
-                          f"{', '.join(metrics.PEAK_FLOPS)}")
+                          f"{', '.join(PEAK_FLOPS)}")
     options["flops"] = options["gpus"] * options["peak"][0] * options["hours"] * 3600
     if not FLOPS[0] <= options["flops"] <= FLOPS[1]:
         raise UserError(f"gpus={options['gpus']:g} hours={options['hours']:g} are {options['flops']:.2g} FLOPs at the peak of "
@@ -190,7 +190,7 @@ def _measured(options) -> tuple[dict[str, dict[int, float]], list[str]]:
         return {}, []
     records, _ = read_runs([options["runs"]])
     records, _ = without_repeats(usable(records)[0])        # repeats run otherwise, such as without the compiler
-    here = [record for record in records if metrics.peak_flops(record.device) == options["peak"]
+    here = [record for record in records if peak_flops(record.device) == options["peak"]
             and options["gpu"].lower() in record.device.lower()]
     found: dict[str, dict[int, list[float]]] = {}
     for record in here:

@@ -33,9 +33,9 @@ from typing import ClassVar
 if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
-from runtime import log as metrics
 from runtime.cli import UserError, read_options
 from runtime.config import positive
+from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from scaling import command
 from scaling.costs import table
@@ -72,7 +72,7 @@ class Options:
             raise UserError(problems[0])
         if self.mfu > 1:
             raise UserError(f"mfu={self.mfu:g} must be a share of the GPU's peak, such as 0.45")
-        if metrics.peak_flops(self.gpu) is None:
+        if peak_flops(self.gpu) is None:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
 
 

@@ -20,7 +20,6 @@ from bench.fleet_model import Network, collectives, fleet_step
 from bench.step_model import GPUS, Shape, shape_of
 from model import GPTConfig
 from runtime import fp8, parallel
-from runtime import fp8 as gather
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig, ParallelConfig
 from runtime.parallel import build
 from tests.conftest import ROOT
@@ -96,17 +95,17 @@ def losses_of(config: Config, world) -> list:
             seen.append(loss.item())
         seen.append(parallel.clip_gradients(model, 1.0).item())
         if update == 2:
-            before = [gather.unwrap(p.detach()).to_local().clone() for p in model.parameters()], evaluated()
-            gather.reshard(model)       # whoever changes weights after an evaluation does so: a rollback
+            before = [fp8.unwrap(p.detach()).to_local().clone() for p in model.parameters()], evaluated()
+            fp8.reshard(model)       # whoever changes weights after an evaluation does so: a rollback
         built.optimizer.step()
         built.optimizer.zero_grad()
         fp8.refresh_fp8_weights(model)
         seen.append(evaluated())
     weights, known = before
-    gather.reshard(model)
+    fp8.reshard(model)
     with torch.no_grad():
         for p, old in zip(model.parameters(), weights, strict=True):
-            gather.unwrap(p.detach()).to_local().copy_(old)
+            fp8.unwrap(p.detach()).to_local().copy_(old)
     fp8.refresh_fp8_weights(model)
     return [*seen, {"back": evaluated() == known}]
 
@@ -246,9 +245,9 @@ def test_collectives_take_what_rings_take():
     network = Network(hop_s=0, far_hop_s=0)
     gather = fleet_model.Sent("all_gather", "block", 10**9, 8, 1)
     assert fleet_model.seconds(network, gather, 8) == pytest.approx(1e9 * 7 / 8 / 350e9)
-    assert fleet_model.seconds(network, gather._replace(ranks=16), 16) == pytest.approx(1e9 * 15 / 16 / 350e9)
-    assert fleet_model.seconds(replace(network, adapter=10e9), gather._replace(ranks=16), 16) == pytest.approx(0.5e9 / 80e9)
-    summed = gather._replace(kind="all_reduce", ranks=2)
+    assert fleet_model.seconds(network, fp8._replace(ranks=16), 16) == pytest.approx(1e9 * 15 / 16 / 350e9)
+    assert fleet_model.seconds(replace(network, adapter=10e9), fp8._replace(ranks=16), 16) == pytest.approx(0.5e9 / 80e9)
+    summed = fp8._replace(kind="all_reduce", ranks=2)
     assert fleet_model.seconds(network, summed, 8) == pytest.approx(1e9 / 42e9)
     assert fleet_model.seconds(network, summed, 4) == pytest.approx(1e9 / 350e9)
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime import log as metrics
 from runtime.cli import UserError
 from runtime.config import apply_overrides, load_config
+from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from scaling.study import Size, Study, declare, expand, load_study, write_declaration
 from tests.conftest import ROOT, write_config
@@ -64,7 +64,7 @@ def test_pairs_of_rows_have_one_pair_id_and_others_another():
     rows = expand(load_study(ROOT / "configs/study_chinchilla.py"))
     by_pair = {}
     for row in rows:
-        by_pair.setdefault(metrics.pair_id(config_of(row)), []).append(row)
+        by_pair.setdefault(pair_id(config_of(row)), []).append(row)
     assert len(by_pair) == len(rows) / 2
     for pair in by_pair.values():
         assert sorted(row.recipe for row in pair) == ["bf16", "tensorwise"]
@@ -118,7 +118,7 @@ def test_a_null_run_is_its_bf16_run_again_and_pairs_with_it(study):
         one, other = config_of(null), config_of(first)
         assert (one.repeat, other.repeat) == (1, 0)
         assert (one.parallel.compile, other.parallel.compile) == (True, False)
-        assert metrics.pair_id(one) == metrics.pair_id(other)
+        assert pair_id(one) == pair_id(other)
         assert null.recipe == "bf16" and (null.parent is None) == (first.parent is None)
         assert null.parent is None or null.parent == first.parent.replace("_null", "").replace("_bf16", "_bf16_null")
 
