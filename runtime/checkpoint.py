@@ -147,8 +147,9 @@ class Saver:
         """Delete the checkpoints of later steps, so that no resume continues from one, and forget their losses."""
         self.wait()
         self._losses = {s: loss for s, loss in self._losses.items() if s <= step}
-        newest_first = reversed(checkpoints(self.dir.parent))
-        run_on_rank0(self.world, lambda: [_remove(path) for path in newest_first if step_of(path) > step])
+        # Newest first: a kill in between leaves the fewest of those that are to go.
+        run_on_rank0(self.world, lambda: [_remove(path) for path in reversed(checkpoints(self.dir.parent))
+                                          if step_of(path) > step])
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
@@ -405,7 +406,8 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
 
     A checkpoint whose files are not what was written, or that fails to load on any rank, is renamed to bad_step_00000400, and
     `say`, on rank 0 alone, gets a line about it. Raises MachineError where there are only damaged ones, now or from an earlier
-    start: a run never starts over silently; UserError where the newest has another format or does not fit `tensors`.
+    start: a run never starts over silently; UserError where the newest has another format or does not fit `tensors`. No save
+    may be under way, whose collectives would mix with these.
     """
     while found := run_on_rank0(world, lambda: _newest_whole(run_dir, say, before)):
         try:
@@ -491,9 +493,11 @@ class TensorReader(dcp.FileSystemReader):
         self.files = files
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
+        if ".metadata" not in self.files:
+            raise ValueError("the manifest lists no .metadata, so its hash is not known")
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
-        for place in metadata.storage_data.values():
+        for place in dict.values(metadata.storage_data):    # not its own attribute, which a pickle can set
             if place.relative_path not in self.files:
                 raise ValueError(f"the checkpoint's .metadata points at {place.relative_path!r}, which the manifest does not "
                                  f"list")
@@ -510,11 +514,11 @@ class _Unpickler(pickle.Unpickler):
         "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
         "torch": {"Size", "float32", "bfloat16", "float16", "int64", "strided"},
         "torch.serialization": {"_get_layout"},
-        "collections": {"OrderedDict"},
-        "pathlib": {"PosixPath", "PurePosixPath"},
+        "pathlib": {"PosixPath"},
     }
 
     def find_class(self, module: str, name: str):
+        module = "pathlib" if module == "pathlib._local" else module     # Python 3.13's name of it
         if name in self.ALLOWED.get(module, ()):
             return super().find_class(module, name)
         raise ValueError(f"the checkpoint's .metadata names {module}.{name}, which no checkpoint of ours contains: "

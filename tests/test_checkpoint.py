@@ -1,5 +1,6 @@
 """Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is loaded; branches are exact."""
 
+import errno
 import hashlib
 import io
 import json
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections import OrderedDict
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -282,6 +284,25 @@ def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
         holds(latest(tiny.run_dir), 1)
 
 
+def test_metadata_as_python_3_13_writes_it_loads_and_without_a_hash_it_does_not(tiny):
+    save(tiny, 1)
+    path = latest(tiny.run_dir)
+    as_3_13 = (path / ".metadata").read_bytes().replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
+    forge(path, ".metadata", as_3_13.replace(as_3_13[2:11], b"\x95" + (len(as_3_13) - 11).to_bytes(8, "little"), 1))
+    assert b"pathlib._local" in (path / ".metadata").read_bytes() and holds(path, 1)
+    whole = json.loads((path / "manifest.json").read_text())
+    seal(path, whole | {"files": {name: entry for name, entry in whole["files"].items() if name != ".metadata"}})
+    with pytest.raises(DamagedError, match="lists no .metadata"):
+        holds(path, 1)
+
+
+class Hidden(OrderedDict):
+    """Pickles as an OrderedDict whose own attribute answers for its method."""
+
+    def __reduce__(self):
+        return OrderedDict, (list(self.items()),), {"values": OrderedDict}
+
+
 def test_neither_manifest_nor_metadata_reads_files_of_other_folders(tiny, tmp_path):
     save(tiny, 1)
     path = latest(tiny.run_dir)
@@ -301,6 +322,10 @@ def test_neither_manifest_nor_metadata_reads_files_of_other_folders(tiny, tmp_pa
         forge(path, ".metadata", pickle.dumps(metadata))
         with pytest.raises(DamagedError, match="which the manifest does not list"):
             holds(path, 1)
+    metadata.storage_data = Hidden(metadata.storage_data)
+    forge(path, ".metadata", pickle.dumps(metadata))
+    with pytest.raises(DamagedError, match="collections.OrderedDict, which no checkpoint of ours contains"):
+        holds(path, 1)
 
 
 # ------------------------------------------------------------------------------------------------- save in the background
@@ -388,6 +413,10 @@ def test_too_little_host_memory_has_a_remedy_of_its_own(tiny, monkeypatch, error
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "_host_buffer", none_left)
         saver.save(2, tensors(2), {}, tiny)
+        waiting = threading.Thread(target=saver.staged, daemon=True)     # the step after it is not held up
+        waiting.start()
+        waiting.join(20)
+        assert not waiting.is_alive()
         with pytest.raises(MachineError, match="end other programs on that machine, .* the same command to resume") as told:
             saver.finish()
     assert "its copies need 4.83e-06 GiB of host memory on this rank" in str(told.value) and "disk" not in str(told.value)
@@ -649,6 +678,15 @@ path, manifest = checkpoint.restore(config.run_dir, filled, world, told.append)
 out["restored"] = path.name, all(torch.equal(filled[k].to_local(), t.to_local()) for k, t in shards(2).items())
 out["told"], out["then"] = len(told), there()
 out["rollback"] = checkpoint.restore(config.run_dir, filled, world, told.append, before=2)[0].name
+real = os.rename        # what rank 0 meets alone, both raise
+if rank == 0:
+    os.rename = full
+try:
+    saver.roll_back(1)
+except OSError as error:
+    out["together"] = error.strerror
+os.rename = real
+dist.barrier()
 saver.roll_back(1)
 out["rolled back"] = there()
 (Path(config.out) / f"rank{rank}.json").write_text(json.dumps(out))
@@ -675,6 +713,7 @@ def test_two_ranks_agree_whatever_fails_on_one(tiny):
             failures, there = s[f"failed {number}"]
             assert there == ["step_00000001"] and len(failures) == 1 and re.search(told, failures[0])
         assert s["restored"] == ["step_00000002", True] and s["then"] == [*bad, "step_00000001", "step_00000002"]
+        assert s["together"] == os.strerror(errno.ENOSPC)
         assert s["rollback"] == "step_00000001" and s["rolled back"] == [*bad, "step_00000001"]
     assert [s["told"] for s in saw] == [3, 0]       # by rank 0 alone
     path = latest(tiny.run_dir)

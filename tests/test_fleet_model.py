@@ -245,9 +245,9 @@ def test_collectives_take_what_rings_take():
     network = Network(hop_s=0, far_hop_s=0)
     gather = fleet_model.Sent("all_gather", "block", 10**9, 8, 1)
     assert fleet_model.seconds(network, gather, 8) == pytest.approx(1e9 * 7 / 8 / 350e9)
-    assert fleet_model.seconds(network, fp8._replace(ranks=16), 16) == pytest.approx(1e9 * 15 / 16 / 350e9)
-    assert fleet_model.seconds(replace(network, adapter=10e9), fp8._replace(ranks=16), 16) == pytest.approx(0.5e9 / 80e9)
-    summed = fp8._replace(kind="all_reduce", ranks=2)
+    assert fleet_model.seconds(network, gather._replace(ranks=16), 16) == pytest.approx(1e9 * 15 / 16 / 350e9)
+    assert fleet_model.seconds(replace(network, adapter=10e9), gather._replace(ranks=16), 16) == pytest.approx(0.5e9 / 80e9)
+    summed = gather._replace(kind="all_reduce", ranks=2)
     assert fleet_model.seconds(network, summed, 8) == pytest.approx(1e9 / 42e9)
     assert fleet_model.seconds(network, summed, 4) == pytest.approx(1e9 / 350e9)
 

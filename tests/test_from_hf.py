@@ -13,8 +13,7 @@ import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export, run_tokenizer
 from eval.from_hf import import_checkpoint
-from runtime import checkpoint
-from runtime.checkpoint import checkpoints, load_model, read_manifest
+from runtime.checkpoint import branch, checkpoints, is_weights_only, load_model, read_manifest
 from runtime.cli import UserError
 from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConfig, read_config
 from runtime.data import open_data
@@ -76,7 +75,7 @@ def test_the_run_is_whole_and_keeps_its_tokenizer(imported):
         assert file.read_bytes() == (source / file.name).read_bytes()
     assert load_tokenizer(config.data.tokenizer).sha256 == load_tokenizer(str(source)).sha256
     manifest = read_manifest(checkpoints(run_dir)[0])
-    assert checkpoint.is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
+    assert is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
     assert facts["folder"] == source.name and facts["model"] is None and facts["architecture"] == raw["architectures"][0]
     assert {"config.json", "tokenizer.json"} < facts["files"].keys() and any(n.endswith(".safetensors") for n in facts["files"])
@@ -111,18 +110,18 @@ def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
                   data=replace(config.data, tokens_per_step=64))
     with pytest.raises(UserError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
-        checkpoint.branch(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256, {}, None)
+        branch(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256, {}, None)
     assert "n_ctx is" not in str(caught.value)
     write_tokenizer(source, bos=None)
     with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
-        checkpoint.branch(new, load_tokenizer(str(source)).sha256, {}, None)
+        branch(new, load_tokenizer(str(source)).sha256, {}, None)
     tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
-    assert checkpoint.branch(new, sha256, tensors, None)[0] == checkpoint
+    assert branch(new, sha256, tensors, None)[0] == checkpoint
     assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()
     with pytest.raises(UserError, match="import the model first, python -m eval.export --from-hf DIR .*/out/gone"):
-        checkpoint.branch(replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, tensors, None)
+        branch(replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, tensors, None)
     with pytest.raises(UserError, match="no finished checkpoint"):
-        checkpoint.branch(replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, tensors, None)
+        branch(replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, tensors, None)
 
 
 # ---------------------------------------------------------------------------------------------------------- end to end
