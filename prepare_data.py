@@ -17,7 +17,6 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
     val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
     processes=N             processes that tokenise (one per core; demo: 1)
     worker=3/16             this is worker 3 of 16 on the same folder, of a job array say; torchrun sets it by itself
-    tokenizer_backend=NAME  tiktoken, or gigatoken where it is installed: checked against tiktoken at every start
     decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
     skip_bad=true           finish without the files that could not be read, rather than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
@@ -46,7 +45,6 @@ from configs.sources import SOURCES
 from prepare import harvest, hub, inventory, twins
 from prepare.contamination import read_grams
 from prepare.documents import PAIR, local_files
-from prepare.encoder import load_backend
 from prepare.installed import installed_sources
 from prepare.job import HASH_STEPS, Job
 from prepare.options import DEFAULTS, KEYS, Options
@@ -199,7 +197,6 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
                                                                 ": it reads what is installed; your files are for `local`"))
     job = _job(options)     # what is wrong with the options is told before any server is asked
-    load_backend(job.tokenizer.name, job.backend)
     sources = (demo_sources() if kind == "demo" else installed_sources() if kind == "installed" else
                [local_source(words, options)] if kind == "local" else
                [any_source(command.removeprefix("hf:"), options)] if kind == "hf" else named_sources([command, *words], options))
@@ -226,7 +223,7 @@ def _job(options: Options) -> Job:
     worker, workers = _worker(options.worker)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = options.processes or max(1, cores // (_from_torchrun("LOCAL_WORLD_SIZE") or 1))
-    return Job(out=Path(options.out), tokenizer=tokenizer, backend=options.tokenizer_backend,
+    return Job(out=Path(options.out), tokenizer=tokenizer,
                val_per_10k=round(options.val_share * HASH_STEPS), processes=processes, worker=worker, workers=workers,
                grams=read_grams(list(options.decontaminate)) if options.decontaminate else None,
                skip_bad=options.skip_bad, is_quiet=options.worker is None and worker > 1)

@@ -1,8 +1,8 @@
 """Measure how fast text becomes shards, and how fast training reads them.
 
-    python bench/data.py                                        200 MB of text, 1 and 2 processes, both backends
+    python bench/data.py                                        200 MB of text, 1 and 2 processes
     python bench/data.py mb=1000 processes=1,8,16 out=out/data_speed.json
-    python bench/data.py mb=3 processes=1 backend=tiktoken repeats=1 scale=2e7      a rehearsal
+    python bench/data.py mb=3 processes=1 repeats=1 scale=2e7      a rehearsal
 
 The text is what this Python installation contains, repeated until there is enough of it, each copy of a document with
 a line of its own, so that none counts as a duplicate; half in parquet, half in jsonl.gz. Taken in turns, so that what
@@ -14,9 +14,9 @@ drifts cancels in the ratios:
                 gross of all, net without its start (the slope between a tenth of the text and all of it); and in seconds of
                 all cores, which other users of the machine hardly change
 
-gigatoken keeps what it has met, so repeated text shows it at its quickest. Then, each alone: the loader from warm page
-cache on one core; the order of a run and the dropping of copies at full `scale`, on files without content; the writing of
-shards; and the plan for `scale` tokens on `cores` cores that follows. Linux only: memory and CPU time come from /proc.
+Then, each alone: the loader from warm page cache on one core; the order of a run and the dropping of copies at full `scale`,
+on files without content; the writing of shards; and the plan for `scale` tokens on `cores` cores that follows. Linux only:
+memory and CPU time come from /proc.
 """
 
 import gzip
@@ -60,7 +60,6 @@ class Options:
     POSITIONAL: ClassVar[tuple[str, ...]] = ()
     mb: float = 200                     # megabytes of text
     processes: tuple[int, ...] = (1, 2)
-    backend: tuple[str, ...] = ("tiktoken", "gigatoken")
     repeats: int = 3                    # turns of each
     scale: float = 31e9                 # tokens of the plan
     cores: int = 16                     # of the plan
@@ -76,8 +75,8 @@ def main(arguments: list[str]) -> int:
     try:
         options = read_options(Options, arguments)
         if not (options.mb >= 3 and min(options.processes, default=0) >= 1 and options.repeats >= 1 and options.scale >= 2e7
-                and options.backend and options.cores >= 1):
-            raise UserError("mb must be 3 or more, scale 2e7, processes, repeats and cores 1, backend at least one name")
+                and options.cores >= 1):
+            raise UserError("mb must be 3 or more, scale 2e7, processes, repeats and cores 1")
         if not Path("/proc/self/stat").exists():
             raise UserError("bench/data.py reads memory and CPU time from /proc: run it on Linux")
         folder = Path(options.folder)
@@ -102,15 +101,10 @@ def main(arguments: list[str]) -> int:
 
 def bench(options: Options, folder: Path) -> dict:
     """Print everything; returns the numbers. Raises OSError where a command fails."""
-    backends = [name for name in options.backend if name == "tiktoken" or _version(name)]
-    for name in set(options.backend) - set(backends):
-        print(f"{name} is not installed and left out: pip install {name}")
-    if not backends:
-        raise UserError("none of backend= is there: add tiktoken to it")
     results = {"machine": f"{device_name(torch.device('cpu'))}, {os.cpu_count()} cores", "python": sys.version.split()[0],
-               "packages": {name: _version(name) for name in ("numpy", "tiktoken", "gigatoken", "pyarrow", "datasets")}}
+               "packages": {name: _version(name) for name in ("numpy", "tiktoken", "pyarrow", "datasets")}}
     print(json.dumps(results))
-    results["preparing"] = preparing(list(some_text(options.mb)), folder, options, backends)
+    results["preparing"] = preparing(list(some_text(options.mb)), folder, options)
     print("\n".join(data_plan.speeds(results["preparing"])))
     source = folder / "out" / "bench"
     results["loader"] = [data_scale.loader(source, folder / f"loader{m}", m, options.repeats) for m in (4, 16)]
@@ -167,7 +161,7 @@ def write_files(folder: Path, texts: list[str]) -> list[Path]:
 
 # ------------------------------------------------------------------------------------------------------------ preparing
 
-def preparing(texts: list[str], folder: Path, options: Options, backends: list[str]) -> dict:
+def preparing(texts: list[str], folder: Path, options: Options) -> dict:
     """Seconds per MB of raw, at once and prepare in turns, and what else prepare took; a row per turn."""
     few = texts[:max(FEW, len(texts) // 10)]
     files = {name: write_files(folder / name, chosen) for name, chosen in (("few", few), ("all", texts))}
@@ -177,13 +171,13 @@ def preparing(texts: list[str], folder: Path, options: Options, backends: list[s
     sample_mb, rows = sum(len(text.encode()) for text in sample) / 1e6, []
     with Raw(folder / "sample.json", max(options.processes)) as raw:
         single = [raw.run(1, sample_mb)]
-        for backend, n in [(backend, n) for _ in range(options.repeats) for backend in backends for n in options.processes]:
+        for n in options.processes * options.repeats:
             at_once = raw.run(n, sample_mb)["wall"]
-            runs = {name: prepare(files[name], folder / "out", backend, n) for name in ("few", "all")}
+            runs = {name: prepare(files[name], folder / "out", n) for name in ("few", "all")}
             single.append(raw.run(1, sample_mb))
             slope = {key: (runs["all"][key] - runs["few"][key]) / (mb["all"] - mb["few"]) for key in ("wall", "cpu", "main_cpu")}
             slope["wall"] = slope["wall"] if slope["wall"] > 0 else math.nan        # too little text for a noisy machine
-            rows.append({"backend": backend, "processes": n, "at_once": at_once, "gross": runs["all"]["wall"] / mb["all"],
+            rows.append({"backend": "tiktoken", "processes": n, "at_once": at_once, "gross": runs["all"]["wall"] / mb["all"],
                          "net": slope["wall"], "cpu": slope["cpu"], "main_cpu": slope["main_cpu"],
                          **{key: runs["all"][key] for key in ("main_mib", "child_mib")}})
     compare(rows, single)
@@ -200,12 +194,12 @@ def compare(rows: list[dict], single: list[dict]) -> None:
             row[f"{key}_ratio"] = ratio / (row["processes"] if of == "wall" else 1)
 
 
-def prepare(files: list[Path], out: Path, backend: str, n: int) -> dict[str, float]:
+def prepare(files: list[Path], out: Path, n: int) -> dict[str, float]:
     """Runs the command as a user would: seconds of the clock, of all cores, of the main process's; peak MiB of it and of its
     largest child. Raises OSError where it fails."""
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, str(ROOT / "prepare_data.py"), "local", *map(str, files), "name=bench", f"out={out}",
-               f"processes={n}", f"tokenizer_backend={backend}", "val_share=0.05"]
+               f"processes={n}", "val_share=0.05"]
     peak, cpu = {"main_mib": 0.0, "child_mib": 0.0}, _cpu_of_children()
     with open(f"{out}.log", "wb") as log:
         began = time.perf_counter()

@@ -5,22 +5,16 @@ but the prefix's first token, with which the document before ends, and the respo
 no token reaches over the border.
 """
 
-import base64
-import tempfile
 from collections.abc import Callable
 from hashlib import blake2b
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from prepare.source import DOCUMENT, Batch, Encoded
-from runtime.cli import UserError, nearest
 from runtime.shards import LOSS_MASK_BIT
-from runtime.tokenizer import load_tokenizer, token_bytes
+from runtime.tokenizer import load_tokenizer
 
-BACKENDS = ("tiktoken", "gigatoken")
-CHECKED = 1_000     # documents that each process encodes with tiktoken as well, where another backend is asked for
 BORDER = b"\0"      # between prompt and response where the two are hashed as one
 
 
@@ -32,11 +26,10 @@ class Grams(Protocol):
 class Encoder:
     """What one process of a pool does: encode a batch, or call a function with an argument.
 
-    Raises UserError: no such tokenizer or backend, a backend that is not installed."""
+    Raises UserError: no such tokenizer."""
 
-    def __init__(self, tokenizer: str, backend: str, grams: Grams | None):
-        self._tokenizer = load_tokenizer(tokenizer)
-        self._grams, self._quick, self._unchecked = grams, load_backend(tokenizer, backend), CHECKED
+    def __init__(self, tokenizer: str, grams: Grams | None):
+        self._tokenizer, self._grams = load_tokenizer(tokenizer), grams
         self._prefix = np.array(self._tokenizer.prefix, self._tokenizer.dtype)
 
     def do(self, function: Callable | None, argument):
@@ -64,7 +57,7 @@ class Encoder:
         digest = _digest(data)
         if row := self._left_out(text, text, digest, len(data)):
             return [], row
-        ids = self._ids(text, digest)
+        ids = self._tokenizer.encode(text)
         return [self._prefix, ids], (digest, len(self._prefix) + len(ids), len(data))
 
     def _encode_pair(self, head: bytes, tail: bytes) -> tuple[list[np.ndarray], tuple[int, int, int]]:
@@ -72,8 +65,8 @@ class Encoder:
         prompt, response, digest = head.decode(), tail.decode(), _digest(head + BORDER + tail)
         if row := self._left_out(response, f"{prompt} {response}", digest, len(tail)):
             return [], row
-        context = np.concatenate([self._prefix[1:], self._ids(prompt, digest)])
-        parts = [self._prefix[:1], LOSS_MASK_BIT | context, self._ids(response, digest)]
+        context = np.concatenate([self._prefix[1:], self._tokenizer.encode(prompt)])
+        parts = [self._prefix[:1], LOSS_MASK_BIT | context, self._tokenizer.encode(response)]
         return parts, (digest, sum(map(len, parts)), len(tail))
 
     def _left_out(self, learned: str, whole: str, digest: int, size: int) -> tuple[int, int, int] | None:
@@ -82,46 +75,6 @@ class Encoder:
             return 0, 0, 0
         return (digest, 0, size) if self._grams is not None and self._grams.found_in(whole) else None
 
-    def _ids(self, text: str, digest: int) -> np.ndarray:
-        if self._quick is None:
-            return self._tokenizer.encode(text)
-        ids = self._quick(text)
-        if self._unchecked:
-            self._unchecked -= 1
-            if not np.array_equal(ids, self._tokenizer.encode(text)):
-                raise UserError(f"tokenizer_backend=gigatoken encodes the document with the hash {digest:016x} otherwise than "
-                                  f"tiktoken: leave tokenizer_backend out, or try another version of gigatoken")
-        return ids.astype(np.uint16)
-
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
-
-
-def load_backend(tokenizer: str, backend: str) -> Callable[[str], np.ndarray] | None:
-    """The encoder of an accelerator, None for the tokenizer's own.
-
-    Raises UserError: no such backend, one that cannot encode for this tokenizer, one that is not installed."""
-    if backend not in BACKENDS:
-        raise UserError(f"tokenizer_backend={backend!r} is none of {', '.join(BACKENDS)}{nearest(backend, list(BACKENDS))}")
-    if backend == "tiktoken":
-        return None
-    if tokenizer != "gpt2":
-        raise UserError(f"tokenizer_backend=gigatoken encodes for gpt2 alone, not for tokenizer={tokenizer}: leave "
-                          f"tokenizer_backend out")
-    try:
-        return load_gigatoken()
-    except Exception as error:      # a young package: other versions may lack what is called here
-        raise UserError(f"tokenizer_backend=gigatoken cannot be loaded ({error}): pip install gigatoken==0.10.0, or leave "
-                          f"tokenizer_backend out") from error
-
-
-def load_gigatoken() -> Callable[[str], np.ndarray]:
-    """gpt2's ids of a text that has a UTF-8 form, uint32, by the optional package gigatoken, which is several times quicker
-    than tiktoken. It is young, so its ids must be held against load_tokenizer("gpt2"). Raises ImportError."""
-    import gigatoken
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "gpt2.ranks"
-        path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(token_bytes())))
-        # With the special tokens that it knows by itself, text that spells <|endoftext|> would become the token.
-        return gigatoken.Tokenizer.from_tiktoken(str(path), pretokenizer="gpt2", special_tokens={}).encode

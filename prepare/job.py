@@ -30,7 +30,6 @@ class Job:
     """What is common to all sources of a command."""
     out: Path
     tokenizer: Tokenizer
-    backend: str
     val_per_10k: int
     processes: int
     worker: int             # from 1

@@ -16,7 +16,6 @@ class Options:
     tokens: float | None = None
     processes: int | None = None
     worker: str | None = None
-    tokenizer_backend: str = "tiktoken"
     decontaminate: tuple[str, ...] = ()
     skip_bad: bool = False
     name: str | None = None
@@ -41,8 +40,8 @@ class Options:
 
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
-STREAMED = COMMON | {"tokens", "worker", "tokenizer_backend", "decontaminate", "skip_bad"}
-KEYS = {"demo": COMMON, "installed": COMMON | {"tokens", "tokenizer_backend", "decontaminate"},
+STREAMED = COMMON | {"tokens", "worker", "decontaminate", "skip_bad"}
+KEYS = {"demo": COMMON, "installed": COMMON | {"tokens", "decontaminate"},
         "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
         "hf": STREAMED | {"name", "column", "license", "revision", "files"},
         "check-sources": set(), "show": set(), "verify": set(), "twins": set()}

@@ -44,7 +44,7 @@ def prepare(sources: list[Source], job: Job) -> None:
     if not begun:
         return
     check_room(begun, job)
-    with Pool(job.tokenizer.name, job.processes, job.backend, job.grams) as pool:
+    with Pool(job.tokenizer.name, job.processes, job.grams) as pool:
         for source, parts in begun:
             if not is_committed(job.out / source.name):    # else its shards are being written
                 budget = job.budgets.get(source.name)

@@ -31,10 +31,10 @@ CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from prepare.p
 class Pool:
     """`processes` encoders, as a context manager; one encodes in a thread of this process, more in children.
 
-    Raises UserError: no such tokenizer or backend, a backend that is not installed."""
+    Raises UserError: no such tokenizer."""
 
-    def __init__(self, tokenizer: str, processes: int, backend: str = "tiktoken", grams: Grams | None = None):
-        self._settings, self._processes = (tokenizer, backend, grams), processes
+    def __init__(self, tokenizer: str, processes: int, grams: Grams | None = None):
+        self._settings, self._processes = (tokenizer, grams), processes
         self._encoder = Encoder(*self._settings)       # here too: what no child could do is refused at once
         self._children: list[subprocess.Popen] = []
         self._lanes: queue.PriorityQueue = queue.PriorityQueue()    # idle ones; a first job goes where there is none yet
@@ -55,8 +55,8 @@ class Pool:
     def encode(self, batches: Iterator[Batch]) -> Iterator[Encoded]:
         """What `batches` becomes, in order. A thread reads ahead; at most 2 * processes + 2 batches are in flight.
 
-        Raises what the reader or an encoder raised, after what came before it: UserError for a backend that differs from
-        tiktoken, ChildProcessError for a child that was killed. The pool serves on when the iterator is closed early."""
+        Raises what the reader or an encoder raised, after what came before it: ChildProcessError for a child that was killed.
+        The pool serves on when the iterator is closed early."""
         results, room, is_closed = queue.SimpleQueue(), threading.Semaphore(LANES * self._processes + 1), threading.Event()
         reader = threading.Thread(target=self._read, args=(batches, results, room, is_closed), name="read", daemon=True)
         reader.start()

@@ -23,7 +23,7 @@ NUMBER = r"[\d.,]+"
 
 def test_a_rehearsal_from_end_to_end(tmp_path, capsys):
     out, folder = tmp_path / "speed.json", tmp_path / "bench"
-    assert data.main(["mb=3", "processes=1", "backend=tiktoken", "repeats=1", "scale=2e7", f"folder={folder}", f"out={out}"]) == 0
+    assert data.main(["mb=3", "processes=1", "repeats=1", "scale=2e7", f"folder={folder}", f"out={out}"]) == 0
     said, results = capsys.readouterr().out, json.loads(out.read_text())
     assert not folder.exists(), "nothing stays behind"
     for words in ("raw tiktoken, one process:", "loader:", "order of 19,456 windows", "copies among 20,000 documents in 1 pieces",
@@ -97,7 +97,7 @@ def test_shares_are_of_as_many_raw_processes():
 def test_a_command_that_fails_is_told_with_its_words(tmp_path, capsys):
     missing = tmp_path / "nowhere.parquet"
     with pytest.raises(OSError, match="ended with exit code 2: there is no file .*nowhere.parquet"):
-        data.prepare([missing], tmp_path / "out", "tiktoken", 1)
+        data.prepare([missing], tmp_path / "out", 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------- scale
@@ -213,8 +213,7 @@ def test_too_little_text_gives_no_plan():
 
 @pytest.mark.parametrize("arguments, words", [
     (["mb=1"], "mb must be 3 or more"), (["repeats=0"], "repeats"), (["processes=0"], "processes"), (["processes="], "processes"),
-    (["scale=1e6"], "scale"), (["bm=3"], "did you mean 'mb'"), (["folder=/proc/none"], "cannot be made"), (["cores=0"], "cores"),
-    (["backend=none"], "none of backend= is there")])
+    (["scale=1e6"], "scale"), (["bm=3"], "did you mean 'mb'"), (["folder=/proc/none"], "cannot be made"), (["cores=0"], "cores")])
 def test_a_mistake_is_a_sentence(arguments, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert data.main(arguments) == 2
@@ -224,6 +223,6 @@ def test_a_mistake_is_a_sentence(arguments, words, capsys, tmp_path, monkeypatch
 
 def test_a_folder_that_is_there_is_not_removed(tmp_path, capsys):
     (tmp_path / "mine").write_text("precious")
-    assert data.main([f"folder={tmp_path}", "backend=none"]) == 2
+    assert data.main([f"folder={tmp_path}"]) == 2
     assert "must not exist" in capsys.readouterr().err and (tmp_path / "mine").read_text() == "precious"
     assert data.main(["--help"]) == 0 and "python bench/data.py" in capsys.readouterr().out

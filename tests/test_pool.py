@@ -9,14 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import tiktoken
 
-from prepare import encoder
 from prepare.contamination import read_grams
 from prepare.pool import Pool
 from prepare.source import Batch
@@ -121,12 +119,9 @@ def test_contaminated_documents_keep_a_row_and_no_tokens(tmp_path, processes):
     assert len(encoded.ids) == encoded.documents["tokens"].sum()
 
 
-@pytest.mark.parametrize("arguments, sentence", [
-    (("gpt3", 1), "there is no tokenizer 'gpt3'"), (("gpt2", 2, "tiktok"), "tokenizer_backend='tiktok' is none of tiktoken, gig"),
-    (("byte", 2, "gigatoken"), "gigatoken encodes for gpt2 alone, not for tokenizer=byte")])
-def test_mistakes_are_refused_before_anything_starts(arguments, sentence):
-    with pytest.raises(UserError, match=sentence):
-        Pool(*arguments)
+def test_an_unknown_tokenizer_is_refused_before_anything_starts():
+    with pytest.raises(UserError, match="there is no tokenizer 'gpt3'"):
+        Pool("gpt3", 2)
 
 
 # --------------------------------------------------------------------------------------------------------- order, failures
@@ -320,75 +315,3 @@ def test_a_signal_to_the_group_is_the_parents_alone(number):
     assert parent.returncode == -number
     assert errors.count("Traceback") == (number == signal.SIGINT), errors
     wait_for(lambda: not any(map(is_alive, children)))
-
-
-# -------------------------------------------------------------------------------------------------------------- gigatoken
-
-STAND_IN = """
-import base64, numpy, tiktoken
-class Tokenizer:
-    @classmethod
-    def from_tiktoken(cls, path, pretokenizer, special_tokens):
-        assert (pretokenizer, special_tokens) == ("gpt2", {})
-        ranks = {base64.b64decode(word): int(rank) for word, rank in map(bytes.split, open(path, "rb"))}
-        assert len(ranks) == 50256
-        tokenizer = cls()
-        tokenizer.gpt2 = tiktoken.Encoding("giga", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={})
-        return tokenizer
-    def encode(self, text):
-        ids = self.gpt2.encode_ordinary(text) if WRONG not in text else [0]
-        return numpy.array(ids, numpy.uint32)
-"""
-
-
-@dataclass
-class Package:
-    folder: Path
-
-    def install(self, wrong: str, text: str = STAND_IN) -> None:
-        (self.folder / "gigatoken.py").write_text(f"PATTERN = {PATTERN!r}\nWRONG = {wrong!r}\n{text}")
-
-
-@pytest.fixture
-def gigatoken(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "gigatoken", raising=False)
-    yield Package(tmp_path)
-    sys.modules.pop("gigatoken", None)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_right_gigatoken_serves(gigatoken, processes, reference):
-    gigatoken.install("no such text")
-    texts = noise(99, 300)
-    with Pool("gpt2", processes, "gigatoken") as pool:
-        check(next(pool.encode(iter([batch(texts)]))), texts, reference)
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_gigatoken_that_differs_is_refused(gigatoken, processes):
-    gigatoken.install("number 777")
-    name = hashlib.blake2b(b"number 777", digest_size=8).digest()[::-1].hex()
-    with Pool("gpt2", processes, "gigatoken") as pool, \
-            pytest.raises(UserError, match=f"tokenizer_backend=gigatoken encodes the document with the hash {name} otherwise"):
-        list(pool.encode(iter([batch([f"number {n}" for n in range(1000)])])))
-
-
-def test_each_process_checks_its_first_documents(gigatoken, monkeypatch):
-    gigatoken.install("number 7")
-    monkeypatch.setattr(encoder, "CHECKED", 7)
-    with Pool("gpt2", 1, "gigatoken") as pool:
-        (encoded,) = pool.encode(iter([batch([f"number {n}" for n in range(8)])]))
-        assert encoded.documents["tokens"].tolist() == [3] * 7 + [2], "the eighth was not held against tiktoken"
-    monkeypatch.setattr(encoder, "CHECKED", 8)
-    with Pool("gpt2", 1, "gigatoken") as pool, pytest.raises(UserError, match="otherwise"):
-        list(pool.encode(iter([batch([f"number {n}" for n in range(8)])])))
-
-
-def test_a_gigatoken_that_is_not_there_or_another_one_is_a_sentence(gigatoken, monkeypatch):
-    gigatoken.install("", "def from_tiktoken(): pass")
-    with pytest.raises(UserError, match=r"cannot be loaded \(.*Tokenizer.*\): pip install gigatoken==0.10.0, or leave"):
-        Pool("gpt2", 1, "gigatoken")
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    with pytest.raises(UserError, match="cannot be loaded .*pip install gigatoken"):
-        Pool("gpt2", 2, "gigatoken")

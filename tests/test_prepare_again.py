@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,7 +234,7 @@ class Texts:
 
 
 def job(out, **options):
-    return Job(**{"out": out, "tokenizer": load_tokenizer("byte"), "backend": "tiktoken", "val_per_10k": 2000, "processes": 1,
+    return Job(**{"out": out, "tokenizer": load_tokenizer("byte"), "val_per_10k": 2000, "processes": 1,
                   "worker": 1, "workers": 1, "grams": None, "skip_bad": False, "is_quiet": True} | options)
 
 
@@ -322,10 +321,3 @@ def test_a_strange_environment_means_one_worker(paths, tmp_path, monkeypatch, va
     arguments = [word for word in local(paths, tmp_path / "out") if not word.startswith("processes")]
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0})
     assert prepare_data.main(arguments) == 0, capsys.readouterr().err
-
-
-def test_a_missing_backend_is_told_before_a_server_is_asked(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    monkeypatch.setattr(prepare_data.hub, "hub_source", lambda *_: pytest.fail("the source is looked up first"))
-    assert prepare_data.main(["fineweb_edu", "tokenizer_backend=gigatoken", f"out={tmp_path}"]) == 2
-    assert "gigatoken" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
             rng = random.Random(0)
             return batches((rng.randbytes(50_000).hex() for _ in range(400)), skip_rows)      # 40 MB
     big = Source("big", lambda known: [Big()], "d", "r", "l")
-    job = Job(out=tmp_path, tokenizer=load_tokenizer("byte"), backend="tiktoken", val_per_10k=500, processes=1, worker=1,
+    job = Job(out=tmp_path, tokenizer=load_tokenizer("byte"), val_per_10k=500, processes=1, worker=1,
               workers=1, grams=None, skip_bad=False, is_quiet=True)
     tracemalloc.start()
     try:
@@ -245,7 +245,7 @@ def test_verify_names_the_bad_shard(tmp_path, capsys):
     (["local", "x.txt", "name=mine", "processes=0"], "processes=0 must be a number from 1"),
     (["local", "x.txt", "name=mine", "worker=0/2"], "worker='0/2' must be this one's number, from 1"),
     (["local", "x.txt", "name=mine", "worker=3/2"], "such as worker=3/16"),
-    (["local", "x.txt", "name=mine", "tokenizer_backend=fast"], "tokenizer_backend='fast'"),
+
     (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
     (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
     (["python", "python"], "python is named twice"),

@@ -355,7 +355,7 @@ WORDS = ["", " ", "local", "demo", "--help", "--verify", "--show", "-", "--", "=
          "lcoal"]
 VALUES = ["", " ", "0", "-1", "1", "1e400", "nan", "inf", "1_0", "٣", "true", "None", "[]", "1/0", "0/1", "2/1", "1/1/1", "3/x",
           "/", "9" * 400, *WORDS]
-KEYS = ["name", "out", "tokenizer", "val_share", "tokens", "processes", "worker", "tokenizer_backend", "decontaminate",
+KEYS = ["name", "out", "tokenizer", "val_share", "tokens", "processes", "worker", "decontaminate",
         "skip_bad", "column", "license", "revision", "files", "", "Name", "names", "--name", "\x00", "__class__", "tokens.x"]
 
 
