@@ -62,7 +62,8 @@ def point_at(url, monkeypatch):
 def no_cache(tmp_path, monkeypatch):
     """Nothing of another test, or of this machine, answers for the server; nothing is left in the home."""
     import datasets
-    from huggingface_hub import constants
+    from huggingface_hub import HfFileSystem, constants
+    HfFileSystem.clear_instance_cache()     # file sizes by endpoint: a later server may get an earlier one's port
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     for name in ("HF_DATASETS_CACHE", "HF_MODULES_CACHE", "DOWNLOADED_DATASETS_PATH", "EXTRACTED_DATASETS_PATH"):
         monkeypatch.setattr(datasets.config, name, str(tmp_path / "cache"))
