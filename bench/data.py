@@ -45,7 +45,8 @@ from bench.raw import Raw
 from bench.turns import ratios
 from prepare import harvest
 from runtime.cli import UserError, read_options
-from runtime.log import device_name, write_atomically
+from runtime.machine import device_name
+from runtime.rows import write_atomically
 from runtime.shards import read_index
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -24,7 +24,8 @@ import torch
 
 from bench.turns import in_turns, ratios
 from runtime.cli import UserError, field_lines, read_options
-from runtime.log import environment, write_atomically
+from runtime.log import environment
+from runtime.rows import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -37,7 +37,8 @@ from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
 from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.config import FP8Config, load_config
-from runtime.log import environment, read_rows, write_atomically
+from runtime.log import environment
+from runtime.rows import read_rows, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -27,7 +27,8 @@ from bench.suites import MICRO_BATCH, TOKENS_PER_STEP
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, read_options
 from runtime.config import load_config
-from runtime.log import peak_flops, read_rows
+from runtime.log import peak_flops
+from runtime.rows import read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LABELS = ("bf16", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "auto", "tensorwise+kernels",

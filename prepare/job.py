@@ -126,13 +126,10 @@ def earlier(source: Source, job: Job) -> dict[str, Path]:
         its_sha256 = index.tokenizer_sha256 if index.tokenizer == "folder" else job.tokenizer.sha256
         if (index.tokenizer, its_sha256) != (job.tokenizer.kind, job.tokenizer.sha256):    # the same text by another is no copy
             continue
-        if not index.hashes_sha256:
-            print(f"{folder} was made by an earlier version: {source.name} may hold documents of it again", file=sys.stderr)
-        elif not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
+        if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
             raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder} and "
                               f"prepare it again")
-        else:
-            found[folder.name] = hashes
+        found[folder.name] = hashes
     return found
 
 

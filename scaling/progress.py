@@ -1,6 +1,5 @@
 """Show a study under way: each run's step, loss, speed and time left, and when the whole will be done."""
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from runtime.progress import duration, si
+from runtime.rows import metrics_rows, parse
 from scaling.costs import costs_of, kind_of
 from scaling.grid import placed, summary_of
 from scaling.study import Row
@@ -98,7 +98,7 @@ class _State:
 
     def __init__(self, row: Row, folder: Path):
         self.row, self.step, self.loss, self.tok_per_s = row, row.parent_step or 0, None, None
-        last = [line for line in _tail(folder / row.run / "metrics.jsonl") if line.get("kind") == "train" and "tok_per_s" in line]
+        last = [line for line in _tail(folder / row.run / "metrics.jsonl") if line["kind"] == "train" and "tok_per_s" in line]
         if last:
             self.step, self.loss = last[-1]["step"], last[-1].get("loss")
             self.tok_per_s = statistics.median(line["tok_per_s"] for line in last[-TAIL_ROWS:])
@@ -121,17 +121,10 @@ class _State:
 
 
 def _tail(path: Path) -> list[dict]:
-    """The last whole rows of a file that is being written."""
+    """The last rows of a metrics.jsonl that is being written."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().split(b"\n")[:-1]
-    except OSError:
+            return metrics_rows(parse(file.read()))
+    except FileNotFoundError:
         return []
-    rows = []
-    for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:      # the first may be cut
-            continue
-    return [row for row in rows if isinstance(row, dict)]

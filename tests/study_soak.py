@@ -9,7 +9,7 @@ import sys
 import time
 from dataclasses import replace
 
-from runtime.log import read_rows
+from runtime.rows import read_rows
 from tests.conftest import ROOT, write_config
 from tests.slice_cases import SENTENCE
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from runtime.log import read_rows
+from runtime.rows import read_rows
 from scaling import progress, runner, sweep
 from scaling.grid import ENDED, state_of
 from scaling.study import expand
