@@ -35,7 +35,6 @@ def test_a_rehearsal_from_end_to_end(tmp_path, capsys):
     assert (row["backend"], row["processes"], row["child_mib"]) == ("tiktoken", 1, 0) and 30 < row["main_mib"] < 2048
     for seconds, kind in ("gross", "wall"), ("at_once", "wall"), ("cpu", "cpu"):
         assert row[f"{seconds}_ratio"] == pytest.approx(sum(turn[kind] for turn in preparing["single"]) / 2 / row[seconds])
-    assert row["cpu"] == pytest.approx(row["main_cpu"], rel=0.4), "one process has no children"
     assert row["gross"] > row["net"] or math.isnan(row["net"]), "what is taken off is the start, which takes time"
     rate = re.search(rf"one process: ({NUMBER}) MB/s", said)[1]
     assert float(rate) == pytest.approx(2 / sum(turn["wall"] for turn in preparing["single"]), abs=0.06)
