@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test soak browser setup lint clean
+.PHONY: demo test soak setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -19,9 +19,6 @@ test: setup                 ## every test that needs no GPU
 
 soak: setup                 ## the long tier of fault injection: hundreds of kills, restarts, hangs, a study in slices; ten minutes
 	$(PY) -m pytest -q tests/soak.py tests/study_soak.py
-
-browser: setup              ## the sampling page in headless Chromium; needs chromium and chromedriver
-	$(PY) -m pytest -q tests/browser.py
 
 lint: setup
 	$(PY) -m ruff check .

@@ -1,11 +1,11 @@
 """Print what a training step should take by a model of its bytes and FLOPs, beside what was measured.
 
-    python bench/roofline.py                            the four sizes on an H100, the levers, 8 to 512 GPUs
+    python bench/roofline.py                            the four sizes on an H100, the levers
     python bench/roofline.py --gpu h200 sizes=1p5b
     python bench/roofline.py --results bench/results/h100.jsonl         measured ceilings, predicted against measured
 
-All numbers are modelled: sums of FLOPs and bytes over ceilings (bench/step_model.py, bench/fleet_model.py), which are
-published figures and assumptions until --results replaces them. How near they come to published runs (bench/evidence.py) is
+All numbers are modelled: sums of FLOPs and bytes over ceilings (bench/step_model.py), which are published
+figures and assumptions until --results replaces them. How near they come to published runs (bench/evidence.py) is
 printed each time: speeds in BF16 from 3 % below to 8 % above, tensorwise ratios .02 to .06 below (d26: 1.140 for 1.17).
 
 The zero-cast ceiling of 1.5B is 1.48 here (1.53 with the head). An earlier estimate was 1.41, with FP8 matmuls at 1,180 TFLOP/s
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from bench import evidence, fleet_model, step_model
+from bench import evidence, step_model
 from bench.step_model import BUCKETS, CASTS, FP8, Casts, Ceilings, Moved, Shape, Step, shape_of, step
 from bench.suites import MICRO_BATCH, TOKENS_PER_STEP
 from model import GPTConfig
@@ -83,7 +83,7 @@ def report(options: Options) -> list[str]:
     for size in options.sizes:
         lines += ["", *size_lines(c, size, options.context)]
     lines += ["", *lever_lines(c, options.sizes, options.context), "", *doubt_lines(c, options.sizes[-1], options.context), "",
-              *cast_lines(), "", *fleet_model.fleet_lines(c, *case("1p5b", options.context))]
+              *cast_lines()]
     return lines + (["", *against_measured(c, rows)] if rows else [])
 
 

@@ -1,7 +1,6 @@
 """Continue a prompt with a trained model.
 
     python -m eval.sample out/RUN "prompt" n=3 tokens=200 temperature=0.8 top_k=200 seed=1
-    python -m eval.sample out/RUN --serve       a page to type into, on this machine: see eval/serve.py
 
     n             continuations of the same prompt, drawn together; the first is printed as it grows, the others below it
     tokens        new tokens at most; a continuation ends earlier with its document or with the model's context
@@ -260,9 +259,6 @@ def sample(options: Options, out: TextIO) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if "--serve" in arguments:
-        from eval import serve  # it imports this module
-        return serve.main([argument for argument in arguments if argument != "--serve"])
     if {"-h", "--help"} & set(arguments) or not arguments:
         print(__doc__)
         return 0 if arguments else 2
