@@ -25,7 +25,7 @@ ORDER = ("val_ppl", "val_cloze", "wikitext", "lambada_openai", "hellaswag", "piq
 
 def build(rows: list[Row], notes: list[str]) -> str:
     """The page: a table of whole tasks, one for each limit=, the published numbers, what the marks mean."""
-    from scaling.tables import grid
+    from runtime.cli import grid
 
     columns = sort_columns({column for row in rows for column in row.scores})
     parts = ["# Scores"]

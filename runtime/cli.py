@@ -196,3 +196,12 @@ def type_name(hint) -> str:
 
 def show(value) -> str:
     return "none" if value is None else repr(value) if isinstance(value, (str, dict, tuple)) else str(value)
+
+
+def grid(lines: list[list[str]]) -> str:
+    """Cells as a Markdown table whose columns are aligned, so that it reads in a terminal too; empty columns go."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    rows = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+            for row in zip(*columns, strict=True)]
+    return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])

@@ -8,11 +8,9 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from runtime.cli import UserError
-from scaling.bootstrap import with_bootstrap
 from scaling.captions import human
-from scaling.chinchilla import fit_chinchilla
-from scaling.forms import Fit
-from scaling.laws import Points
+from scaling.intervals import with_bootstrap
+from scaling.laws import Fit, Points, fit_chinchilla
 from scaling.published import EPOCH, Surface
 from scaling.records import read_json
 

@@ -1,7 +1,7 @@
 """Put the loss figure's content into words: its title, its caption, names of groups, round counts."""
 
 from scaling.curves import floor_of, is_cut, is_spread, is_surface, rest_of
-from scaling.forms import NAMES
+from scaling.laws import NAMES
 
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # group.convention -> what stands before "parameters"

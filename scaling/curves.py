@@ -6,9 +6,7 @@ tokens-per-parameter ratio over parameters; on one ray it is one line over each,
 
 import numpy as np
 
-from scaling.chinchilla import frontier
-from scaling.isoflop import envelope
-from scaling.laws import ONE_RAY
+from scaling.laws import ONE_RAY, envelope, frontier
 
 BEYOND = 10             # without a held-out run the laws are drawn to this many times the largest compute
 BINS = 24               # per decade of compute, to smooth training curves

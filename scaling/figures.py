@@ -26,8 +26,8 @@ from runtime.cli import UserError, read_options
 from scaling.captions import AXES, KIND, SUPERSCRIPT, caption, human, title
 from scaling.command import run
 from scaling.curves import drawn, floor_of, loss_limits, reducible_limits
-from scaling.files import write
 from scaling.panels import LABEL, draw_gaps, draw_losses, draw_predictions, draw_reducible, label_sizes, legend
+from scaling.records import write
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",

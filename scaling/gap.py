@@ -13,8 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from scaling.figures import page, steps_axis
-from scaling.files import read_text
-from scaling.records import LARGEST
+from scaling.records import LARGEST, read_text
 
 TWINS = ("params_total", "tokens", "tokens_per_step", "lr_peak", "val_sha256")  # equal in runs that make a null band
 WINDOW = 40         # losses are smoothed over a fortieth of the steps

@@ -6,14 +6,301 @@ solvers stall. Many tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 i
 """
 
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
+from scipy.optimize import least_squares
+from scipy.special import erf, logsumexp
 from scipy.stats import t as student
 
 from runtime.cli import UserError
-from scaling.forms import FACTORS, NAMES, Fit, Optimum, back, exponents, natural, terms
-from scaling.solver import DELTA, inefficiency, minimise
+
+# form -> its parameters in the solver's order: ln factors first, then exponents
+NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
+         "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
+SCALE = {"power_n": "N_c", "power_d": "D_c", "power_c": "C_c"}      # Kaplan's L = (N_c/N)^alpha
+FACTORS = {"E", "A", "B", "K", *SCALE.values()}     # positive, so solved for and given intervals on the logarithm
+
+
+@dataclass(frozen=True, eq=False)
+class Optimum:
+    """A solution in the solver's terms: theta = (ln factors at the centre, exponents), shape (p,)."""
+
+    theta: np.ndarray
+    centres: tuple[float, ...]          # mean of ln x per axis
+    gamma: float | None                 # held fixed, then absent from theta
+    delta: float | None                 # Huber's threshold; None for squares
+    covariance: np.ndarray | None       # (p, p) of theta; None without a degree of freedom
+    dof: int
+    sigma: float | None                 # of one run's ln loss
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A law, its parameters by their usual names, and the certificate of its optimum; all None where not fitted.
+
+    ray: L = E + K C^-gamma. power_n, _d, _c: A N^-alpha, B D^-beta, K C^-gamma. chinchilla: E + A/N^alpha + B/D^beta, with
+    N* ~ C^a, D* ~ C^b, L* - E ~ C^-gamma along its frontier. isoflop: N* ~ C^a, D* ~ C^b."""
+
+    form: str
+    parameters: dict[str, float | None]
+    n: int
+    identified: bool                        # the points determine the parameters; reason says what is lacking
+    reason: str | None
+    objective: float | None = None          # summed Huber of log-loss residuals; isoflop: half the squares of ln N*'s
+    starts: int | None = None
+    starts_at_best: int | None = None       # starts that end at the best objective
+    nfev: int | None = None                 # evaluations of all starts together
+    gradient_norm: float | None = None
+    singular_values: tuple[float, ...] | None = None    # of the Jacobian in the solver's terms (Optimum.theta)
+    residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
+    se: dict[str, float] | None = None
+    ci95: dict[str, tuple[float, float]] | None = None
+    interval: str | None = None             # how se and ci95 were made: "t", "bootstrap" or "cluster"
+    clusters: int | None = None             # independent trajectories, where intervals count them; not isoflop's budgets
+    resamples: int | None = None            # bootstrap: drawn, and failed among them
+    failed: int | None = None
+    budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
+    optimum: Optimum | None = field(default=None, repr=False, compare=False)
+
+    def predict(self, *x):
+        """The law's loss (nats per token) at x, of x's shape; x is N, D for chinchilla, else the form's one abscissa."""
+        assert self.form in NAMES, self.form
+        p, x = self.parameters, [np.asarray(values, dtype=float) for values in x]
+        if self.form.startswith("chinchilla"):
+            return p["E"] + p["A"] * x[0] ** -p["alpha"] + p["B"] * x[1] ** -p["beta"]
+        factor, exponent = NAMES[self.form][-2:]
+        return p.get("E", 0.0) + p[factor] * x[0] ** -p[exponent]
+
+    def interval_at(self, *x, new_run: bool = False):
+        """(loss, low, high) of x's shape: 95 % interval of the law at x, of one run there with new_run; None without
+        a covariance. It holds the points' noise alone, not the doubt in the form (fit_band)."""
+        best = self.optimum
+        if best is None or best.covariance is None:
+            return None
+        shape = np.shape(x[0])
+        logs = [np.log(np.asarray(values, dtype=float)).ravel() - centre
+                for values, centre in zip(x, best.centres, strict=True)]
+        log_loss, gradient = log_law(self.form, best.theta, logs, best.gamma)
+        variance = np.einsum("ni,ij,nj->n", gradient, best.covariance, gradient) + new_run * best.sigma**2
+        width = student.ppf(0.975, best.dof) * np.sqrt(variance)
+        return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
+
+    def formula(self, symbol: str = "C") -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
+        p = self.parameters
+        if self.form == "isoflop":
+            return f"N* ~ C^{p['a']:.3g}, D* ~ C^{p['b']:.3g}"
+        floor = f"{p['E']:.3g} + " if "E" in p else ""
+        if self.form.startswith("chinchilla"):
+            return f"L = {floor}{p['A']:.3g} N^{-p['alpha']:.3g} + {p['B']:.3g} D^{-p['beta']:.3g}"
+        factor, exponent = NAMES[self.form][-2:]
+        return f"L = {floor}{p[factor]:.3g} {symbol}^{-p[exponent]:.3g}"
+
+    def plain(self) -> dict:
+        """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
+        content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
+        return _strict(content | self.parameters)
+
+
+def _strict(value):
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------------------------------------- a law in its own terms
+
+
+def terms(form: str, logs, gamma: float | None = None):
+    """(slopes (n, terms, p), offsets (n, terms)) with ln L = logsumexp over terms of slopes @ theta + offsets."""
+    one, zero = np.ones_like(logs[0]), np.zeros_like(logs[0])
+    if form.startswith("power"):
+        rows = [[one, -logs[0]]]
+    elif form == "ray":
+        rows = [[one, zero, zero], [zero, one, -logs[0]]]
+    else:
+        rows = [[one, zero, zero, zero, zero], [zero, one, zero, -logs[0], zero], [zero, zero, one, zero, -logs[1]]]
+    slopes = np.moveaxis(np.array(rows), 2, 0)
+    offsets = np.zeros(slopes.shape[:2])
+    if form == "chinchilla_tied":
+        slopes = np.concatenate([slopes[..., :3], slopes[..., 3:].sum(axis=2, keepdims=True)], axis=2)
+    if gamma is not None:
+        offsets, slopes = gamma * slopes[..., 2], slopes[..., :2]
+    return slopes, offsets
+
+
+def log_law(form: str, theta, logs, gamma: float | None = None):
+    """(ln L (n,), its gradient in theta (n, p)) at centred logarithms of the abscissae."""
+    slopes, offsets = terms(form, logs, gamma)
+    parts = slopes @ theta + offsets
+    total = logsumexp(parts, axis=1)
+    return total, np.einsum("nt,ntp->np", np.exp(parts - total[:, None]), slopes)
+
+
+def natural(form: str, theta, centres, gamma: float | None = None):
+    """name -> (value, gradient of it in theta): usual names from the solver's terms, factors as logarithms."""
+    p, unit = len(theta), np.eye(len(theta))
+    values = {name: (theta[i], unit[i]) for i, name in enumerate(NAMES[form][:p])}
+    if gamma is not None:
+        values["gamma"] = (gamma, np.zeros(p))
+    if form == "chinchilla_tied":
+        values["beta"] = values["alpha"]
+    slopes = [name for name in ("gamma", "alpha", "beta") if name in values]
+    heights = [name for name in ("K", "A", "B") if name in values]
+    for factor, exponent, centre in zip(heights, slopes, centres, strict=True):
+        values[factor] = tuple(one + centre * other for one, other in zip(values[factor], values[exponent], strict=True))
+    if form.startswith("chinchilla"):
+        (alpha, da), (beta, db) = values["alpha"], values["beta"]
+        total = alpha + beta
+        slope = (alpha * db - beta * da) / total**2
+        values |= {"a": (beta / total, slope), "b": (alpha / total, -slope),
+                   "gamma": (alpha * beta / total, (beta**2 * da + alpha**2 * db) / total**2)}
+    elif form in SCALE and values[slopes[0]][0] > 0:
+        (height, dh), (slope, ds) = values[heights[0]], values[slopes[0]]
+        values[SCALE[form]] = (height / slope, dh / slope - height * ds / slope**2)
+    return values
+
+
+def exponents(form: str) -> list[str]:
+    """The exponents of a form, which must be above zero for the loss to fall."""
+    return [name for name in NAMES[form] if name not in FACTORS]
+
+
+def back(name: str, value: float) -> float:
+    """A factor from its logarithm (infinite where it overflows), an exponent as it is."""
+    if name not in FACTORS:
+        return float(value)
+    return math.exp(value) if value < 709 else math.inf
+
+# ------------------------------------------------------------------------------------------- one optimum by many starts
+
+
+DELTA = 1e-3                # Huber's threshold on log-loss residuals
+NEAR = 5                    # steps by plain squares before the descent
+STEPS = 300                 # of one descent, before it counts as failed
+FALLEN = 1e-10                # relative fall of the objective that ends a descent
+ROUNDING = 1e-20            # an objective over delta^2 this small is 0
+BLOCK = 250                 # problems at once: 250 x 240 points x 5 parameters stay in the cache
+
+
+def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
+    """(theta, Jacobian, residual, certificate) of the best of `starts` (B, p); terms as in forms.terms, y = ln loss (n,).
+
+    delta None: plain squares; raw: squares of the loss instead of its logarithm. Below DELTA the starts descend with
+    DELTA, and their best then follows delta down by halves: as delta goes to 0 the objective becomes the least absolute
+    deviation, whose gradient jumps. raw descends in the logarithm, and its best finishes in the loss. Jacobian and residual
+    are of ln loss (of loss over its geometric mean where raw)."""
+    wide = max(delta, DELTA) if delta else None
+    scale = np.exp(y.mean()) if raw else 1.0
+
+    def residual(theta):
+        log_loss = logsumexp(slopes @ theta + offsets, axis=1)
+        return (np.exp(log_loss) - np.exp(y)) / scale if raw else log_loss - y
+
+    def jacobian(theta):
+        parts = slopes @ theta + offsets
+        total = logsumexp(parts, axis=1, keepdims=True)
+        relative = np.einsum("nt,ntp->np", np.exp(parts - total), slopes)
+        return relative * np.exp(total) / scale if raw else relative
+
+    def finish(start, delta):
+        # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
+        unit = delta or 1.0
+        with np.errstate(all="ignore"):      # in a valley without a minimum, where scipy may overflow
+            return least_squares(lambda theta: residual(theta) / unit, start, jac=lambda theta: jacobian(theta) / unit,
+                                 x_scale="jac", loss="huber" if delta else "linear", f_scale=1.0, ftol=1e-13, xtol=1e-13,
+                                 gtol=1e-12, max_nfev=500)
+
+    equal = np.ones((len(starts), len(y)))
+    # Far from the points Huber's gradient does not grow with the distance: a few steps by plain squares come first, so
+    # few that the starts stay apart.
+    near, _, first, _ = descend(starts, slopes, offsets, y, None, equal, steps=NEAR)
+    ends, costs, steps, _ = descend(near, slopes, offsets, y, wide, equal)
+    best = finish(ends[np.argmin(costs)], wide)
+    nfev = int(first.sum() + steps.sum()) + best.nfev
+    # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding.
+    lowest = min(costs) if raw else best.cost
+    at_best = int((costs <= lowest * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
+    while delta and wide > delta:
+        wide = max(wide / 2, delta)
+        best = finish(best.x, wide)
+        nfev += best.nfev
+    unit = wide or scale
+    return best.x, jacobian(best.x), residual(best.x), {
+        "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best, "nfev": nfev,
+        "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2,
+        "stuck": bool(np.any(np.all(np.abs(best.x - starts) <= 1e-12 * np.abs(starts), axis=1)))}
+
+
+def descend(starts, slopes, offsets, y, delta: float | None, weights, steps: int = STEPS):
+    """(theta (B, p), objective over delta^2 (B,), steps (B,), converged (B,)) of Huber sums with weights (B, n)."""
+    done = [_descend(starts[i:i + BLOCK], slopes, offsets, y, delta, weights[i:i + BLOCK], steps)
+            for i in range(0, len(starts), BLOCK)]
+    return tuple(np.concatenate(parts) for parts in zip(*done, strict=True))
+
+
+def _descend(starts, slopes, offsets, y, delta, weights, limit):
+    B, p = starts.shape
+    theta, end_cost, steps = starts.copy(), np.full(B, np.inf), np.zeros(B, int)
+    converged, alive, damping = np.zeros(B, bool), np.arange(B), np.full(B, 1e-3)
+    state = _quadratic(theta, slopes, offsets, y, delta, weights)
+    for _ in range(limit):
+        steps[alive] += 1
+        cost, gradient, curvature, size = state
+        damped = curvature + ((damping[:, None] * size)[:, :, None] + 1e-300) * np.eye(p)
+        step = -np.linalg.solve(damped, gradient[..., None])[..., 0]
+        trial = theta[alive] + np.clip(step, -5, 5)
+        new = _quadratic(trial, slopes, offsets, y, delta, weights[alive])
+        better = new[0] <= cost * (1 + 1e-12) + ROUNDING
+        end = better & (np.abs(cost - new[0]) <= FALLEN * cost + ROUNDING) & (damping <= 1e-2)
+        theta[alive[better]] = trial[better]
+        for old, one in zip(state, new, strict=True):
+            old[better] = one[better]
+        end_cost[alive] = cost
+        damping = np.maximum(np.where(better, damping / 5, damping * 4), 1e-9)
+        converged[alive[end]] = True
+        keep = ~end & (damping < 1e10)
+        alive, damping = alive[keep], damping[keep]
+        state = tuple(one[keep] for one in state)
+        if not len(alive):
+            break
+    return theta, end_cost, steps, converged
+
+
+def _quadratic(theta, slopes, offsets, y, delta, weights):
+    """(cost (B,), gradient (B, p), Gauss-Newton curvature (B, p, p), size (B, p)) of sum w Huber(r / delta).
+
+    Where Huber is linear it has no curvature; size is the diagonal of plain squares, the measure of a step."""
+    unit = delta or 1.0
+    parts = np.matmul(slopes[None], theta[:, None, :, None])[..., 0] + offsets      # (B, n, terms)
+    top = parts.max(axis=2, keepdims=True)
+    share = np.exp(parts - top)
+    total = share.sum(axis=2, keepdims=True)
+    share /= total
+    r = ((np.log(total) + top)[..., 0] - y) / unit
+    jacobian = np.matmul(share[:, :, None, :], slopes[None])[:, :, 0] / unit        # (B, n, p)
+    inside = np.abs(r) <= 1 if delta else np.ones_like(r, bool)
+    cost = (weights * np.where(inside, r * r / 2, np.abs(r) - 0.5)).sum(axis=1)
+    pull = weights * np.where(inside, r, np.sign(r))
+    gradient = np.matmul(pull[:, None, :], jacobian)[:, 0]
+    curvature = np.matmul((jacobian * (weights * inside)[..., None]).transpose(0, 2, 1), jacobian)
+    return cost, gradient, curvature, np.matmul(weights[:, None, :], jacobian**2)[:, 0]
+
+
+def inefficiency(sigma: float, delta: float | None) -> float:
+    """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
+    if delta is None or sigma == 0:
+        return 1.0
+    k = delta / sigma
+    inside = erf(k / math.sqrt(2))
+    squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
+    return float(squares / inside**2)
+
+# ------------------------------------------------------------------------------------------- points, ray and power laws
+
 
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
 CONVERGED = 1e-6            # gradient norm over its largest, n delta, below which a fit counts as converged
@@ -204,3 +491,239 @@ def _lacking(form, values, y, n, p) -> str | None:
             axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
             return f"{name} is not above zero: the loss does not fall with {axis}"
     return None
+
+# ----------------------------------------------------------------------------------------------------- Chinchilla's law
+
+
+SPREAD = 2                  # largest over smallest tokens per parameter that the law needs: nearer, alpha and beta trade places
+FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
+FLOORS, ALPHAS, BETAS = (0.3, 0.6, 0.9), (0.15, 0.35, 0.7), (0.15, 0.35, 0.7)   # starts: E as a share of the lowest loss
+
+
+def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
+                   raw: bool = False) -> Fit:
+    """Fit to parameters N, tokens D, loss L (nats per token), each of shape (n,).
+
+    tied: beta = alpha, as in Gadre et al. 2024 and Kumar et al. 2024. raw: squares of L itself instead of Huber's loss of
+    ln L, Gadre's objective (scipy's curve_fit); the objective is then in nats squared.
+
+    Adds N* ~ C^a, D* ~ C^b and L* - E ~ C^-gamma of the frontier, C = 6 N D. The exponents share the parameters' names
+    with the papers; seed_sd and delta as in fit_ray. Raises UserError for bad points or fewer distinct ones than
+    parameters; a design that cannot identify the law is fitted and says so."""
+    form = "chinchilla_tied" if tied else "chinchilla"
+    logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)
+    starts = _chinchilla_starts(logs, np.exp(y), tied)
+    return solve(form, logs, y, centres, starts, seed_sd, None if raw else delta, lacking=_chinchilla_design(N, D, tied), raw=raw)
+
+
+def frontier(fit: Fit, C):
+    """(N*, D*, L*) of C's shape: where the law's loss is lowest on C = 6 N D FLOPs."""
+    p, C = fit.parameters, np.asarray(C, dtype=float)
+    G = (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / (p["alpha"] + p["beta"]))
+    N = G * (C / 6) ** p["a"]
+    D = C / (6 * N)
+    return N, D, fit.predict(N, D)
+
+
+def _chinchilla_starts(logs, L, tied):
+    """A grid over E, alpha, beta; A and B such that the reducible loss is right on average, half by either term."""
+    starts = []
+    for floor in FLOORS:
+        e = np.log(floor * L.min())
+        height = np.mean(np.log(L - np.exp(e))) - np.log(2)
+        for alpha in ALPHAS:
+            starts += [[e, height, height, alpha]] if tied else [[e, height, height, alpha, beta] for beta in BETAS]
+    return starts
+
+
+def _chinchilla_design(N, D, tied) -> str | None:
+    """Why such N and D cannot separate the law's two terms, or None."""
+    ratio = np.asarray(D, dtype=float) / np.asarray(N, dtype=float)
+    if ratio.max() <= ONE_RAY * ratio.min():
+        return (f"all points lie on one ray of {np.median(ratio):.3g} tokens per parameter, where A/N^alpha and B/D^beta "
+                "are one curve: alpha and beta need runs at other ratios")
+    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
+        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, nearly one ray: alpha and beta "
+                f"need ratios at least {SPREAD}x apart")
+    needed = 2 if tied else 3
+    for name, values, factor, exponent in (("N", N, "A", "alpha"), ("D", D, "B", "beta")):
+        levels = []
+        for value in np.sort(np.asarray(values, dtype=float)):
+            if not levels or value > ONE_RAY * levels[-1]:
+                levels.append(value)
+        if len(levels) < needed:
+            return (f"the points hold {len(levels)} distinct {name}: {factor} and {exponent} cannot be told from E with fewer "
+                    f"than {needed}")
+    points = len({*zip(np.asarray(N).tolist(), np.asarray(D).tolist(), strict=True)})
+    if not tied and points < FEWEST:
+        return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
+    return None
+
+# -------------------------------------------------------------------------------------------------------------- IsoFLOP
+
+
+SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
+SIZES = 5                   # distinct sizes that a budget needs
+BUDGETS = 3                 # usable budgets that a slope with an interval needs
+
+
+def fit_isoflop(points: Points) -> Fit:
+    """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
+
+    `budgets` lists each budget's C, sizes and its N*, D*, loss, or the reason why it has no interior minimum. Intervals
+    are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several budgets,
+    whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
+    labels = np.unique(points.cluster)
+    fit = _isoflop(points)
+    if fit.ci95 is None or len(labels) == len(points.loss):
+        return fit
+    without = [_isoflop(points.take(points.cluster != label)) for label in labels]
+    if failed := [label for label, one in zip(labels, without, strict=True) if one.ci95 is None]:
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, clusters=len(labels), reason=(
+            f"the minima rest on single trajectories: without {failed[0]} fewer than {BUDGETS} budgets have one"))
+    quantile, se, ci95 = student.ppf(0.975, len(labels) - 1), {}, {}
+    for name, value in fit.parameters.items():
+        is_factor = name.startswith("k_")
+        values = np.array([one.parameters[name] for one in without])
+        values = np.log(values) if is_factor else values
+        width = float(np.sqrt((len(labels) - 1) / len(labels) * np.sum((values - values.mean()) ** 2)))
+        se[name] = width * value if is_factor else width
+        ci95[name] = tuple(float(value * np.exp(side * quantile * width)) if is_factor else float(value + side * quantile * width)
+                           for side in (-1, 1))
+    return _isoflop_judged(replace(fit, se=se, ci95=ci95, interval="cluster", clusters=len(labels)))
+
+
+def _isoflop(points: Points) -> Fit:
+    budgets = tuple(_minimum(points.take(index)) for index in _budgets(points.C))
+    good = [one for one in budgets if one["reason"] is None]
+    if len(good) < BUDGETS:
+        reason = (f"{len(good)} of {len(budgets)} compute budgets have an interior minimum over at least {SIZES} sizes; "
+                  f"the exponents need {BUDGETS}")
+        return replace(unfitted("isoflop", len(points.loss), reason), budgets=budgets)
+    logs = {name: np.log([one[name] for one in good]) for name in ("C", "N", "D")}
+    centre = logs["C"].mean()
+    x = logs["C"] - centre
+    design = np.column_stack([np.ones_like(x), x])
+    parameters, se, ci95, squares = {}, {}, {}, 0.0
+    quantile = student.ppf(0.975, len(x) - 2)
+    for exponent, factor, name in (("a", "k_n", "N"), ("b", "k_d", "D")):
+        solution = np.linalg.lstsq(design, logs[name], rcond=None)[0]
+        left = logs[name] - design @ solution
+        covariance = left @ left / (len(x) - 2) * np.linalg.inv(design.T @ design)
+        squares = float(left @ left) if name == "N" else squares
+        parameters |= {exponent: float(solution[1]), factor: float(np.exp(solution[0] - solution[1] * centre))}
+        gradient = np.array([1.0, -centre])
+        widths = {exponent: np.sqrt(covariance[1, 1]), factor: np.sqrt(gradient @ covariance @ gradient)}
+        se |= {exponent: float(widths[exponent]), factor: float(widths[factor] * parameters[factor])}
+        ci95[exponent] = tuple(float(solution[1] + side * quantile * widths[exponent]) for side in (-1, 1))
+        ci95[factor] = tuple(float(parameters[factor] * np.exp(side * quantile * widths[factor])) for side in (-1, 1))
+    return _isoflop_judged(Fit(
+        "isoflop", parameters, len(points.loss), True, None, objective=squares / 2, starts=1, starts_at_best=1,
+        residual_rms=float(np.sqrt(squares / (len(x) - 2))), se=se, ci95=ci95, interval="t",
+        budgets=budgets))
+
+
+def _isoflop_judged(fit: Fit) -> Fit:
+    """The fit, unidentified where the interval of a or b holds 0: such a budget curve says nothing of allocation."""
+    for name in "ab":
+        if fit.ci95[name][0] <= 0:
+            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0")
+    return fit
+
+
+def optimum(fit: Fit, C):
+    """(N*, D*) of C's shape by an isoflop fit."""
+    p, C = fit.parameters, np.asarray(C, dtype=float)
+    return p["k_n"] * C ** p["a"], p["k_d"] * C ** p["b"]
+
+
+def envelope(curves, bins: int = 1500):
+    """(C (bins,), loss (bins,), index (bins,)): the lowest of the training curves at log-spaced compute, and whose it is.
+
+    curves: list of (C, loss) array pairs, C in FLOPs, smoothed by the caller. Bins that no curve spans are left out."""
+    curves = [(np.asarray(C, dtype=float), np.asarray(loss, dtype=float)) for C, loss in curves]
+    kept = [(C[good], loss[good]) for C, loss in curves
+            for good in [np.isfinite(C) & np.isfinite(loss) & (C > 0) & (loss > 0)]]
+    spans = [C for C, _ in kept if len(C)]
+    if not spans:
+        return np.empty(0), np.empty(0), np.empty(0, dtype=int)
+    grid = np.geomspace(min(C.min() for C in spans), max(C.max() for C in spans), bins)
+    grid[-1] = max(C.max() for C in spans)      # geomspace rounds
+    table = np.full((len(kept), bins), np.inf)
+    for row, (C, loss) in zip(table, kept, strict=True):
+        if len(C):
+            order = np.argsort(C, kind="stable")
+            row[:] = np.interp(np.log(grid), np.log(C[order]), loss[order], left=np.inf, right=np.inf)
+    index = table.argmin(axis=0)
+    lowest = table.min(axis=0)
+    spanned = np.isfinite(lowest)
+    return grid[spanned], lowest[spanned], index[spanned]
+
+
+def _budgets(C):
+    """Indices of the points of each budget, smallest first: a group ends where C exceeds its smallest by SAME_BUDGET."""
+    groups = []
+    for i in np.argsort(C, kind="stable"):
+        if groups and C[i] <= SAME_BUDGET * C[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return [np.array(group) for group in groups]
+
+
+def _minimum(points: Points) -> dict:
+    """C, sizes, N, D, loss, reason of one budget."""
+    N, inverse = np.unique(points.N, return_inverse=True)
+    count = np.bincount(inverse)
+    # Seeds of one size are averaged; so are D and C, which scatter with the counting.
+    y, d = (np.bincount(inverse, weights=np.log(values)) / count for values in (points.loss, points.D))
+    row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
+    if len(N) < SIZES:
+        return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}
+    middle = np.log(N).mean()
+    x = np.log(N) - middle
+    if y.argmin() in (0, len(x) - 1):
+        side = "smallest" if y.argmin() == 0 else "largest"
+        return row | {"reason": f"the {side} size has the lowest loss: no interior minimum"}
+    cubic = np.polynomial.Polynomial.fit(x, y, 3)
+    roots = cubic.deriv().roots()
+    roots = roots[np.isreal(roots)].real
+    inside = [root for root in roots if x[0] < root < x[-1] and cubic.deriv(2)(root) > 0]
+    if not inside or cubic(inside[0]) > min(cubic(x[0]), cubic(x[-1])):
+        return row | {"reason": "a cubic through the losses has no interior minimum with upward curvature"}
+    return row | {"N": float(np.exp(middle + inside[0])), "D": float(np.exp(np.interp(inside[0], x, d))),
+                  "loss": float(np.exp(cubic(inside[0])))}
+
+
+# ------------------------------------------------------------------------------------------------------------- any form
+
+
+def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
+    """One form of FORMS fitted to the points; where they cannot carry it, a Fit that says why.
+
+    delta: Huber's threshold, None for plain squares; isoflop has none."""
+    try:
+        if form == "chinchilla":
+            return fit_chinchilla(points.N, points.D, points.loss, seed_sd=seed_sd, delta=delta)
+        if form == "isoflop":
+            return fit_isoflop(points)
+        if form != "ray":
+            return fit_power(*points.axes(form), points.loss, form[-1], seed_sd=seed_sd, delta=delta)
+        fit, (low, high) = fit_ray(points.C, points.loss, seed_sd=seed_sd, delta=delta), ray_of(points)
+        if on_one_ray((low, high)):
+            return fit
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
+            f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
+    except UserError as error:
+        return unfitted(form, len(points.loss), str(error))
+
+
+def ray_of(points: Points) -> tuple[float, float]:
+    """Smallest and largest tokens per parameter."""
+    ratios = points.D / points.N
+    return float(ratios.min()), float(ratios.max())
+
+
+def on_one_ray(ray: tuple[float, float] | None) -> bool:
+    """Whether these smallest and largest tokens per parameter count as one ratio."""
+    return ray is not None and ray[1] / ray[0] <= ONE_RAY

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from scaling.files import read_text
-from scaling.records import LARGEST
+from scaling.records import LARGEST, read_text
 
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")

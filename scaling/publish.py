@@ -22,8 +22,7 @@ from pathlib import Path
 
 from runtime.cli import UserError
 from scaling.command import run
-from scaling.files import read_bytes, read_json, read_text, write
-from scaling.records import LAW_FOLDER
+from scaling.records import LAW_FOLDER, read_bytes, read_json, read_text, write
 
 STUDY, SUMMARY = "study.json", "summary.json"
 FILES = ("config.json", "val_losses.npz", "metrics.jsonl", "probe.jsonl", "samples.txt")     # of a run, beside its summary

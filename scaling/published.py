@@ -14,9 +14,8 @@ import numpy as np
 from scipy.stats import t as student
 
 from runtime.cli import UserError
-from scaling.bootstrap import with_bootstrap
-from scaling.chinchilla import fit_chinchilla
-from scaling.laws import ONE_RAY, Points
+from scaling.intervals import with_bootstrap
+from scaling.laws import ONE_RAY, Points, fit_chinchilla
 
 BEYOND = math.log(1e100)        # e-folds; what lies beyond is no number to print
 

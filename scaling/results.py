@@ -13,7 +13,7 @@ from runtime.cli import UserError
 from scaling import gap_tables, results_laws, results_runs, results_tables
 from scaling.command import read_words, run
 from scaling.figures import write
-from scaling.frozen import load, read_study
+from scaling.predict import load, read_study
 from scaling.records import LAW_FOLDER, read_json, read_runs
 from scaling.results_limits import limits
 from scaling.results_tables import Results, missing

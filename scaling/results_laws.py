@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.cli import UserError
 from scaling import gap_tables, results_tables
-from scaling.forms import NAMES, Fit
+from scaling.laws import NAMES, Fit
 from scaling.learning_rate import tables
 from scaling.predict import describe
 from scaling.records import LAW_FOLDER, read_json

@@ -9,11 +9,10 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.cli import UserError
+from runtime.cli import UserError, grid
 from scaling.captions import human
 from scaling.records import LARGEST, Record, read_json, read_text
 from scaling.report_tables import NOT_TOLD, one_line
-from scaling.tables import grid
 
 LISTED = 12                 # names in a sentence
 NULL = "bf16, null"         # a BF16 run once more, only rounded otherwise

@@ -17,8 +17,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 
 from runtime.cli import UserError
 from scaling.figures import RC, human, page, render, steps_axis, write
-from scaling.files import read_text
 from scaling.gap import running_mean, window_of
+from scaling.records import read_text
 
 # Okabe-Ito, a shape of its own for each name; a name that is not here gets one of OTHERS.
 MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", "#D55E00"), "STOP": ("P", "#000000"),

@@ -40,8 +40,8 @@ from runtime.plan import ASSUMED_MFU
 from scaling import command
 from scaling.costs import table
 from scaling.data_check import check_data
-from scaling.frozen import is_at, load
 from scaling.grid import summary_of
+from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER
 from scaling.runner import run, visible_gpus
 from scaling.study import Row, declare, expand, load_study, write_declaration

@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runtime.cli import UserError
-from scaling.files import read_json
-from scaling.records import LARGEST, SCHEMA_VERSION
+from scaling.records import LARGEST, SCHEMA_VERSION, read_json
 
 # Of summary.json: equal in every run, and equal in the runs of one size. Warm-up is counted in steps, so it is of the size.
 SAME = ("val_sha256", "data_sha256", "tokenizer_sha256", "tokens_per_step", "optimizer", "beta1", "beta2", "eps", "weight_decay",

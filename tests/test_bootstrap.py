@@ -3,11 +3,9 @@
 import numpy as np
 import pytest
 
-from scaling import bootstrap as room
-from scaling.bootstrap import CLUSTERS, bootstrap, jackknife, with_bootstrap
-from scaling.chinchilla import fit_chinchilla
-from scaling.isoflop import fit_isoflop
-from scaling.laws import Points, fit_power, fit_ray
+from scaling import intervals as room
+from scaling.intervals import CLUSTERS, bootstrap, jackknife, with_bootstrap
+from scaling.laws import Points, fit_chinchilla, fit_isoflop, fit_power, fit_ray
 from tests.test_chinchilla import SIZES, TRUE, ladder, law
 
 FAR = (1.5e9, 30e9)

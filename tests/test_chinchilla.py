@@ -5,8 +5,7 @@ import pytest
 from scipy.optimize import minimize_scalar
 
 from runtime.cli import UserError
-from scaling.chinchilla import fit_chinchilla, frontier
-from scaling.laws import ONE_RAY
+from scaling.laws import ONE_RAY, fit_chinchilla, frontier
 
 TRUE = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}    # Besiroglu et al. 2024's data
 SIZES, RATIOS = (50e6, 125e6, 250e6, 350e6), (5, 10, 20, 40)

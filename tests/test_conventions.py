@@ -11,16 +11,25 @@ import pytest
 from scaling_runs import write_run
 
 from runtime.cli import UserError
-from scaling import fit, frozen
+from scaling import fit
+from scaling import predict as frozen
 from scaling.budget import read_law
 from scaling.captions import KIND
 from scaling.curves import drawn
 from scaling.figures import draw
-from scaling.files import read_bytes
-from scaling.groups import fit_group
+from scaling.fit import fit_group
 from scaling.panels import styles
 from scaling.precision import pairs
-from scaling.records import check_comparable, counted_as, read_curve, read_record, read_runs, read_text, without_repeats
+from scaling.records import (
+    check_comparable,
+    counted_as,
+    read_bytes,
+    read_curve,
+    read_record,
+    read_runs,
+    read_text,
+    without_repeats,
+)
 
 # Layers, width, width of the feed-forward, of models whose vocabulary holds half of their parameters or more.
 SHAPES = ((4, 256, 704), (4, 384, 1024), (4, 512, 1408), (5, 640, 1792))

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scaling.chinchilla import fit_chinchilla
 from scaling.design import PRIOR_SD, RHO, Candidate, bound, gradient, rank, with_all
+from scaling.laws import fit_chinchilla
 from scaling.published import EPOCH
 from scaling.study import expand, load_study
 from tests.conftest import ROOT

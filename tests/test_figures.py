@@ -14,7 +14,7 @@ from scaling_runs import write_ladder, write_run
 from scaling import curves
 from scaling.captions import caption, human, number, title
 from scaling.figures import _log_ticks, _power_of_ten, _value_ticks, draw, main, render
-from scaling.groups import fit_group, fit_points, on_one_ray, ray_of
+from scaling.fit import fit_group, fit_points, on_one_ray, ray_of
 from scaling.laws import Points
 from scaling.panels import STYLES
 from scaling.points import read_points

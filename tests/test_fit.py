@@ -11,10 +11,9 @@ import pytest
 from scaling_runs import SIZES, cut, declare_branches, law, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
-from scaling.files import write
-from scaling.groups import fit_group, fit_points, seed_noise
+from scaling.fit import fit_group, fit_points, seed_noise
 from scaling.laws import DELTA, Points, fit_power
-from scaling.records import read_runs
+from scaling.records import read_runs, write
 from tests.conftest import ROOT
 
 
@@ -402,7 +401,7 @@ def test_exit_code_of_the_process(tmp_path):
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     target = tmp_path / "law.json"
     target.write_text("old")
-    monkeypatch.setattr("scaling.files.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("scaling.records.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         write(target, b"new")
     assert target.read_text() == "old" and list(tmp_path.iterdir()) == [target]

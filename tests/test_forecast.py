@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from runtime.cli import UserError
-from scaling.forecast import FLOOR, forecast
 from scaling.laws import GAMMAS, Points, fit_power
+from scaling.predict import FLOOR, forecast
 from scaling.published import EPOCH
 from tests.conftest import ROOT
 

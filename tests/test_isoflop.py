@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from scaling.isoflop import envelope, fit_isoflop, optimum
-from scaling.laws import Points
+from scaling.laws import Points, envelope, fit_isoflop, optimum
 
 EPOCH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}
 HOFFMANN = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}

@@ -8,9 +8,8 @@ import pytest
 from scipy.optimize import minimize
 
 from runtime.cli import UserError
-from scaling import solver
-from scaling.forms import log_law, natural, terms
-from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_power, fit_ray, unfitted
+from scaling import laws as solver
+from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_power, fit_ray, log_law, natural, terms, unfitted
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])
 TRUE = {"E": 1.69, "K": 412.0, "gamma": 0.155}

@@ -14,7 +14,8 @@ import torch
 from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
-from scaling import fit, frozen, predict
+from scaling import fit, predict
+from scaling import predict as frozen
 from scaling.laws import Points
 from scaling.records import read_runs
 from tests.conftest import ROOT

@@ -6,9 +6,8 @@ import time
 import numpy as np
 import pytest
 
-from scaling.bootstrap import bootstrap, with_bootstrap
-from scaling.chinchilla import fit_chinchilla
-from scaling.laws import Points
+from scaling.intervals import bootstrap, with_bootstrap
+from scaling.laws import Points, fit_chinchilla
 from tests.conftest import ROOT
 
 FOLDER = ROOT.parent / "shared" / "reference"

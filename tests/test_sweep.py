@@ -15,8 +15,8 @@ from runtime.config import load_config
 from runtime.log import pair_id
 from scaling import command, sweep
 from scaling.data_check import check_data
-from scaling.frozen import digest
 from scaling.grid import state_of
+from scaling.predict import digest
 from scaling.study import expand
 from tests.conftest import ROOT
 from tests.study_cases import fake_sweep, summaries, tiny_study

@@ -9,9 +9,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scaling.forms import Fit, back, log_law, natural, terms
-from scaling.laws import SINGULAR, Points, judged, with_covariance
-from scaling.solver import descend, inefficiency
+from scaling.laws import (
+    SINGULAR,
+    Fit,
+    Points,
+    back,
+    descend,
+    fit_form,
+    inefficiency,
+    judged,
+    log_law,
+    natural,
+    terms,
+    with_covariance,
+)
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
@@ -99,3 +110,66 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
         se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
     ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
     return Bootstrap(se, ci95, np.cov(thetas[converged].T), resamples, int((~converged).sum()), len(labels))
+
+# ----------------------------------------------------------------------------------------------------------- robustness
+
+
+DROPS = (1, 3, 5, 10)
+DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
+MOST_SIZES = 10                          # more sizes than these are left out in as many groups of neighbours
+VARIANT_RESAMPLES = 100                     # enough to tell whether an exponent's interval holds 0
+MANY = 2000                         # points: a quarter of the resamples must do
+
+
+def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format) -> list[dict]:
+    """The declared fit and every variant of it; strict JSON, a variant that cannot be fitted has its reason.
+
+    counts: convention -> N of shape (n,), for laws in N; or C for laws in C."""
+    found = [_row("declared", "", points, fit_form(form, points))]
+    order = np.argsort(-points.loss, kind="stable")
+    for k in DROPS:
+        if k <= len(order) // 2:            # fewer than half left is another experiment
+            some = points.take(np.sort(order[k:]))
+            found.append(_row("drop highest", str(k), some, fit_form(form, some)))
+    for delta in DELTAS:
+        found.append(_row("delta", "MSE" if delta is None else f"{delta:g}", points, fit_form(form, points, delta=delta)))
+    axis = "C" if form in ("ray", "power_c") else "N"
+    for name, values in (counts or {}).items():
+        some = replace(points, **{axis: values})
+        found.append(_row(f"count {axis} as", name, some, fit_form(form, some)))
+    for label, left_out in sizes(points.N, say):
+        some, rest = points.take(~left_out), points.take(left_out)
+        fit = fit_form(form, some)
+        row = _row("leave out N", label, some, fit)
+        if fit.objective is not None:
+            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
+            row |= {"error_percent": float(errors.mean()), "largest_error_percent": float(errors[np.abs(errors).argmax()])}
+        found.append(row)
+    return found
+
+
+def sizes(N, say="{:.3g}".format) -> list[tuple[str, np.ndarray]]:
+    """(label, mask of shape (n,)) of each size, or of MOST_SIZES groups of neighbours where there are more; none of one size.
+
+    Sizes within 1 % count as one: counts read off a figure are not exact."""
+    order = np.argsort(N, kind="stable")
+    steps = np.r_[False, np.diff(np.log(N[order])) > 0.01]
+    index = np.empty(len(N), dtype=int)
+    index[order] = np.cumsum(steps)
+    found = int(index.max()) + 1
+    if found < 2:
+        return []
+    if found > MOST_SIZES:
+        index = index * MOST_SIZES // found
+    return [(_label(N[index == i], say), index == i) for i in range(index.max() + 1)]
+
+
+def _row(variant: str, value: str, points: Points, fit: Fit) -> dict:
+    plain = with_bootstrap(fit, points, VARIANT_RESAMPLES if len(points.loss) < MANY else VARIANT_RESAMPLES // 4).plain()
+    kept = {key: plain[key] for key in (*fit.parameters, "objective", "starts", "starts_at_best", "identified", "reason")}
+    return {"variant": variant, "value": value, "n": len(points.loss)} | kept
+
+
+def _label(N, say) -> str:
+    low, high = float(N.min()), float(N.max())
+    return say(low) if high / low < 1.01 else f"{say(low)} to {say(high)}"
