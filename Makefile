@@ -17,8 +17,8 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 test: setup                 ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
-soak: setup                 ## the long tier of fault injection: hundreds of kills, restarts, hangs, a study in slices; ten minutes
-	$(PY) -m pytest -q tests/soak.py tests/study_soak.py
+soak: setup                 ## the long tier of fault injection: hundreds of kills, restarts, hangs; ten minutes
+	$(PY) -m pytest -q tests/soak.py
 
 lint: setup
 	$(PY) -m ruff check .

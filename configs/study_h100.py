@@ -1,7 +1,7 @@
-"""The measured study: four sizes on one H100 in slices of ten minutes, real text, the largest size predicted first.
+"""The measured study: four sizes on one H100, real text, the largest size predicted first.
 
-    python scaling/slice.py configs/study_h100.py limit=540 results=results/study_h100      a slice; again: the next one
-    python scaling/sweep.py configs/study_h100.py                                           what it costs, what is done
+    python scaling/sweep.py configs/study_h100.py                       what it costs, what is done
+    python scaling/sweep.py configs/study_h100.py --run limit=540       stops in time; again: the next part
 
 Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here: budgets of 5, 10 and 20 tokens
 per such parameter, because 20 per parameter of all would outrun the text that a machine without a network holds. Laws are
@@ -14,8 +14,8 @@ added to and nothing in it changed. Seeds: two at the three smallest, the null o
 with the loss computed in four parts, whose gradients add up in another order: same seed, same tokens, other rounding, the
 null of the same seed.
 
-Held out. When all else is done the slice freezes the predictions of the largest size and ends. Name FP8_AT_ALL before they
-are committed, so that FP8's is among them; then the next slice trains that size.
+Held out. When all else is done, name FP8_AT_ALL and freeze the predictions of the largest size, FP8's among them (scaling/fit.py
+out/h100 --predict RUN); then train it by name, only=h100_24m_*.
 """
 
 from scaling.study import Size, Study

@@ -145,7 +145,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
         say(f"nor are begun, for the same reason: {', '.join(late[1:])}")
     todo = [row.run for row in chosen if not summary_of(row, folder)]
     if failed:
-        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again, or go on without (slice.py's skip=)")
+        say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
     if todo:
         say(f"{len(todo)} of {len(chosen)} runs are not done, {todo[0]} the first; the same command goes on")
     return 1 if failed else 3 if todo else 0
