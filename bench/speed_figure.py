@@ -15,7 +15,8 @@ from matplotlib.ticker import MaxNLocator
 
 from bench.speed_rows import BASELINE, EAGER, PEER_LABELS, PEERS, in_order, is_fp8, is_number, newest, of_kind, tflops, valid
 from runtime.rows import write_atomically
-from scaling.figures import RC, human, page, steps_axis
+from scaling.figures import RC, page, steps_axis
+from scaling.pairs import human
 
 # Kind of a cell -> its words in the legend, its colour.
 KINDS = {"eager": ("BF16, not compiled", "#999999"), "bf16": ("BF16, compiled", "#0072B2"),

@@ -225,8 +225,8 @@ def _draw(run_dir: Path, path: Path, notes: list[str]) -> bool:
     from matplotlib import rc_context
 
     from runtime.cli import UserError
+    from scaling.dynamics import draw, read_history
     from scaling.figures import RC, render
-    from scaling.run_figure import draw, read_history
     try:
         history = read_history(run_dir)
     except UserError:

@@ -156,7 +156,7 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
 
 
 def _count(number: int | None) -> str:
-    from scaling.captions import human
+    from scaling.pairs import human
     return "" if number is None or not 0 < number < 2**63 else human(number)
 
 
@@ -170,8 +170,8 @@ def _cell(text: str) -> str:
 def write(paths, out: str) -> str:
     """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
     from eval.table_figure import draw
+    from runtime.rows import write_atomically as replace_file
     from scaling.figures import render
-    from scaling.figures import write as replace_file
 
     rows, notes = read_rows(paths)
     page, figure = build(rows, notes), draw(rows)

@@ -8,10 +8,9 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 
 from runtime.cli import UserError
-from scaling.captions import human
 from scaling.intervals import with_bootstrap
 from scaling.laws import Fit, Points, fit_chinchilla
-from scaling.published import EPOCH, Surface
+from scaling.pairs import EPOCH, Surface, human
 from scaling.records import read_json
 
 # Smallest and largest 6 N D (FLOPs), and tokens per parameter, of the 240 points of Epoch's law.

@@ -29,12 +29,11 @@ import numpy as np
 from runtime.cli import UserError, grid
 from scaling import predict
 from scaling.command import read_words, run
-from scaling.figures import KIND, draw, human, write_with
-from scaling.gap_tables import freedom
+from scaling.figures import KIND, draw, write_with
 from scaling.intervals import robustness, with_bootstrap
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, unfitted
+from scaling.pairs import freedom, human, pairs
 from scaling.points import read_points
-from scaling.precision import pairs
 from scaling.predict import forecast
 from scaling.records import (
     CONVENTIONS,

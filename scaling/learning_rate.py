@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from scaling.captions import human
 from scaling.command import read_words, run
 from scaling.figures import write_with
+from scaling.pairs import human
 from scaling.rate_figure import draw_rates
 from scaling.records import LAW_FOLDER
 from scaling.trials import Trial, read_trials

@@ -3,15 +3,262 @@
 A null pair is two BF16 runs of one seed that are rounded differently: what a difference of precision is held against.
 """
 
+
+import json
 import math
 import zipfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import combinations
 
 import numpy as np
+from scipy.optimize import brentq
+from scipy.stats import chi2, norm
+from scipy.stats import t as student
 
 from runtime.cli import UserError
-from scaling.equivalence import Estimate, clusters, estimate
+from scaling.intervals import with_bootstrap
+from scaling.laws import ONE_RAY, Points, fit_chinchilla
 from scaling.records import Record, check_comparable, read_json
+
+ALPHA = 0.05
+POWER = 0.8
+MOST = 100_000              # pairs; beyond it a plan says "more than"
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
+# Forms in question (constant N_eff/N against a constant relative gap) differ by half of the gap in a decade of N.
+TREND_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Mean of n independent values with its 95 % t-interval; sd to high are None where the values carry no spread."""
+
+    n: int
+    mean: float
+    sd: float | None = None
+    se: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def half(self) -> float | None:
+        """Half the interval."""
+        return None if self.se is None else self.high - self.mean
+
+
+def estimate(values) -> Estimate:
+    """The Estimate of independent values, shape (n,), n at least 1.
+
+    Values that are all equal are copies, not a sample without noise: they get a mean, no interval."""
+    values = np.asarray(values, dtype=float)
+    n, mean = len(values), float(values.mean())
+    sd = float(values.std(ddof=1)) if n > 1 else 0.0
+    if sd <= 1e-12 * abs(values).max():
+        return Estimate(n, mean)
+    se = sd / math.sqrt(n)
+    half = float(student.ppf(1 - ALPHA / 2, n - 1)) * se
+    return Estimate(n, mean, sd, se, mean - half, mean + half)
+
+
+def clusters(labels) -> list[list[int]]:
+    """Indices of `labels` in groups that share a label, be it through a third.
+
+    labels: for each value the set of trajectories that it rests on. k clusters leave k - 1 degrees of freedom, however
+    many values there are: branches of one run, or two recipes against one BF16 run, are no new sample."""
+    found = []                          # (all labels of the cluster, its indices)
+    for i, mine in enumerate(labels):
+        touching = [cluster for cluster in found if cluster[0] & set(mine)]
+        merged = set(mine).union(*(own for own, _ in touching)), sorted(sum((own for _, own in touching), [i]))
+        found = [cluster for cluster in found if cluster not in touching] + [merged]
+    return sorted(indices for _, indices in found)
+
+
+# --------------------------------------------------------------------------------------------- equivalence
+
+
+@dataclass(frozen=True)
+class Margin:
+    """What a gap may lie within and be called equivalent: per cent of the loss; `source` says who declared it, when."""
+
+    percent: float
+    source: str
+    is_declared: bool                   # before any of the runs began
+
+
+def read_margin(records, given: str | None = None) -> Margin | None:
+    """The margin of the study.json beside the records' folders, or `given` on the command line; None without either.
+
+    Raises UserError for a damaged study.json, for two studies that declare different margins, for a wrong `given`."""
+    studies = [path for path in sorted({record.folder.parent / "study.json" for record in records}) if path.is_file()]
+    if given is not None:
+        percent = _above_zero(given, f"margin={given}")
+        return Margin(percent, "given on the command line, after the fact", False)
+    found = {}
+    for path in studies:
+        try:
+            study = json.loads(path.read_bytes())
+            percent, declared = study["margin_percent"], datetime.fromisoformat(study["declared"])
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); expected an object with "
+                              "margin_percent and declared, as scaling/sweep.py writes it: restore it or give margin=PERCENT, "
+                              "which counts as declared after the fact") from None
+        percent = _above_zero(percent, f"{path}: margin_percent {json.dumps(percent)}")
+        begun = [datetime.fromisoformat(record.t_start) for record in records
+                 if record.folder.parent == path.parent and record.t_start]
+        declared = declared.replace(tzinfo=declared.tzinfo or UTC)
+        early = sum(start < declared for start in begun)
+        source = f"{path}, declared {study['declared']}" + (
+            f", after {early} of {len(begun)} runs had begun" if early else " before the runs" if begun else
+            "; no run says when it began")
+        found[percent] = Margin(percent, source, bool(begun) and not early)
+    if len(found) > 1:
+        raise UserError(f"{' and '.join(map(str, studies))} declare different margins ({', '.join(map(str, found))} %): "
+                          "analyse one study at a time, or give margin=PERCENT")
+    return next(iter(found.values()), None)
+
+
+def _above_zero(value, what: str) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError, OverflowError):
+        number = math.nan
+    if not 0 < number < 100:
+        raise UserError(f"{what} is no margin: expected per cent of the loss, above 0 and below 100")
+    return number
+
+
+def tost(found: Estimate, low: float, high: float) -> float | None:
+    """p of the two one-sided t-tests that the mean lies within low to high (Schuirmann 1987); None without an interval."""
+    if found.se is None:
+        return None
+    return float(max(student.sf((found.mean - low) / found.se, found.n - 1),
+                     student.sf((high - found.mean) / found.se, found.n - 1)))
+
+
+def tost_power(sd: float, n: int, margin: float, gap: float = 0.0) -> float:
+    """Probability that n values of standard deviation sd around `gap` are found within +-margin."""
+    se, quantile = sd / math.sqrt(n), float(student.ppf(1 - ALPHA, n - 1))
+    widest = margin / (quantile * se)               # the sample's sd, in units of sd, beyond which nothing passes
+    passing = float(chi2.cdf((n - 1) * widest**2, n - 1))
+    spread = quantile * se * _spreads(n, passing)
+    return passing / 2 * float(WEIGHTS @ (norm.cdf((margin - spread - gap) / se) - norm.cdf((spread - margin - gap) / se)))
+
+
+def _spreads(n: int, upto: float) -> np.ndarray:
+    """Quantiles of the sample's sd over the true one, at even probabilities up to `upto`: given it the mean is normal."""
+    return np.sqrt(chi2.ppf(upto * (1 + NODES) / 2, n - 1) / (n - 1))
+
+
+# ------------------------------------------------------------------------------------------ what a design can see
+
+
+def power(sd: float, n: int, gap: float) -> float:
+    """Probability that n values of standard deviation sd around `gap` give a t-interval without 0.
+
+    The noncentral t's tails, by quadrature over the sample's sd: scipy.stats.nct gives nan where n is 2 or the shift large."""
+    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * _spreads(n, 1.0), abs(gap) * math.sqrt(n) / sd
+    return 0.5 * float(WEIGHTS @ (norm.sf(spread - shift) + norm.sf(spread + shift)))
+
+
+def smallest_seen(sd: float, n: int) -> float:
+    """The smallest gap that n values (at least 2) of standard deviation sd see with a probability of 80 %."""
+    return sd * brentq(lambda gap: power(1.0, n, gap) - POWER, 0, 20)
+
+
+def pairs_to_see(sd: float, gap: float) -> int | None:
+    """How many pairs see `gap` with a probability of 80 %; None beyond 100,000."""
+    return _fewest(lambda n: power(sd, n, gap) >= POWER)
+
+
+def pairs_to_show(sd: float, margin: float) -> int | None:
+    """How many pairs show equivalence within +-margin with a probability of 80 % where the true gap is 0."""
+    return _fewest(lambda n: tost_power(sd, n, margin) >= POWER)
+
+
+def _fewest(enough) -> int | None:
+    """The smallest n from 2 on for which `enough`, which once true stays true; None beyond MOST."""
+    high = 2
+    while not enough(high):
+        high *= 2
+        if high > MOST:
+            return None
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle, high)
+    return max(high, 2)
+
+
+# -------------------------------------------------------------------------------------------------- trend over size
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Change of the gap [%] per decade of N, or the reason why none is given; `needed` pairs per size would give one."""
+
+    slope: float | None
+    half: float | None                  # half the 95 % interval, given wherever it can be computed
+    reason: str | None
+    needed: int | None = None
+
+
+def fit_trend(N, gaps, size_of_effect: float | None) -> Trend:
+    """The slope of `gaps` (per cent, shape (n,), independent) over log10 N, where it can tell rival forms apart.
+
+    Forms that are discussed differ by half of the gap per decade (TREND_SHARE), so an interval wider than that is no
+    answer: a slope is given only where half of it is at most TREND_SHARE * size_of_effect. size_of_effect: the gap if
+    there is one, else the margin, in per cent; None where neither is known."""
+    x, y = np.round(np.log10(np.asarray(N, dtype=float)), 9), np.asarray(gaps, dtype=float)
+    sizes, n = len(set(x)), len(x)
+    if sizes < 3 or n < 4:
+        return Trend(None, None, f"{sizes} size{'s' * (sizes != 1)} with {n} independent pair{'s' * (n != 1)}: a trend "
+                                 "needs at least 3 sizes and 4 pairs")
+    spread = float(np.sum((x - x.mean())**2))
+    slope = float((x - x.mean()) @ y / spread)
+    residual = y - y.mean() - slope * (x - x.mean())
+    sd = math.sqrt(residual @ residual / (n - 2))
+    if sd <= 1e-12 * np.abs(y).max():
+        return Trend(None, None, f"the {n} gaps lie on one line to the last digit: copies, not independent pairs")
+    half = float(student.ppf(1 - ALPHA / 2, n - 2)) * sd / math.sqrt(spread)
+    if size_of_effect is None:
+        return Trend(None, half, f"known to ±{half:.3g} per decade only, and no gap is established that could have a trend")
+    wanted = TREND_SHARE * size_of_effect
+    if half <= wanted:
+        return Trend(slope, half, None)
+    levels = np.array(sorted(set(x)))
+    per_pair = float(np.sum((levels - levels.mean())**2))
+    needed = _fewest(lambda k: student.ppf(1 - ALPHA / 2, k * sizes - 2) * sd / math.sqrt(k * per_pair) <= wanted)
+    return Trend(None, half, f"known to ±{half:.3g} per decade only, where rival forms differ by {wanted:.3g}", needed)
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+def verdict(found: Estimate, margin: Margin | None = None) -> str:
+    """A sentence's end for a gap in per cent; never "no loss"."""
+    if found.se is None:
+        return ("one pair: no interval" if found.n == 1 else
+                f"no interval: {found.n} equal gaps are copies, not independent pairs")
+    within = ""
+    if margin and (p := tost(found, -margin.percent, margin.percent)) < ALPHA:
+        within = (f"within ±{margin.percent:g} % (TOST, p={p:.2g}" + ("" if margin.is_declared else
+                  ", margin after the fact") + ")")
+    if found.low > 0 or found.high < 0:
+        return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
+    if within:
+        return f"equivalent {within}"
+    return (f"undecided: interval {found.low:+.2g} to {found.high:+.2g}, could not have seen less than "
+            f"{smallest_seen(found.sd, found.n):.2g}")
+
+
+def judged(found: Estimate, margin: Margin | None) -> dict:
+    """verdict, tost_p, smallest_seen [%] and the pairs that would see the margin or show equivalence; None where unknown."""
+    seen = found.se is not None
+    plans = {name: plan(found.sd, margin.percent) if seen and margin else None
+             for name, plan in (("pairs_to_see_margin", pairs_to_see), ("pairs_to_show_margin", pairs_to_show))}
+    return {"verdict": verdict(found, margin), "tost_p": margin and tost(found, -margin.percent, margin.percent),
+            "smallest_seen": smallest_seen(found.sd, found.n) if seen else None, **plans}
+
 
 # How far the loss recomputed from val_losses.npz may lie from summary.json's: float32 sums on a GPU, no more.
 LOSS_TOLERANCE = 1e-4
@@ -170,3 +417,384 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
             raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
                               "the two files are not from one evaluation")
     return losses
+
+
+def measure(records, repeated, arm: str) -> dict:
+    """The null of other seeds per size and tokens ("sizes", "pooled"), and that of the same seed ("same_seed").
+
+    records: Records; repeated: their pairs.null_pairs; arm: the evaluation that is judged. All in per cent of the loss."""
+    return {**_two_seeds([run for run in records if not run.repeat], arm), "same_seed": _same_seed(repeated, arm)}
+
+
+def at(record) -> dict:
+    """Where a run stands, in a row of results: its counts of parameters, tokens, their ratio by the study's convention."""
+    return {"N": record.N, "params_total": record.params_total, "params_nonembed": record.params_nonembed,
+            "tokens": record.tokens, "tokens_per_param": record.tokens / record.N}
+
+
+def _two_seeds(records, arm: str) -> dict:
+    """BF16 against BF16 of another seed: per size and tokens, then pooled in per cent.
+
+    k runs give k (k - 1) / 2 differences but k - 1 degrees of freedom; each difference has variance 2 SD^2. Pooled,
+    branches of one trunk add none."""
+    rows, freedom = [], {}
+    for N, D in sorted({(r.N, r.tokens) for r in records}):
+        alike = {r.trunk: r for r in records if (r.N, r.tokens, r.recipe) == (N, D, "bf16")}
+        runs = list(alike.values())
+        if len(runs) < 2:
+            continue
+        losses = [load_val_losses(run) for run in runs]
+        differences = [{"first": runs[i].run_id, "second": runs[j].run_id, **asdict(
+            gaps(runs[i], runs[j], losses[i], losses[j])[arm])} for i, j in combinations(range(len(runs)), 2)]
+        sd = 100 * math.sqrt(2) * float(np.std(np.log([getattr(run, f"loss_{arm}") for run in runs]), ddof=1))
+        rows.append({**at(runs[0]), "runs": len(runs), "dof": len(runs) - 1, "sd_percent": sd, "differences": differences})
+        trunks, total = freedom.get(N, (set(), 0))
+        freedom[N] = (trunks | set(alike), total + len(runs) - 1)
+    dof = sum(min(total, len(trunks) - 1) for trunks, total in freedom.values())
+    if not rows:
+        return {"sizes": [], "pooled": None}
+    sd = math.sqrt(sum(row["dof"] * row["sd_percent"]**2 for row in rows) / sum(row["dof"] for row in rows))
+    return {"sizes": rows, "pooled": {"runs": sum(row["runs"] for row in rows), "dof": dof, "sd_percent": sd,
+                                      "band": band(sd, dof)}}
+
+
+def _same_seed(repeated, arm: str) -> dict:
+    """BF16 against BF16 of the same seed: per size and tokens, then pooled as the root mean square around 0.
+
+    Which of the two came first is arbitrary, so 0 is the mean of their differences and each trunk a degree of freedom.
+    Pairs that are equal to the last bit were not rounded differently: they are counted, and no null."""
+    rows = []
+    for N, D in sorted({(p.bf16.N, p.bf16.tokens) for p in repeated}):
+        chosen = [p for p in repeated if (p.bf16.N, p.bf16.tokens) == (N, D)]
+        rows.append({**at(chosen[0].bf16), "pairs": len(chosen), **percents(chosen),
+                     "differences": [{"first": p.bf16.run_id, "second": p.fp8.run_id, **asdict(gap_of(p, arm))} for p in chosen]})
+    unlike = [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
+    found = {"sizes": rows, "equal": len(repeated) - len(unlike), "pooled": None}
+    if unlike:
+        sd = math.sqrt(np.mean([gap_of(p, arm).percent**2 for p in unlike]))
+        dof = len(clusters([{p.bf16.trunk, p.fp8.trunk} for p in unlike]))
+        found["pooled"] = {"pairs": len(unlike), "dof": dof, "sd_percent": sd, "band": band(sd, dof)}
+    return found
+
+
+def band(sd: float, dof: int) -> float:
+    """Half of what holds 95 % of differences whose SD is known from so many degrees of freedom."""
+    return float(student.ppf(0.975, dof)) * sd
+
+
+def rank(found, arm: str) -> dict:
+    """The ranking of the recipes of `found` (pairs.Pair) by the evaluation `arm`, best gap first, gaps in per cent.
+
+    {"best", "reason", "cells", "recipes", "left_out"}; best is None where no recipe can be ranked, reason is a sentence."""
+    by_recipe, left_out = _converting(found)
+    longest = {}
+    for p in (p for chosen in by_recipe.values() for p in chosen):
+        longest[p.fp8.N] = max(longest.get(p.fp8.N, 0), p.fp8.tokens)
+    cells = {recipe: {(p.fp8.N, p.fp8.seed): p for p in chosen if p.fp8.tokens == longest[p.fp8.N]}
+             for recipe, chosen in by_recipe.items()}
+    present = [cell for own in cells.values() for cell in own]
+    compared = [cell for cell in sorted(set(present)) if 2 * present.count(cell) > len(cells)]
+    ranked = []
+    for recipe, own in cells.items():
+        lacking = [f"{human(N)} seed {seed}" for N, seed in compared if (N, seed) not in own]
+        if lacking or not compared:
+            reason = (f"no finished pair at the largest budget of {', '.join(lacking)}" if lacking else
+                      "ran at no size and seed where more than half of the recipes did")
+            left_out.append({"recipe": recipe, "reason": reason})
+            continue
+        chosen = [own[cell] for cell in compared]
+        ranked.append({"recipe": recipe, "gap": estimate([_log_percent(p, arm) for p in chosen]), "pairs": chosen})
+    ranked.sort(key=lambda one: (one["gap"].mean, one["recipe"]))
+    rows = [_row(one, ranked[0], arm) for one in ranked]
+    best, reason = _best(rows, compared)
+    where = [{**at(p.fp8), "seed": p.fp8.seed} for p in ranked[0]["pairs"]] if ranked else []
+    return {"best": best, "reason": reason, "cells": where, "recipes": rows, "left_out": left_out}
+
+
+def _converting(found) -> tuple[dict, list[dict]]:
+    """recipe -> its pairs, for the recipes that convert something everywhere; a reason for each of the others."""
+    by_recipe, left_out = {}, []
+    for recipe in sorted({p.fp8.recipe for p in found}):
+        chosen = [p for p in found if p.fp8.recipe == recipe]
+        nothing = [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0]]
+        if nothing:
+            left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(nothing)} of {len(chosen)} pairs "
+                                                         f"({nothing[0]}): it is BF16 there"})
+        else:
+            by_recipe[recipe] = chosen
+    return by_recipe, left_out
+
+
+def _log_percent(pair, arm: str) -> float:
+    """100 ln(FP8's loss / BF16's)."""
+    return 100 * math.log1p(gap_of(pair, arm).percent / 100)
+
+
+def _row(one: dict, first: dict, arm: str) -> dict:
+    difference = None
+    if one is not first:
+        difference = estimate([_log_percent(own, arm) - _log_percent(its, arm)
+                               for own, its in zip(one["pairs"], first["pairs"], strict=True)])
+    return {"recipe": one["recipe"], "gap": one["gap"], "difference": difference,
+            "ties": difference is None or difference.low is None or difference.low <= 0,
+            "throughput": throughput(one["pairs"]), "converted": n_converted(one["pairs"])}
+
+
+def _best(rows: list[dict], compared) -> tuple[str | None, str]:
+    """The best recipe, and the sentence that says why."""
+    if not rows:
+        return None, "No recipe converts a Linear and ran wherever more than half of the others did: none is ranked."
+    first, tied = rows[0], [row for row in rows if row["ties"]]
+    where = f"{len(compared)} pair{'s' * (len(compared) > 1)} at the largest budget of " + " and ".join(
+        dict.fromkeys(human(N) for N, _ in compared))
+    if len(rows) == 1:
+        return first["recipe"], f"{first['recipe']} is the only recipe that can be ranked, over {where}."
+    lead = f"{first['recipe']} has the lowest gap, {first['gap'].mean:+.3f} % over {where}"
+    if len(tied) == 1:
+        return first["recipe"], f"{lead}; every other recipe's is higher by more than chance: {first['recipe']} is the best."
+    names = ", ".join(row["recipe"] for row in tied[1:])
+    lead += f"; not told apart from it: {names}"
+    if lacking := [row for row in tied if row["throughput"]["ratio"] is None]:
+        why = f"{lacking[0]['recipe']}: {lacking[0]['throughput']['reason']}"
+        return first["recipe"], f"{lead}. Speed cannot decide ({why}), so the gap does: {first['recipe']} is the best."
+    best = max(tied, key=lambda row: row["throughput"]["ratio"])
+    return best["recipe"], (f"{lead}. Of these {best['recipe']} is the fastest, {best['throughput']['ratio']:.3f} of BF16's "
+                            f"tokens per second: it is the best.")
+
+
+BEYOND = math.log(1e100)        # e-folds; what lies beyond is no number to print
+
+
+@dataclass(frozen=True)
+class Surface:
+    """L(N, D) = E + A N^-alpha + B D^-beta in nats per token, D in tokens."""
+
+    name: str
+    source: str
+    E: float
+    A: float
+    B: float
+    alpha: float
+    beta: float
+    covariance: np.ndarray | None = None    # of (ln B, beta); None: the constants are taken as exact
+    counts: str = "total"                   # which parameters N is, one of records.CONVENTIONS
+
+    def N_of(self, record) -> int:
+        """A run's (records.Record) parameters as this law counts them."""
+        return getattr(record, f"params_{self.counts}")
+
+    def loss(self, N, D):
+        """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""
+        return self.E + self.A * N**-self.alpha + self.B * D**-self.beta
+
+    def slope(self, D) -> float:
+        """s = -dL/d ln D in nats: what one e-fold of tokens gains."""
+        return self.beta * self.B * D**-self.beta
+
+    def slope_se(self, D) -> float:
+        """Standard error of slope(D) from the fit's covariance; 0 where the constants are taken as exact."""
+        if self.covariance is None:
+            return 0.0
+        gradient = self.slope(D) * np.array([1.0, 1 / self.beta - math.log(D)])     # by ln B, by beta
+        return float(math.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
+
+    def extra_tokens(self, gap: float, D) -> float | None:
+        """r: how many times the tokens a model needs to make up `gap` nats at D; below 1 for a negative gap.
+
+        L(N, r D) + gap = L(N, D). None where the gap exceeds B D^-beta: no number of tokens makes it up; or where the law is
+        so flat that r is beyond measure."""
+        return _power(1 - gap / (self.B * D**-self.beta), -1 / self.beta)
+
+    def effective_parameters(self, gap: float, N) -> float | None:
+        """phi = N_eff / N: the share of the parameters with which the law reaches a loss `gap` nats higher.
+
+        L(phi N, D) = L(N, D) + gap. None where a negative gap exceeds A N^-alpha: no size gains that much; or where the law
+        knows no N."""
+        if self.A == 0:                 # a law of one size
+            return None
+        return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha)
+
+
+def _power(base: float, exponent: float) -> float | None:
+    """base^exponent; None for a base that is not above 0, or a result beyond 10^100 either way."""
+    log = exponent * math.log(base) if base > 0 else math.inf
+    return base**exponent if abs(log) < BEYOND else None
+
+
+# The minimum of the summed Huber(1e-3) on Epoch AI's 240 points; the constants printed in their paper (482.01, 2085.43,
+# 1.8172, .3478, .3658) are the least-absolute-deviation fit of the same points.
+EPOCH = Surface("Epoch", "Besiroglu et al. 2024, arXiv:2404.10102 (Huber optimum of its 240 points)",
+                E=1.817218, A=477.826, B=2143.417, alpha=0.347310, beta=0.367172)
+LOCAL = "own, at this N"
+SMALLEST = 57e6                 # parameters of the smallest model in those points
+# As printed, rounded: Besiroglu et al. show that these do not minimise their own objective.
+HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach 3, as printed",
+                   E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
+
+
+def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
+    """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one.
+
+    trunks: a label for each run; runs that share one are branches of one trajectory, for the slope's error. counts: what N
+    counts."""
+    ratio = np.asarray(D) / np.asarray(N)
+    if len(ratio) and ratio.max() <= ONE_RAY * ratio.min():     # as fit_chinchilla would find, seconds later
+        return None, f"one ray of {ratio.mean():.3g} tokens per parameter does not separate N from D"
+    try:
+        fit = with_bootstrap(fit_chinchilla(N, D, L), Points(N, D, 6 * N * D, L, trunks))
+    except UserError as error:
+        return None, str(error)
+    if not fit.identified:
+        return None, fit.reason
+    # The solver's B is the factor at the centre of ln D: ln B = b + beta * centre.
+    to_natural = np.array([[1.0, fit.optimum.centres[1]], [0.0, 1.0]])
+    return Surface("own", f"Chinchilla's form fitted to these {fit.n} BF16 runs",
+                   *(fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")),
+                   to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T, counts), None
+
+
+def local_surface(D, L) -> Surface | None:
+    """L = B D^-beta through the BF16 runs of one size; None unless loss falls over two token counts or more.
+
+    It says what more tokens gain around these D, where our runs do not give a law of N and D; nothing about N."""
+    if len(set(D.tolist())) < 2:
+        return None
+    slope, height = np.polyfit(np.log(D), np.log(L), 1)
+    return Surface(LOCAL, "power law over tokens through our BF16 runs of each size", E=0.0, A=0.0, B=math.exp(height),
+                   alpha=1.0, beta=-float(slope)) if slope < 0 else None
+
+
+def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], dict[str, str], str | None]:
+    """Two laws or more for each N of the BF16 `runs` (Records), the source of each law by name, why own_surface is none."""
+    N, D, L, trunks = (np.array([getattr(run, key) for run in runs]) for key in ("N", "tokens", loss_key, "trunk"))
+    own, reason = own_surface(N, D, L, trunks, runs[0].convention if runs else "total")
+    local = {} if own else {int(size): law for size in set(N.tolist()) if (law := local_surface(D[size == N], L[size == N]))}
+    used = {int(size): [law for law in (own or local.get(size),) if law] + [EPOCH] + [HOFFMANN] * (not own and not local)
+            for size in set(N.tolist())}
+    return used, {law.name: law.source for laws in (*([one] for one in local.values()), *used.values()) for law in laws}, reason
+
+
+# ------------------------------------------------------------------------------------------------------ speed-up at equal loss
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """How much sooner FP8 reaches BF16's loss: throughput ratio over extra tokens, with its error; values may be None."""
+
+    value: float | None
+    se_log: float | None                # standard error of ln value
+    reason: str | None                  # why value is None
+
+
+def matched_speedup(surface: Surface, D, gap: float, gap_se: float | None, ratio: float, ratio_se_log: float = 0.0) -> Speedup:
+    """S = ratio / r for a throughput `ratio` FP8 over BF16 and a loss gap in nats at D tokens.
+
+    SE(ln S)^2 = SE(ln ratio)^2 + (gap_se / s)^2 + (gap SE_s / s^2)^2 with s = -dL/d ln D; None where gap_se is None."""
+    r = surface.extra_tokens(gap, D)
+    if r is None:
+        return Speedup(None, None, beyond(surface, gap, D))
+    if gap_se is None:
+        return Speedup(ratio / r, None, None)
+    s, s_se = surface.slope(D), surface.slope_se(D)
+    return Speedup(ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + (gap * s_se / s**2)**2), None)
+
+
+def costs(surface: Surface, N, D, nats, ratio, se_log, reason) -> dict:
+    """What an estimated gap (equivalence.Estimate, nats) costs at N, D, each with its 95 % interval; None, with a reason.
+
+    extra_tokens: r, which is also the extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio`
+    over r, its error by matched_speedup with Student's t of the gap's degrees of freedom; one pair has no interval.
+    reason: why there is no throughput ratio."""
+    ends = {name: [None, None] if nats.se is None else [law(nats.low, at), law(nats.high, at)]
+            for name, law, at in (("extra_tokens", surface.extra_tokens, D),
+                                  ("effective_parameters", surface.effective_parameters, N))}
+    if surface.extra_tokens(nats.mean, D) is None:
+        ratio, reason = None, beyond(surface, nats.mean, D)
+    found = {"law": surface.name, "extra_tokens": surface.extra_tokens(nats.mean, D), "extra_tokens_ci95": ends["extra_tokens"],
+             "effective_parameters": surface.effective_parameters(nats.mean, N),
+             "effective_parameters_ci95": ends["effective_parameters"][::-1]}
+    if ratio is None:
+        return found | {"speedup": None, "speedup_ci95": [None, None], "reason": reason}
+    speedup = matched_speedup(surface, D, nats.mean, nats.se, ratio, se_log or 0.0)
+    is_known = speedup.se_log is not None and se_log is not None       # one ratio of throughputs has no error to pass on
+    spread = float(student.ppf(0.975, nats.n - 1)) * speedup.se_log if is_known else math.inf
+    factor = math.exp(spread) if spread < BEYOND else None
+    return found | {"speedup": speedup.value, "reason": speedup.reason,
+                    "speedup_ci95": [speedup.value / factor, speedup.value * factor] if factor else [None, None]}
+
+
+def beyond(surface: Surface, gap: float, D) -> str:
+    """Why `gap` has no extra_tokens at D."""
+    most = surface.B * D**-surface.beta
+    return f"no number of tokens makes up {gap:.4f} nats under {surface.name}: " + (
+        f"more data gains at most {most:.4f}" if gap >= most else "it says that tokens change almost nothing")
+
+
+def throughput(chosen) -> dict:
+    """Geometric mean of FP8's tokens per second over BF16's in pairs (precision.Pair) of one size, the standard error of its
+    logarithm (None for one ratio), or the reason why there is none."""
+    ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
+    if any(p.fp8.device.startswith("cpu") for p in chosen):
+        return {"ratio": None, "se_log": None, "reason": "a CPU has no FP8 units: its throughput means nothing"}
+    if not len(ratios):
+        return {"ratio": None, "se_log": None, "reason": "the arms ran on different devices or compile settings"}
+    se = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
+    return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
+
+
+# ---------------------------------------------------------------------------------------------- what low precision costs
+
+
+def kumar_gap(N, weight_bits=8, activation_bits=8, offsets=True):
+    """Nats that integer weights and activations cost at N parameters, whatever the tokens; of N's shape.
+
+    Kumar et al. 2024, arXiv:2411.04330, Table 2: A N_eff^-alpha - A N^-alpha with N_eff / N the product of
+    1 - e^-(P / gamma + n). 465 runs of 30M to 220M parameters, integer fake quantisation in the forward pass alone, one
+    scale a channel for weights, a tensor for activations. The main text's formula has no n, their fit has: both are
+    given. The authors: the constants are unlikely to be useful elsewhere."""
+    share = kumar_share(weight_bits, activation_bits, offsets)
+    return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
+
+
+def kumar_share(weight_bits=8, activation_bits=8, offsets=True) -> float:
+    """N_eff / N of the same law."""
+    share = 1.0
+    for bits, gamma, n in ((weight_bits, 2.6745, 0.3037), (activation_bits, 2.2102, 1.4072)):
+        share *= 1 - math.exp(-(bits / gamma + n * offsets))
+    return share
+
+
+def sun_gap(N, D, exponent_bits=4, mantissa_bits=3, block=128):
+    """Nats that floats of so many bits cost, one scale for `block` values; of the shape of N and D.
+
+    Sun et al. 2025, arXiv:2501.02423 (ICML): D^beta / N^alpha * log2(block) / (gamma (E + .5)^delta (M + .5)^nu). 366
+    runs of 41M to 679M parameters, checked at 1.2B. E4M3 is (4, 3), E5M2 (5, 2)."""
+    return (D**0.5162 / N**0.2368 * math.log2(block)
+            / (11334.5197 * (exponent_bits + 0.5)**3.1926 * (mantissa_bits + 0.5)**2.9543))
+
+
+# What the figure draws: name, nats(N, D), range of N that the law was fitted to.
+PRECISION_LAWS = (
+    ("Kumar INT8, no offsets", lambda N, D: kumar_gap(N, offsets=False) + 0 * D, (30e6, 220e6)),
+    ("Kumar INT8", lambda N, D: kumar_gap(N) + 0 * D, (30e6, 220e6)),
+    ("Sun E4M3, block 128", sun_gap, (41e6, 679e6)),
+)
+
+
+# ------------------------------------------------------------------------- words that the tables and figures share
+
+
+KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # group.convention -> what stands before "parameters"
+
+
+def human(count: float) -> str:
+    """A count with three digits and a letter: 39.2k, 125M, 1.54B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= 0.9995 * size:
+            return f"{count / size:.3g}{letter}"
+    return f"{count:.3g}"
+
+
+def freedom(dof: int) -> str:
+    """So many degrees of freedom, in words."""
+    return f"{dof} degree{'s' * (dof != 1)} of freedom"

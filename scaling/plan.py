@@ -25,10 +25,9 @@ from runtime.config import FP8Config, RecipeName, load_config
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from scaling.budget import Law, Size, break_even, optimum, read_gap, read_law, tokens
-from scaling.captions import human
 from scaling.command import read_words, run
 from scaling.design import RHO, Candidate, rank, with_all
-from scaling.published import EPOCH
+from scaling.pairs import EPOCH, human
 from scaling.records import read_runs, usable, without_repeats
 from scaling.study import expand, load_study
 

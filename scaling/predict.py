@@ -279,6 +279,7 @@ def _unfit(form: str, fit, loss) -> str | None:
 # ---------------------------------------------------------------------------------------------------- freeze
 
 
+
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
 VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome

@@ -8,8 +8,8 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import FixedFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-from scaling.captions import human
 from scaling.figures import RC, page
+from scaling.pairs import human
 
 # Okabe-Ito, as in the other figures; the first is BF16's blue.
 STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v"))

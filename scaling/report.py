@@ -15,13 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.rows import write_atomically as write
 from scaling.command import read_words
-from scaling.figures import render, write
+from scaling.dynamics import History, read_history
+from scaling.figures import render
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.records import LAW_FOLDER, Record, read_runs
 from scaling.report_figure import draw_gpu, draw_losses, draw_time
 from scaling.report_tables import one_line, tables
-from scaling.run_figure import History, read_history
 
 OPTIONS = {"out": "DIR that receives report.md, report.json and the figures (default: law beside the first run)"}
 DRAWINGS = {"report_loss": draw_losses, "report_gpu": draw_gpu, "report_time": draw_time}

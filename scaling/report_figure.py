@@ -11,8 +11,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from scaling.figures import RC, human, page, steps_axis
-from scaling.gap import running_mean, window_of
+from scaling.dynamics import running_mean, window_of
+from scaling.figures import RC, page, steps_axis
+from scaling.pairs import human
 
 BF16 = {"color": "#0072B2", "marker": "o", "linestyle": "-", "linewidth": 2.2}
 STYLES = tuple({"color": color, "marker": marker, "linestyle": dash, "linewidth": 1.2} for color, marker, dash in (

@@ -5,7 +5,7 @@ import json
 import numpy as np
 
 from scaling.design import PRIOR_SD, gradient
-from scaling.published import EPOCH
+from scaling.pairs import EPOCH
 
 BUDGET = ["gpus=8", "hours=24", "gpu=h100"]
 

@@ -8,7 +8,7 @@ import pytest
 from runtime.cli import UserError
 from scaling import plan
 from scaling.budget import EPOCH_COMPUTE, EPOCH_RATIO, Size, break_even, optimum, read_gap, read_law, tokens
-from scaling.published import EPOCH, HOFFMANN
+from scaling.pairs import EPOCH, HOFFMANN
 from tests.conftest import ROOT
 from tests.plan_cases import BUDGET, write_law
 

@@ -14,12 +14,9 @@ from runtime.cli import UserError
 from scaling import fit
 from scaling import predict as frozen
 from scaling.budget import read_law
-from scaling.captions import KIND
-from scaling.curves import drawn
-from scaling.figures import draw
+from scaling.figures import draw, drawn, styles
 from scaling.fit import fit_group
-from scaling.panels import styles
-from scaling.precision import pairs
+from scaling.pairs import KIND, pairs
 from scaling.records import (
     check_comparable,
     counted_as,

@@ -7,7 +7,7 @@ import pytest
 
 from scaling.design import PRIOR_SD, RHO, Candidate, bound, gradient, rank, with_all
 from scaling.laws import fit_chinchilla
-from scaling.published import EPOCH
+from scaling.pairs import EPOCH
 from scaling.study import expand, load_study
 from tests.conftest import ROOT
 from tests.plan_cases import correlated, ladder

@@ -15,10 +15,8 @@ from scaling_runs import write_run
 
 from runtime.cli import UserError
 from scaling import figures as cli
-from scaling.dynamics import draw_outliers, draw_scales, draw_underflow
+from scaling.dynamics import draw_gap, draw_outliers, draw_scales, draw_underflow, read_probe, table
 from scaling.figures import RC
-from scaling.gap import draw_gap
-from scaling.probes import read_probe, table
 from tests.conftest import ROOT
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")

@@ -11,7 +11,7 @@ from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
 from runtime.cli import UserError
-from scaling.equivalence import (
+from scaling.pairs import (
     Margin,
     clusters,
     estimate,

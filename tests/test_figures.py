@@ -11,14 +11,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.markers import CARETDOWN, CARETUP
 from scaling_runs import write_ladder, write_run
 
-from scaling import curves
-from scaling.captions import caption, human, number, title
-from scaling.figures import _log_ticks, _power_of_ten, _value_ticks, draw, main, render
-from scaling.fit import fit_group, fit_points, on_one_ray, ray_of
-from scaling.laws import Points
-from scaling.panels import STYLES
+from scaling import figures as curves
+from scaling.figures import STYLES, _log_ticks, _power_of_ten, _value_ticks, caption, draw, main, number, render, title
+from scaling.fit import fit_group, fit_points
+from scaling.laws import Points, on_one_ray, ray_of
+from scaling.pairs import human, pairs
 from scaling.points import read_points
-from scaling.precision import pairs
 from scaling.records import read_runs
 from tests.conftest import ROOT
 

@@ -9,8 +9,8 @@ import pytest
 
 from runtime.cli import UserError
 from scaling.laws import GAMMAS, Points, fit_power
+from scaling.pairs import EPOCH
 from scaling.predict import FLOOR, forecast
-from scaling.published import EPOCH
 from tests.conftest import ROOT
 
 SMALL = (53e6, 124e6, 257e6, 360e6)

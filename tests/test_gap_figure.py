@@ -8,12 +8,9 @@ import pytest
 from scaling_runs import write_branches, write_run
 from scipy.stats import t as student
 
-from scaling.equivalence import Margin
-from scaling.figures import render
-from scaling.gap_figure import ASIDE, FP8_COLOR, draw_pair, draw_precision
-from scaling.panels import styles
-from scaling.precision import analyse, pairs
-from scaling.published import kumar_gap, sun_gap
+from scaling.figures import render, styles
+from scaling.pairs import Margin, kumar_gap, pairs, sun_gap
+from scaling.precision import ASIDE, FP8_COLOR, analyse, draw_pair, draw_precision
 from scaling.records import read_runs
 
 MARGIN = Margin(0.25, "study.json", True)

@@ -11,11 +11,8 @@ from scipy.stats import linregress
 from scipy.stats import t as student
 
 from scaling import precision
-from scaling.equivalence import estimate
-from scaling.gap_figure import draw_precision
-from scaling.gap_tables import grid, read_result, tables
-from scaling.pairs import null_pairs, pairs
-from scaling.precision import analyse
+from scaling.pairs import estimate, null_pairs, pairs
+from scaling.precision import analyse, draw_precision, grid, read_result, tables
 from scaling.records import counted_as, read_runs
 
 RECIPE = {"recipe": "tensorwise", "compile": True, "layers_converted": ["layers.0.attn.qkv"], "layers_skipped": {}}

@@ -12,8 +12,7 @@ from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from scaling import precision
-from scaling.pairs import over
-from scaling.published import EPOCH
+from scaling.pairs import EPOCH, over
 
 BF16 = {1: 2.20, 2: 2.21, 3: 2.18}
 

@@ -9,13 +9,13 @@ import pytest
 from scipy.optimize import brentq, curve_fit
 from scipy.stats import t as student
 
-from scaling.equivalence import estimate
-from scaling.published import (
+from scaling.pairs import (
     EPOCH,
     HOFFMANN,
     PRECISION_LAWS,
     Surface,
     costs,
+    estimate,
     kumar_gap,
     kumar_share,
     local_surface,

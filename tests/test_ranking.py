@@ -9,10 +9,8 @@ from scipy.stats import ttest_1samp
 
 from runtime.cli import UserError
 from scaling import precision
-from scaling.gap_figure import draw_precision
-from scaling.gap_tables import ranking, tables
 from scaling.pairs import pairs
-from scaling.precision import analyse
+from scaling.precision import analyse, draw_precision, ranking, tables
 from scaling.records import read_runs
 
 LOSS = 2.0

@@ -7,7 +7,7 @@ import pytest
 from scaling_runs import write_ladder, write_run
 
 from runtime.cli import UserError
-from scaling.precision import pairs
+from scaling.pairs import pairs
 from scaling.records import check_comparable, from_scratch, read_curve, read_record, read_runs, usable
 
 

@@ -12,8 +12,9 @@ import pytest
 from matplotlib.colors import to_hex
 
 from runtime.log import Log
-from scaling import figures, run_figure
-from scaling.run_figure import FIELDS, MARKS, TRAIN, UNDONE, draw, read_history
+from scaling import figures
+from scaling.dynamics import FIELDS, MARKS, TRAIN, UNDONE, draw, read_history
+from scaling.figures import RC
 from tests.conftest import ROOT
 
 
@@ -54,7 +55,7 @@ def write(folder, rows, end="\n"):
 
 
 def drawn(run):
-    with matplotlib.rc_context(run_figure.RC):
+    with matplotlib.rc_context(RC):
         return draw(read_history(run), run.name)
 
 
@@ -289,5 +290,5 @@ def test_what_the_log_writes_is_what_the_figure_reads(tiny):
 
 
 def test_it_reads_without_torch():
-    code = "import sys, scaling.run_figure; sys.exit('torch' in sys.modules)"
+    code = "import sys, scaling.dynamics; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

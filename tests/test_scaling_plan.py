@@ -14,7 +14,7 @@ from runtime.plan import plan as train_plan
 from scaling import plan
 from scaling.budget import read_gap, read_law, tokens
 from scaling.design import RHO
-from scaling.published import EPOCH
+from scaling.pairs import EPOCH
 from scaling.study import expand, load_study
 from tests.conftest import ROOT
 from tests.plan_cases import BUDGET, correlated, write_law
