@@ -200,7 +200,7 @@ def show(value) -> str:
 
 def grid(lines: list[list[str]]) -> str:
     """Cells as a Markdown table whose columns are aligned, so that it reads in a terminal too; empty columns go."""
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:]) or len(lines) == 1]
     widths = [max(map(len, column)) for column in columns]
     rows = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
             for row in zip(*columns, strict=True)]
