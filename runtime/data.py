@@ -14,7 +14,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b, sha256
@@ -27,7 +27,7 @@ import torch
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config
-from runtime.shards import LOSS_MASK_BIT, Index, Shard, read_index
+from runtime.shards import LOSS_MASK_BIT, Index, read_index
 from runtime.tokenizer import tokenizer_kind
 
 NO_TARGET = -100            # F.cross_entropy's ignore_index
@@ -45,26 +45,20 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
     """
     near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
     scale = math.lcm(*(fraction.denominator for fraction in near.values()))
-    counts = _reduced({name: int(fraction * scale) for name, fraction in near.items()})
+    counts = {name: int(fraction * scale) for name, fraction in near.items()}
     is_exact = all(abs(near[name] / Fraction(weight) - 1) < 1e-12 for name, weight in mixture.items())
-    if is_exact and sum(counts.values()) <= WEIGHT_STEPS:
-        return counts
-    total = sum(map(Fraction, mixture.values()))
-    quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
-    counts = {name: int(quota) for name, quota in quotas.items()}
-    by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
-    for name in by_remainder[:WEIGHT_STEPS - sum(counts.values())]:
-        counts[name] += 1
-    for name, count in counts.items():
-        if not count:
-            raise UserError(f"data.mixture gives {name!r} the weight {mixture[name]}, less than a millionth of the "
-                            f"total: leave the source out or give it more")
-    return _reduced(counts)
-
-
-def _reduced(counts: dict[str, int]) -> dict[str, int]:
-    factor = math.gcd(*counts.values())
-    return {name: count // factor for name, count in counts.items()} if factor else counts
+    if not is_exact or sum(counts.values()) > WEIGHT_STEPS * math.gcd(*counts.values()):
+        total = sum(map(Fraction, mixture.values()))
+        quotas = {name: Fraction(weight) * WEIGHT_STEPS / total for name, weight in mixture.items()}
+        counts = {name: int(quota) for name, quota in quotas.items()}
+        by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
+        for name in by_remainder[:WEIGHT_STEPS - sum(counts.values())]:
+            counts[name] += 1
+        if rounded_off := [name for name, count in counts.items() if not count]:
+            raise UserError(f"data.mixture gives {rounded_off[0]!r} the weight {mixture[rounded_off[0]]}, less than a millionth "
+                            f"of the total: leave the source out or give it more")
+    common = math.gcd(*counts.values())
+    return {name: count // common for name, count in counts.items()}
 
 
 def schedule(counts: list[int], length: int) -> np.ndarray:
@@ -143,8 +137,8 @@ class Windows:
         largest = (row & ~LOSS_MASK_BIT if self.is_masked else row).max()
         if largest >= self.vocab_size:
             path = self.shards[shard].path
-            raise UserError(f"{path} holds the id {largest} near token {start}, but its tokenizer has {self.vocab_size}: the "
-                            f"file is damaged; list all damage with `python prepare_data.py --verify {path.parent}`")
+            raise _on_this_rank(f"{path} holds the id {largest} near token {start}, but its tokenizer has {self.vocab_size}: the "
+                                f"file is damaged; list all damage with `python prepare_data.py --verify {path.parent}`")
 
     def targets(self, window: int) -> int:
         """The number of targets in a window."""
@@ -169,21 +163,22 @@ class Validation:
     """
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
-        self._windows, self.n_ctx = Windows(index, "val", n_ctx), n_ctx
-        count = min(len(self._windows), -(-tokens_at_most // n_ctx))
-        self.selection = np.arange(count) * len(self._windows) // max(1, count)      # evenly strided
-        self.targets = np.array([self._windows.targets(int(w)) for w in self.selection], np.int64)
+        windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
+        count = min(len(windows), -(-tokens_at_most // n_ctx))
+        self.selection = np.arange(count) * len(windows) // max(1, count)      # evenly strided
+        self._rows = [(windows, w) for w in self.selection.tolist()]
+        self.targets = np.array([windows.targets(w) for _, w in self._rows], np.int64)
         self.tokens = int(self.targets.sum())
-        of_split = sum(int(np.count_nonzero(tokens < LOSS_MASK_BIT)) if index.is_masked else len(tokens)
-                       for tokens in self._windows.tokens)
-        self.text_bytes = round(self.tokens * index.splits["val"].text_bytes / max(1, of_split))
+        of_split = split.tokens if not index.is_masked else sum(
+            int(np.count_nonzero(tokens < LOSS_MASK_BIT)) for tokens in windows.tokens)
+        self.text_bytes = round(self.tokens * split.text_bytes / max(1, of_split))
 
     def __len__(self) -> int:
-        return len(self.selection)
+        return len(self._rows)
 
     def batch(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows start to stop (exclusive) as x and y, int64 (stop - start, n_ctx) on the CPU; fewer at the end."""
-        return _read_batch([(self._windows, int(w)) for w in self.selection[start:stop]], self.n_ctx)
+        return _read_batch(self._rows[start:stop], self.n_ctx)
 
 
 def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,24 +205,24 @@ def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     for name in config.data.mixture:
         folder = Path(config.data.dir) / name
         index = indexes[name] = read_index(folder)
-        if index.tokenizer != kind:
-            its = "the path of that folder" if index.tokenizer == "folder" else index.tokenizer
-            raise UserError(f"{folder} was made with tokenizer={index.tokenizer}, but data.tokenizer={wanted}: set "
-                            f"data.tokenizer={its} and model.vocab_size={index.vocab_size}, or prepare "
-                            f"the text with `python prepare_data.py` and tokenizer={wanted} into another folder")
-        if index.tokenizer_sha256 != tokenizer_sha256:
-            raise UserError(f"{folder} was made with another tokenizer than data.tokenizer={wanted} "
-                            f"({index.tokenizer_sha256[:9]}..., not {tokenizer_sha256[:9]}...): set data.tokenizer to the "
-                            f"folder of that one, or prepare the text with tokenizer={wanted} into another folder")
+        if (index.tokenizer, index.tokenizer_sha256) != (kind, tokenizer_sha256):
+            raise UserError(f"{folder} was made with tokenizer={index.tokenizer} ({index.tokenizer_sha256[:9]}...), but "
+                            f"data.tokenizer={wanted} is another tokenizer ({tokenizer_sha256[:9]}...): set data.tokenizer to "
+                            f"the first and model.vocab_size={index.vocab_size}, or prepare the text with the second elsewhere")
         # An imported model's embedding may have rows that its tokenizer does not use.
         if index.vocab_size > config.model.vocab_size or (kind != "folder" and index.vocab_size < config.model.vocab_size):
-            raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size="
-                            f"{config.model.vocab_size}: set model.vocab_size={index.vocab_size}")
+            raise UserError(f"{folder} holds ids below {index.vocab_size}, but model.vocab_size={config.model.vocab_size}: set "
+                            f"model.vocab_size={index.vocab_size}")
     return Data(config, indexes)
 
 
 class Data:
-    """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing."""
+    """Built by open_data(). Sources are in alphabetical order, so the order a mixture was typed in changes nothing.
+
+    Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
+    sequences in the run, an array; epochs, how often the run sees each one's training tokens; train_sha256, the identity of the
+    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them.
+    """
 
     def __init__(self, config: Config, indexes: dict[str, Index]):
         self.config, self.sources = config, sorted(indexes)
@@ -238,13 +233,18 @@ class Data:
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
         self._plan_order(self.n_sequences)
         whole, rest = divmod(self.n_sequences, self._period)
-        self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))   # sequences
+        self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))
         self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
+        self._there = np.array([len(windows) for windows in self._train])
         self._val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
-        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
-        self._hashing, self._damage = None, None
         if problems := [problem for s in range(len(self.sources)) for problem in self._problems(s)]:
             raise UserError("\n".join(problems))
+        self.weights = {name: count / self._period for name, count in counts.items()}
+        self.epochs = dict(zip(self.sources, (self.planned / self._there).tolist(), strict=True))
+        self.train_sha256 = self._identity("train")
+        self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()])
+        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
+        self._hashed: Future = Future()     # verify() ends it
 
     def _plan_order(self, length: int) -> None:
         """The mixture's order over the first `length` sequences of its period: a longer one begins as a shorter one."""
@@ -254,46 +254,24 @@ class Data:
             self._ordinal[self._table == s] = np.arange((self._table == s).sum())
 
     def _problems(self, s: int) -> Iterator[str]:
-        name, there, limit, val = self.sources[s], len(self._train[s]), self.config.data.max_epochs, self._val[self.sources[s]]
+        name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
         folder = Path(self.config.data.dir) / name
-        for split, count in ("train", there), ("val", len(val)):
-            if not count:
-                yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window "
-                       f"of model.n_ctx={self.n_ctx} tokens and a target: prepare more text, or a larger val_share=")
-        if len(val) and not val.tokens:
-            yield (f"{folder}: prompts fill all {len(val)} validation windows of model.n_ctx={self.n_ctx} tokens, "
-                   f"which leaves no response to measure: raise eval.tokens")
-        if there and self.planned[s] > limit * there:
+        for split, targets in ("train", there), ("val", self._val[name].tokens):
+            if not targets:
+                yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window of "
+                       f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or a larger "
+                       f"val_share=, or raise eval.tokens")
+        if there and planned > limit * there:
             steps = int(limit * there) * self._period // int(self._counts[s]) // self.sequences_per_step
-            yield (f"this run plans {self.planned[s] * self.n_ctx:,} tokens of {name}, but {folder} has "
-                   f"{there * self.n_ctx:,}: {self.planned[s] / there:.2f} epochs, and data.max_epochs={limit:g}; set "
-                   f"data.max_epochs={math.ceil(100 * self.planned[s] / there) / 100:g}, or steps={steps} at most, or "
-                   f"give {name} less of data.mixture, or prepare more text")
-
-    @property
-    def train_sha256(self) -> str:
-        """Identity of the training tokens on disk, whatever the mixture."""
-        return self._identity("train")
-
-    @property
-    def val_sha256(self) -> str:
-        """Identity of the validation set: tokens and the windows selected from them."""
-        return self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()])
+            yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,}: "
+                   f"{planned / there:.2f} epochs, and data.max_epochs={limit:g}; set data.max_epochs="
+                   f"{math.ceil(100 * planned / there) / 100:g}, or steps={steps} at most, or give {name} less of data.mixture, "
+                   f"or prepare more text")
 
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
                  for name, index in zip(self.sources, self.indexes, strict=True)]
         return sha256(json.dumps([files, *more]).encode()).hexdigest()
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Each source's share of the mixture, as rounded; together 1."""
-        return {name: int(count) / self._period for name, count in zip(self.sources, self._counts, strict=True)}
-
-    @property
-    def epochs(self) -> dict[str, float]:
-        """How often the run sees each source's training tokens."""
-        return {name: int(self.planned[s]) / len(self._train[s]) for s, name in enumerate(self.sources)}
 
     def val(self, source: str) -> Validation:
         return self._val[source]
@@ -301,27 +279,23 @@ class Data:
     def describe(self) -> list[str]:
         """A line per source: its share of the mixture, training tokens there are, planned ones, epochs."""
         return [f"data: {name:12} share {self.weights[name]:.4f} ({self._counts[s]}/{self._period})  "
-                f"{len(self._train[s]) * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
+                f"{self._there[s] * self.n_ctx:,} tokens there, {self.planned[s] * self.n_ctx:,} planned "
                 f"= {self.epochs[name]:.2f} epochs; {self._val[name].tokens:,} to validate on"
                 for s, name in enumerate(self.sources)]
 
     def locate(self, sequences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Source number and training window, int64 each, of the run's sequences of these numbers (from 0).
 
-        A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run.
-        """
-        assert sequences.min() >= 0
+        A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run."""
         period, position = np.divmod(sequences, self._period)
         if position.max() >= len(self._table):
             self._plan_order(2 * int(position.max()))
         source = self._table[position].astype(np.int64)
-        epoch, place = np.divmod(period * self._counts[source] + self._ordinal[position],
-                                 np.array([len(windows) for windows in self._train])[source])
+        epoch, place = np.divmod(period * self._counts[source] + self._ordinal[position], self._there[source])
         window = np.empty(len(sequences), np.int64)
         for s, e in sorted(set(zip(source.tolist(), epoch.tolist(), strict=True))):
             chosen = (source == s) & (epoch == e)
-            key = f"{self.config.seed}/{self.sources[s]}/{e}".encode()
-            window[chosen] = permute(place[chosen], len(self._train[s]), key)
+            window[chosen] = permute(place[chosen], int(self._there[s]), f"{self.config.seed}/{self.sources[s]}/{e}".encode())
         return source, window
 
     def _locate_step(self, step: int) -> list[tuple[Windows, int]]:
@@ -363,11 +337,9 @@ class Data:
         with ThreadPoolExecutor(1, "data") as thread:
             ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
             while ahead:
-                self._raise_damage()
-                try:
-                    x, y = ahead.popleft().result()
-                except UserError as error:
-                    raise _noted(error) from None
+                if self._hashed.done():
+                    self._hashed.result()
+                x, y = ahead.popleft().result()
                 ahead.extend(thread.submit(prepare, *place) for place in islice(order, 1))
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
@@ -377,33 +349,28 @@ class Data:
         Ranks that read the same disk share the work: `rank` of `size` of them. File sizes, checked at open, show a truncated
         shard; only the hash shows a flipped bit, and most ids in such a file are still valid.
         """
-        every = [shard for index in self.indexes for split in index.splits.values() for shard in split.shards]
+        every = [shard for index in self.indexes for shard in index.shards]
         mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
+
+        def hash_mine():
+            try:
+                for problem in filter(None, map(shards.shard_damage, mine)):
+                    raise _on_this_rank(f"{problem}; then run the same command again: it goes on from the last checkpoint")
+                self._hashed.set_result(None)
+            except BaseException as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound
+                self._hashed.set_exception(error)
+
         # A thread of our own, not a pool's: it is a daemon, which does not keep an interrupted run from exiting. hashlib
         # releases the interpreter's lock, so the training thread hardly waits.
-        self._hashing = threading.Thread(target=self._hash, args=(mine,), name="verify", daemon=True)
-        self._hashing.start()
-
-    def _hash(self, mine: list[Shard]) -> None:
-        try:
-            for shard in mine:
-                if problem := shards.shard_damage(shard):
-                    raise _noted(UserError(f"{problem}; then run the same command again: it goes on from the last checkpoint"))
-        except Exception as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound
-            self._damage = error
+        threading.Thread(target=hash_mine, name="verify", daemon=True).start()
 
     def verified(self) -> None:
         """Wait until verify() is done. Raises UserError naming a damaged shard, OSError for one that could not be read."""
-        if self._hashing is not None:
-            self._hashing.join()
-        self._raise_damage()
-
-    def _raise_damage(self) -> None:
-        if self._damage is not None:
-            raise self._damage
+        self._hashed.result()
 
 
-def _noted(error: UserError) -> UserError:
-    """The same error with a note: other ranks read other shards, and train.py prints an error with a note on every rank."""
+def _on_this_rank(message: str) -> UserError:
+    """With a note, which makes train.py print it on every rank that meets it: other ranks read other shards."""
+    error = UserError(message)
     error.add_note("met by this rank, perhaps alone")
     return error

@@ -1,9 +1,8 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
 --plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
-optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the measurements
-of bench/throughput.py (bench/results/*.jsonl, described in its README.md) where it has timed this model and precision on such
-a GPU, else from an assumed MFU.
+optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the rows of
+bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU.
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
@@ -12,18 +11,15 @@ hence the hungrier of the two at large micro-batches. What a trial compiled the 
 several ranks is searched for with the model whole on one GPU, which needs more memory than its share.
 """
 
-import json
 import math
+import multiprocessing
 import os
 import resource
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +28,7 @@ from model import GPT
 from runtime import fp8, parallel
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
-from runtime.config import Config, config_from_dict, read_config
+from runtime.config import Config, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
@@ -41,8 +37,7 @@ from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "bench" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
 # (0.41 to 0.51 below 2B parameters), for whatever bench/throughput.py has not measured.
 ASSUMED_MFU = 0.45
@@ -67,30 +62,31 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
         model = GPT(config.model, compute_dtype)
     layers = fp8.select(model, config.fp8, gpu.upper() or None)
     c, tokens, steps = model.counts(), config.total_tokens, config.total_steps
+    total, nonembed = c["params_total"], c["params_nonembed"]
     in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
     token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
-    policy, checkpoint = config.checkpoint, 12 * c["params_total"]
+    policy, checkpoint = config.checkpoint, 12 * total
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
         policy.rolling is not None)
     budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
     return [
         f"plan of {config.run}: nothing is trained", "",
         "parameters",
-        _row("total", c["params_total"], "with embedding and head" + (", one tied matrix" if config.model.tied else "")),
-        _row("non-embedding", c["params_nonembed"], "without embedding and head (Kaplan)"),
+        _row("total", total, "with embedding and head" + (", one tied matrix" if config.model.tied else "")),
+        _row("non-embedding", nonembed, "without embedding and head (Kaplan)"),
         _row("matmul", c["params_matmul"], "every Linear, the head once"),
         _row("in FP8", in_fp8, f"fp8.recipe={config.fp8.recipe}"), "",
         f"budget: {budget}",
-        _row("tokens", tokens, f"{tokens / c['params_total']:.2f} per parameter (total), "
-             f"{tokens / c['params_nonembed']:.2f} per non-embedding parameter"),
+        _row("tokens", tokens, f"{tokens / total:.2f} per parameter (total), "
+             f"{tokens / nonembed:.2f} per non-embedding parameter"),
         _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"), "",
         "FLOPs of training",
         *(f"  {name:22} {c[key] * tokens:.4e}   {c[key]:,} per token" for name, key in (
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), "",
-        *_memory(config, c, gpus), "",
+        *_memory(config, total, nonembed, gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c, in_fp8, gpus, gpu, results), "",
         "disk",
@@ -108,64 +104,60 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(config: Config, counts: dict[str, int], gpus: int) -> list[str]:
-    """Per GPU. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
-    m, d, p = config.model, config.data, config.parallel
-    n, shard = counts["params_total"], p.shard or 1
-    micro_batch, remark = (1, " (auto: the start tries larger ones)") if d.micro_batch == "auto" else (d.micro_batch, "")
+def _memory(config: Config, n: int, nonembed: int, gpus: int) -> list[str]:
+    """Per GPU, of n parameters. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
+    m, p, shard = config.model, config.parallel, config.parallel.shard or 1
+    micro_batch, remark = config.data.micro_batch, ""
+    if micro_batch == "auto":
+        micro_batch, remark = 1, " (auto: the start tries larger ones)"
     tokens = micro_batch * m.n_ctx
     accumulating = shard > 1 and config.accumulation(gpus) > 1
-    gradients = 4 * n * (1 if accumulating else 1 / shard)
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
-    kept = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
+    block = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
     # With parallel.recompute each block's input, and one block at a time whole.
-    activations = tokens * (m.n_layer * 2 * m.n_embd + kept if p.recompute else m.n_layer * kept)
+    activations = tokens * (m.n_layer * 2 * m.n_embd + block if p.recompute else m.n_layer * block)
     # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
-    blocks = 2 * counts["params_nonembed"] * (min(1, 2 / m.n_layer) if p.reshard else 1)
-    gathered = 0 if shard == 1 else blocks + 4 * (n - counts["params_nonembed"])
+    gathered = 2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed) if shard > 1 else 0
     # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
     logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if p.compile else 12)
     whole = "two blocks" if p.reshard else "all blocks (parallel.reshard=false)"
-    total = 4 * n / shard + gathered + gradients + 8 * n / shard + activations + logits
-    return [
-        f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
-        _gib("weights", 4 * n / shard, "fp32"),
-        *([_gib("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32")] if shard > 1 else []),
-        _gib("gradients", gradients, "fp32" + (", unsharded while they accumulate" if accumulating else "")),
-        _gib("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
-        _gib("activations", activations, "estimated: what the backward pass needs, BF16, "
-             + ("blocks recomputed from their inputs" if p.recompute else "nothing recomputed")),
-        _gib("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else "")),
-        _gib("sum", total, "estimated; the allocator and the compiler's buffers come on top"),
-    ]
+    rows = [
+        ("weights", 4 * n / shard, "fp32"),
+        ("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32"),
+        ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
+        ("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
+        ("activations", activations, "estimated: what the backward pass needs, BF16, "
+         + ("blocks recomputed from their inputs" if p.recompute else "nothing recomputed")),
+        ("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else ""))]
+    rows += [("sum", sum(size for _, size, _ in rows), "estimated; the allocator and the compiler's buffers come on top")]
+    return [f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
+            *(_gib(*row) for row in rows if row[1])]
 
 
 def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str, results: Path) -> list[str]:
     """Hours in BF16 and FP8, measured or estimated; `in_fp8` counts the parameters that are converted."""
     if not gpu:
         return ["hours: name a GPU, as in --plan h100"]
-    f, (bf16_peak, fp8_peak) = config.fp8, peak_flops(gpu)
-    passes = 4 / 3 if config.parallel.recompute else 1      # the forward pass, a third of the FLOPs, runs twice
-    tokens = config.total_tokens * passes
+    f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peak_flops(gpu)
+    tokens = config.total_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
     flops = counts["flops_per_token"] * tokens
-    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
     source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
-    remark = "   the recomputed forward pass included" if config.parallel.recompute else ""
-    if bf16 := _measured(config, counts, "bf16" if config.parallel.compile else "bf16_eager", gpu, results):
-        hours, source = tokens / bf16[0] / gpus / 3600, "from the measured speed of one GPU"
-        source += ", what GPUs send each other not counted" if gpus > 1 else ""
-        remark += f"   {bf16[1]}"
+    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, ""
+    if bf16 := _measured(config, counts, "bf16" if p.compile else "bf16_eager", gpu, results):
+        source = "from the measured speed of one GPU" + (", what GPUs send each other not counted" if gpus > 1 else "")
+        hours, remark = tokens / bf16[0] / gpus / 3600, f"   {bf16[1]}"
+    if p.recompute:
+        remark = f"   the recomputed forward pass included{remark}"
     lines = [f"hours on {gpus} x {gpu}: {source}", f"  {'BF16':22} {hours:10.1f} h{remark}"]
     if f.recipe == "off":
         return lines
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
-    is_timed = config.parallel.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
-    quantised = _measured(config, counts, f.label + "+head" * f.head, gpu, results) if is_timed else None
-    if quantised:
+    is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
+    if is_timed and (quantised := _measured(config, counts, f.label + "+head" * f.head, gpu, results)):
         return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
-    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if config.parallel.recompute else 0)
+    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if p.recompute else 0)
     best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
                     f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
@@ -180,33 +172,21 @@ def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, resu
     for path in sorted(results.glob("*.jsonl")):
         rows = read_rows(path)
         # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
-        runs = {row["run"]: row for row in rows if row["kind"] == "run" and gpu.lower() in str(row["gpu"]).lower()
+        runs = {row["run"]: {"t": row["t"], "gpu": row["gpu"], "origin": f"{path.name}, commit {str(row.get('commit'))[:10]}"}
+                for row in rows if row["kind"] == "run" and gpu.lower() in str(row["gpu"]).lower()
                 and peak_flops(row["gpu"]) == peak_flops(gpu)}
-        for row in rows:
-            if row["kind"] == "cell" and row["valid"] and row["label"] == label and row["run"] in runs:
-                attention = row["flops_per_token"] - 6 * row["params_matmul"]
-                if (all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
-                        and attention * n_ctx == counts["flops_per_token_attn"] * row["T"]):
-                    found.append((row, runs[row["run"]], path))
-    found.sort(key=lambda entry: entry[1]["t"])
-    newest = {(row["T"], row["micro_batch"]): (row, run, path) for row, run, path in found}
-    if not newest:
+        found += [row | runs[row["run"]] for row in rows
+                  if row["kind"] == "cell" and row["valid"] and row["label"] == label and row["run"] in runs
+                  and all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
+                  and (row["flops_per_token"] - 6 * row["params_matmul"]) * n_ctx == counts["flops_per_token_attn"] * row["T"]]
+    if not found:
         return None
-
-    def fitness(entry):
-        row = entry[0]
-        if micro_batch == "auto":
-            return row["tok_per_s"] * row["flops_per_token"]
-        return -abs(math.log(row["micro_batch"] * row["T"] / (micro_batch * n_ctx)))
-
-    row, run, path = max(newest.values(), key=fitness)
-    name = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-    origin = f"commit {run['commit'][:10]}" if run.get("commit") else f"code {run.get('code')}"
-    changes = " with uncommitted changes" if run.get("dirty") else ""
-    scaled = "" if row["T"] == n_ctx else f"; T={row['T']} scaled by FLOPs per token"
+    newest = {(row["T"], row["micro_batch"]): row for row in sorted(found, key=lambda row: row["t"])}
+    row = max(newest.values(), key=lambda row: row["tok_per_s"] * row["flops_per_token"] if micro_batch == "auto" else
+              -abs(math.log(row["micro_batch"] * row["T"] / (micro_batch * n_ctx))))
     return row["tok_per_s"] * row["flops_per_token"] / counts["flops_per_token"], (
-        f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} on one {run['gpu']}"
-        f"{scaled} ({name}, {origin}{changes})")
+        f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} and T={row['T']} on one "
+        f"{row['gpu']} ({row['origin']})")
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
@@ -233,7 +213,7 @@ def _decide(config: Config, world: World) -> int:
     finished = is_finished(config)      # refuses the folder of another run now, not after minutes of trials
     if (config.run_dir / "config.json").exists():
         n = read_config(config.run_dir).data.micro_batch
-        if finished or _is_possible(config, n, world.size):
+        if finished or n in candidates(config, world.size):
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
     open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
@@ -243,10 +223,9 @@ def _decide(config: Config, world: World) -> int:
     alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
     n = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device, end))
     if n is None:
-        remedy = ("with parallel.recompute=true or model.loss_chunk=1024" if world.size == 1 else
-                  f"all the same, for it was tried with the model whole on one GPU, which {world.size} ranks may share")
-        raise UserError(f"data.micro_batch=auto found none that fits into the memory of {world.device}, not even {numbers[0]}: "
-                        f"give data.micro_batch={numbers[0]} {remedy}")
+        raise UserError(f"data.micro_batch=auto found none of {numbers} that fits into the memory of {world.device} with the "
+                        f"model whole on one device: give parallel.recompute=true or model.loss_chunk=1024, or, where ranks "
+                        f"share the model, data.micro_batch=1 all the same")
     print(f"data.micro_batch=auto: {n} it is. A BF16/FP8 pair needs one number for both: give the other run "
           f"data.micro_batch={n}", flush=True)
     return n
@@ -256,22 +235,13 @@ def _with_number(config: Config, n: int) -> Config:
     return replace(config, data=replace(config.data, micro_batch=n))
 
 
-def _is_possible(config: Config, n: int, size: int) -> bool:
-    try:
-        return _with_number(config, n).accumulation(size) > 0
-    except UserError:     # it does not divide a step, or FP8 has no tiles for it
-        return False
-
-
 def candidates(config: Config, size: int) -> list[int]:
-    """Powers of two and three times them by which `size` ranks can share a step, ascending. Raises UserError for none."""
-    most = config.accumulation(size)        # sequences per rank
-    numbers = sorted(odd * 2**k for odd in (1, 3) for k in range(most.bit_length()))
-    numbers = [n for n in numbers if n <= most and _is_possible(config, n, size)]
-    if not numbers:
-        raise UserError(f"data.micro_batch=auto finds none by which {size} ranks could share data.tokens_per_step="
-                        f"{config.data.tokens_per_step} with fp8.recipe={config.fp8.recipe}: make it a multiple of "
-                        f"{32 * config.model.n_ctx * size}")
+    """Powers of two and three times them by which `size` ranks can share a step, ascending."""
+    numbers, exponents = [], range(config.accumulation(size).bit_length())      # up to all sequences of a rank
+    for n in sorted(odd * 2**k for odd in (1, 3) for k in exponents):
+        with suppress(UserError):     # it does not divide a step, or FP8 has no tiles for it
+            _with_number(config, n).accumulation(size)
+            numbers.append(n)
     return numbers
 
 
@@ -307,43 +277,37 @@ def search(numbers: list[int], first: int, attempt: Callable[[int], Trial]) -> i
 
 def try_one(config: Config, device: torch.device, end: float) -> Trial:
     """measure() in a process of its own, until the time.monotonic() `end`. Raises UserError where no micro-batch would do."""
-    job = json.dumps({"config": config.to_dict(), "device": str(device)})
-    with tempfile.TemporaryFile() as output:
-        # The child exits when its stdin ends, as it does with this process. -u: stdout and stderr in the order of writing.
-        with subprocess.Popen([sys.executable, "-u", "-m", "runtime.plan", job], cwd=ROOT, stdin=subprocess.PIPE,
-                              stdout=output, stderr=subprocess.STDOUT) as child:
-            try:
-                child.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                return Trial(failure="no answer before parallel.start_timeout was over")
-            finally:
-                child.kill()
-        output.seek(0)
-        said = output.read().decode(errors="replace").strip().splitlines()
-    answer = next((json.loads(line) for line in reversed(said) if line.startswith('{"')), None)
-    if answer is None:
-        return Trial(failure=NO_FIT if child.returncode == -9 else      # killed by the kernel, for memory
-                     f"the trial ended with exit code {child.returncode} ({said[-1][:300] if said else 'it said nothing'})")
-    if "mistake" in answer:
-        raise UserError(answer["mistake"])
-    return Trial(**answer)
-
-
-def main(argument: str) -> int:
-    """The child of try_one(): a job as JSON in, one line of JSON out."""
-    threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()      # the parent is gone
-    job = json.loads(argument)
-    config, device = config_from_dict(job["config"]), torch.device(job["device"])
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_try, args=(config, device, sender))
+    child.start()
+    sender.close()      # so that recv() ends with the child
     try:
-        answer = asdict(measure(config, device))
+        if not receiver.poll(max(0.0, end - time.monotonic())):
+            return Trial(failure="no answer before parallel.start_timeout was over")
+        answer = receiver.recv()
+    except EOFError:
+        child.join()
+        return Trial(failure=NO_FIT if child.exitcode == -9 else        # killed by the kernel, for memory
+                     f"the trial ended with exit code {child.exitcode}")
+    finally:
+        child.kill()
+        child.join()
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def _try(config: Config, device: torch.device, sender) -> None:
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()      # ends with it, even by SIGKILL
+    try:
+        answer = measure(config, device)
     except UserError as error:
-        answer = {"mistake": str(error)}
-    except (RuntimeError, MemoryError, OSError) as error:
-        if memory_error(error) is None:
-            raise
-        answer = asdict(Trial(failure=NO_FIT))
-    print("\n" + json.dumps(answer), flush=True)
-    return 0
+        answer = error
+    except Exception as error:
+        answer = Trial(failure=NO_FIT if memory_error(error) else f"the trial ended with {type(error).__name__}: {error}"[:300])
+    sender.send(answer)
 
 
 def measure(config: Config, device: torch.device) -> Trial:
@@ -392,7 +356,3 @@ def _limit_memory(device: torch.device) -> None:
     else:
         with suppress(OSError):     # not Linux
             Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))

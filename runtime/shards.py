@@ -26,7 +26,6 @@ from runtime.cli import UserError
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
 LOSS_MASK_BIT = np.uint32(1 << 31)      # set beside the id of a masked source's context tokens
-MIXTURE = ("fineweb_edu", "python", "c", "arxiv")       # sources that prepare_data.py makes by their name alone
 SHARD_TOKENS = 100_000_000      # 200 or 400 MB: few files, yet a damaged one is soon replaced
 
 
@@ -72,58 +71,42 @@ class Index:
     splits: dict[str, Split]        # "train" and "val"
     is_masked: bool = False         # whether LOSS_MASK_BIT marks context tokens; absent in the file where it is false
 
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for split in self.splits.values() for shard in split.shards]
+
 
 def read_index(folder: Path) -> Index:
     """The index of one source, checked against its own hash; every shard is there in full length.
 
     Raises UserError naming the file, what was expected and the command to run.
     """
-    path = folder / "index.json"
-    again = f"delete {folder} and run `python prepare_data.py` again"
+    path, out, again = folder / "index.json", folder.parent, f"or delete {folder} and run `python prepare_data.py` again"
+    if not path.exists():
+        known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
+        raise UserError(f"there is no {path}, {out} holds {known}: " + (
+            f"{folder} is unfinished, the command that began it goes on with it" if (folder / "parts").is_dir() else
+            f"make it with `python prepare_data.py SOURCE out={out}`, where SOURCE is {folder.name} itself, demo for the demo's "
+            f"sources, or local FILE... name={folder.name} for text of your own"))
     try:
         raw = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise UserError(_how_to_make(folder)) from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read ({error}): {again}") from error
-    version = raw.get("format_version") if isinstance(raw, dict) else None
-    if version not in (None, FORMAT_VERSION):
-        raise UserError(f"{path} describes format_version={version!r:.40}, but this version reads "
-                        f"format_version={FORMAT_VERSION}: {again}")
-    if version is None or raw.get("sha256") != _index_sha256(raw):
-        raise UserError(f"{path} is damaged (it is not what was written, its own sha256 says): {again}")
-    try:
-        values = {key: value for key, value in raw.items() if key not in ("format_version", "sha256")}
-        splits = {name: _split(folder, values["splits"][name]) for name in ("train", "val")}
-        index = Index(**values | {"dtype": DTYPES[values["dtype"]], "splits": splits})
-    except (KeyError, TypeError) as error:      # of another program, which wrote other keys
-        raise UserError(f"{path} is damaged ({error!r}): {again}") from error
-    for shard in _shards(index):
-        size = shard.path.stat().st_size if shard.path.is_file() else None
-        if size != (promised := np.dtype(index.dtype).itemsize * shard.tokens):
-            found = "is missing" if size is None else f"has {size} bytes"
-            raise UserError(f"{shard.path} {found}, but {path} promises {promised} bytes: list all damage "
-                            f"with `python prepare_data.py --verify {folder}`, then restore the file, or {again}")
+        if raw.pop("sha256") != _index_sha256(raw) or raw.pop("format_version") != FORMAT_VERSION:
+            raise ValueError(f"it is not what was written as format_version={FORMAT_VERSION}")
+        splits = {name: _split(folder, raw["splits"][name]) for name in ("train", "val")}
+        index = Index(**raw | {"dtype": DTYPES[raw["dtype"]], "splits": splits})
+    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is damaged and cannot be read ({error!r}): restore it, {again}") from error
+    for shard in index.shards:
+        size, promised = shard.path.stat().st_size if shard.path.is_file() else 0, np.dtype(index.dtype).itemsize * shard.tokens
+        if size != promised:
+            raise UserError(f"{shard.path} {f'has {size} bytes' if size else 'is missing'}, but {path} promises {promised} "
+                            f"bytes: list all damage with `python prepare_data.py --verify {folder}`, then restore it, {again}")
     return index
 
 
 def _split(folder: Path, raw: dict) -> Split:
     shards = (Shard(folder / Path(shard["file"]).name, shard["tokens"], shard["sha256"]) for shard in raw["shards"])
     return Split(raw["documents"], raw["text_bytes"], raw["tokens"], tuple(shards))
-
-
-def _shards(index: Index) -> list[Shard]:
-    return [shard for split in index.splits.values() for shard in split.shards]
-
-
-def _how_to_make(folder: Path) -> str:
-    out, known = folder.parent, sorted(path.parent.name for path in folder.parent.glob("*/index.json"))
-    there = f"there is no {folder / 'index.json'}" + (f" ({out} holds {', '.join(known)})" if known else "")
-    if (folder / "parts").is_dir():
-        return f"{there}: {folder} is unfinished, the command that began it goes on with it"
-    words = folder.name if folder.name in MIXTURE else f"local FILE... name={folder.name}"
-    return (f"{there}: make it with `python prepare_data.py {words} out={out}`, or the demo's sources with "
-            f"`python prepare_data.py demo out={out}`")
 
 
 def damage(folder: Path) -> Iterator[str]:
@@ -133,20 +116,16 @@ def damage(folder: Path) -> Iterator[str]:
     except UserError as error:
         yield str(error)
         return
-    yield from filter(None, map(shard_damage, _shards(index)))
-    hashes = folder / "hashes.npy"
-    if not hashes.is_file() or file_sha256(hashes) != index.hashes_sha256:
-        yield (f"{hashes} is {'damaged' if hashes.exists() else 'missing'}: training does not need it, but copies in sources "
-               f"prepared after this one are found by it; restore the file, or delete {folder} and run "
-               f"`python prepare_data.py` again")
+    hashes = Shard(folder / "hashes.npy", 0, index.hashes_sha256)     # sources prepared later find copies by it
+    yield from filter(None, map(shard_damage, [*index.shards, hashes]))
 
 
 def shard_damage(shard: Shard) -> str | None:
-    """A sentence where the file's SHA-256 is not the index's. Raises OSError where it cannot be read."""
-    if file_sha256(shard.path) == shard.sha256:
+    """A sentence where the file is gone or its SHA-256 is not the index's. Raises OSError where it cannot be read."""
+    if shard.path.is_file() and file_sha256(shard.path) == shard.sha256:
         return None
-    return (f"{shard.path} is damaged: its sha256 is not the one in index.json; restore the file, or delete "
-            f"{shard.path.parent} and run `python prepare_data.py` again")
+    problem = "damaged: its sha256 is not the one in index.json" if shard.path.exists() else "missing"
+    return f"{shard.path} is {problem}; restore it, or delete {shard.path.parent} and run `python prepare_data.py` again"
 
 
 def file_sha256(path: Path) -> str:
@@ -158,9 +137,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, which appears at `path` once all of it is on disk; after an error nothing is left.
-
-    For content that is written piece by piece; runtime.rows.write_atomically takes it whole."""
+    """A file to write to, piece by piece, which appears at `path` once all of it is on disk; after an error nothing is left."""
     temporary = Path(f"{path}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -168,14 +145,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)       # it may have filled the disk
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)        # the caller may delete next what the file was made of
     finally:
-        os.close(folder)
+        temporary.unlink(missing_ok=True)       # it may have filled the disk
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)        # the caller may delete next what the file was made of
+    os.close(folder)
 
 
 def write_index(folder: Path, index: dict) -> None:
@@ -186,8 +160,7 @@ def write_index(folder: Path, index: dict) -> None:
 
 
 def _index_sha256(index: dict) -> str:
-    rest = {key: value for key, value in index.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
 
 
 def remove_shards(folder: Path) -> None:

@@ -6,7 +6,6 @@ Any other is a folder with tokenizer.json and tokenizer_config.json, Hugging Fac
 """
 
 import json
-import os
 import re
 import shutil
 import zlib
@@ -52,23 +51,19 @@ class Tokenizer:
 
     @property
     def kind(self) -> str:
-        """Its name in index.json and summaries: "gpt2", "byte" or "folder" (the sha256 says which)."""
         return tokenizer_kind(self.name)
 
     @property
     def eot(self) -> int:
-        """Id of the token that ends a text."""
-        return self.prefix[0]
+        return self.prefix[0]       # ends a text
 
     @property
     def start(self) -> int:
-        """Id that precedes the first token of every document, so of a prompt too."""
-        return self.prefix[-1]
+        return self.prefix[-1]      # before the first token of every document, so of a prompt too
 
     @property
     def dtype(self) -> str:
-        """NumPy's name of the ids' type: 16 bits where they fit."""
-        return "<u2" if self.vocab_size <= 2**16 else "<u4"
+        return "<u2" if self.vocab_size <= 2**16 else "<u4"     # of the ids, by NumPy's name
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
@@ -79,10 +74,7 @@ class Tokenizer:
         return np.concatenate([np.array(self.prefix, self.dtype), self.encode(text)])
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; bytes that are not UTF-8 become U+FFFD, special tokens their usual spelling.
-
-        Raises ValueError for an id outside the vocabulary.
-        """
+        """The text of the ids; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id outside the vocabulary."""
         ids = [int(i) for i in ids]
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab_size:
             raise ValueError(f"{self.name} has ids 0 to {self.vocab_size - 1}, but was given {min(ids)} to {max(ids)}")
@@ -90,41 +82,38 @@ class Tokenizer:
 
 
 def tokenizer_kind(name: str) -> str:
-    """"gpt2", "byte" or "folder", for a value of data.tokenizer."""
+    """How index.json and summaries name it: "gpt2", "byte" or "folder" (the sha256 says which)."""
     return name if name in VOCAB_SIZE else "folder"
 
 
 def clean(text: str) -> str:
-    """The text as it is hashed, counted and tokenised: all of it has a UTF-8 form.
-
-    Python strings may hold halves of UTF-16 pairs (JSON's \\ud83d); a pair becomes its character, a lone half U+FFFD.
-    """
+    """The text as it is hashed, counted and tokenised. Python strings may hold halves of UTF-16 pairs (JSON's \\ud83d), which
+    have no UTF-8 form: a pair becomes its character, a lone half U+FFFD."""
     try:
         text.encode()
-        return text
     except UnicodeEncodeError:
         return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer called `name`: "gpt2", "byte" or the path of a folder.
+    """Of this name, "gpt2" or "byte", or in this folder.
 
-    Raises UserError: unknown name, a damaged merges file, a folder that cannot be read or names no end of text.
-    """
-    if name == "byte":
-        rules = b"one id per byte, then 256 for end of text"
-        return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,),
-                         lambda text: np.frombuffer(text.encode(), np.uint8), _decode_bytes)
-    return _load_gpt2() if name == "gpt2" else _load_folder(name)
+    Raises UserError: no such tokenizer, a damaged merges file, a folder that cannot be read or names no end of text."""
+    return {"gpt2": _load_gpt2, "byte": _load_byte}.get(name, _load_folder)(name)
 
 
-def _decode_bytes(ids: list[int]) -> str:
-    return b"".join(END_OF_TEXT.encode() if i == 256 else bytes([i]) for i in ids).decode("utf-8", errors="replace")
+def _load_byte(name: str) -> Tokenizer:
+    letters = [*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()]
+    rules = b"one id per byte, then 256 for end of text"
+    return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,),
+                     lambda text: np.frombuffer(text.encode(), np.uint8),
+                     lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"))
 
 
 # ---------------------------------------------------------------------------------------------------------------- GPT-2
 
-def _load_gpt2() -> Tokenizer:
+def _load_gpt2(name: str) -> Tokenizer:
     import tiktoken
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
     gpt2 = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: 50256},
@@ -133,7 +122,7 @@ def _load_gpt2() -> Tokenizer:
     def encode(text: str) -> np.ndarray:
         return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in _cut(text)])
 
-    return Tokenizer("gpt2", VOCAB_BPE_SHA256, VOCAB_SIZE["gpt2"], (50256,), encode, gpt2.decode)
+    return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
 
 
 def _cut(text: str) -> list[str]:
@@ -162,10 +151,8 @@ def vocab_bpe() -> bytes:
 
 
 def byte_letters() -> dict[int, str]:
-    """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255.
-
-    Printable Latin-1 bytes stand for themselves and come first; the others take the letters from U+0100 on.
-    """
+    """Each byte's letter in vocab.bpe, in the order of GPT-2's ids 0 to 255: printable Latin-1 bytes stand for themselves and
+    come first; the others take the letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
@@ -173,9 +160,9 @@ def byte_letters() -> dict[int, str]:
 
 def _merges() -> list[list[int]]:
     """Ids of the left and right part of each merge, in order of rank. Raises UserError for a damaged file."""
-    content = MERGES_FILE.read_bytes() if MERGES_FILE.exists() else b""
+    content = MERGES_FILE.read_bytes()
     if sha256(content).hexdigest() != MERGES_SHA256:
-        raise UserError(f"{MERGES_FILE} is missing or damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
+        raise UserError(f"{MERGES_FILE} is damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
     left_low, left_high, right_low, right_high = np.frombuffer(zlib.decompress(content), np.uint8).reshape(4, -1).astype(int)
     return np.stack([left_low + 256 * left_high, right_low + 256 * right_high], axis=1).tolist()
 
@@ -184,58 +171,32 @@ def _merges() -> list[list[int]]:
 
 def _load_folder(name: str) -> Tokenizer:
     """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template."""
-    folder, file = Path(name), Path(name) / FOLDER_FILES[0]
-    if not folder.is_dir():
-        hint = "a folder with a tokenizer.json" if "/" in name else "or the path of a folder with a tokenizer.json"
-        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, {hint}")
+    import tokenizers
+    file, config = (Path(name) / file for file in FOLDER_FILES[:2])
     if not file.is_file():
-        slow = sorted(path.name for path in folder.glob("*.model"))
-        raise UserError(f"{folder} has no {file.name}" + (f", only {slow[0]}, which is not read here" if slow else "") +
-                        ": transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
+        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder with a tokenizer.json; "
+                        f"that path has no tokenizer.json: transformers' AutoTokenizer.from_pretrained(...)"
+                        f".save_pretrained(...) writes it, also from a tokenizer.model")
     try:
-        import tokenizers
-    except ImportError as error:
-        raise UserError(f"{file}: reading it needs the package tokenizers: pip install tokenizers") from error
-    try:
-        rules = file.read_bytes()
+        rules, roles = file.read_bytes(), json.loads(config.read_bytes())
         fast = tokenizers.Tokenizer.from_buffer(rules)
         fast.no_truncation()
         fast.no_padding()
         fast.encode_special_tokens = True       # text that spells a special token stays text
         first = fast.encode("any word \u00e9\n").ids[:1]         # rules that fail on some text should fail here
         vocab_size = 1 + max(fast.get_vocab(with_added_tokens=True).values())      # ids may have gaps
-        if vocab_size > 2**31:                  # bit 31 of a shard's token is LOSS_MASK_BIT
-            raise ValueError(f"its largest id is {vocab_size - 1}")
-    except BaseException as error:              # the package raises plain Exception, its Rust part a BaseException
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise UserError(f"{file} is no tokenizer that the package tokenizers reads ({error}): fetch it again") from error
-    roles = folder / FOLDER_FILES[1]
-    eos, bos = (_role(roles, fast, role) for role in ("eos_token", "bos_token"))
-    if eos is None:
-        raise UserError(f"{roles} names no eos_token, which must stand between documents: name one of {file.name}'s tokens")
+        named = [role["content"] if isinstance(role, dict) else role for role in map(roles.get, ("eos_token", "bos_token"))]
+        eos, bos = (None if token is None else fast.token_to_id(token) for token in named)
+    except Exception as error:                  # the package has no class of its own
+        raise UserError(f"{file} and {config.name} cannot be read ({error}): fetch both again, from one place") from error
+    if eos is None or (bos is None) != (named[1] is None):
+        raise UserError(f"{config} says eos_token={named[0]!r:.60} and bos_token={named[1]!r:.60}, but a token of {file.name} "
+                        f"must end each document, and begin it where one is named: fetch both again, from one place")
     prefix = (eos,) if bos in (None, eos) else (eos, bos)
     digest = sha256(rules + b"\0" + json.dumps([eos, bos]).encode()).hexdigest()
     return Tokenizer(name, digest, vocab_size, prefix, lambda text: fast.encode(text, add_special_tokens=False).ids,
                      lambda ids: fast.decode(ids, skip_special_tokens=False),
                      adds_start=first == [prefix[-1]])      # by its post-processor; a bos_token's name alone adds none
-
-
-def _role(path: Path, fast, role: str) -> int | None:
-    """The id of the token that tokenizer_config.json names for `role`, None where it names none."""
-    try:
-        token = json.loads(path.read_bytes()).get(role)
-        token = token["content"] if isinstance(token, dict) else token
-        if not isinstance(token, str | None):
-            raise TypeError(f"{role} is no text")
-    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} must name the tokens that end and begin a text, but cannot be read ({error}): put it beside "
-                        f"{FOLDER_FILES[0]} again") from error
-    found = None if token is None else fast.token_to_id(token)
-    if token is not None and found is None:
-        raise UserError(f"{path} says {role}={token!r:.60}, which is no token of {FOLDER_FILES[0]} beside it: put both there "
-                        f"again, from one place")
-    return found
 
 
 def tokenizer_of(run_dir: Path, name: str) -> str:
@@ -246,13 +207,9 @@ def tokenizer_of(run_dir: Path, name: str) -> str:
 
 def keep_tokenizer(run_dir: Path, name: str) -> None:
     """Copy a tokenizer that is a folder into the run's own folder, so that the run can be moved without it."""
-    own = Path(run_dir) / "tokenizer"
+    own, part = Path(run_dir) / "tokenizer", Path(run_dir) / ".tokenizer.tmp"
     if name in VOCAB_SIZE or own.exists():
         return
-    part = own.with_name(".tokenizer.tmp")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    for file in FOLDER_FILES:
-        if (Path(name) / file).is_file():
-            shutil.copyfile(Path(name) / file, part / file)
-    os.rename(part, own)
+    shutil.rmtree(part, ignore_errors=True)     # of a run that was killed
+    shutil.copytree(name, part, ignore=lambda _, names: set(names) - set(FOLDER_FILES))
+    part.rename(own)

@@ -1,12 +1,10 @@
 """--plan against hand counts and invented measurements; data.micro_batch=auto with invented trials and real ones."""
 
 import json
+import multiprocessing
 import os
 import re
-import resource
-import stat
-import subprocess
-import sys
+import signal
 import time
 from dataclasses import replace
 
@@ -14,19 +12,18 @@ import pytest
 import torch
 
 from model import GPT
-from runtime import fp8, plan
+from runtime import plan
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
 from runtime.plan import NO_FIT, Trial, candidates, measure, resolve_micro_batch, search, try_one
 from runtime.rows import write_json
-from scaling.study import Size, Study, expand
-from tests.conftest import ROOT, call_train, with_recipe, write_config
+from tests.conftest import ROOT, call_train, with_recipe
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
 FULL = Trial(failure=NO_FIT)
-BROKEN = Trial(failure="the trial ended with exit code 7 (RuntimeError: a kernel's offset)")
+BROKEN = Trial(failure="RuntimeError: a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
@@ -34,7 +31,6 @@ FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 def planned(folder, config, rows=(), gpu="h100"):
     """The plan as text, with these rows of bench/throughput.py in its folder."""
-    folder.mkdir(exist_ok=True)
     (folder / "h100.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return "\n".join(plan.plan(config, gpu, torch.bfloat16, folder))
 
@@ -45,7 +41,6 @@ def hours_of(page):
 
 def test_llama_by_hand(tmp_path):
     config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
-    assert config.accumulation(4) == 4 and config.optim.warmup_steps(config.total_steps) == 100
     page = planned(tmp_path, config)
     assert f"{8_030_261_248:,}" in page and "of 131,072 tokens, context 4096" in page      # the published count
     assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in page
@@ -53,13 +48,14 @@ def test_llama_by_hand(tmp_path):
     size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", page, re.M)}
     weights, embedding, tokens = 4 * 8_030_261_248 / 2**30, 2 * 128256 * 4096, 2 * 4096
     blocks = 8_030_261_248 - embedding
-    assert size == pytest.approx({
+    parts = {
         "weights": weights / 4, "optimizer": weights / 2, "gradients": weights,      # which accumulate unsharded
         "gathered": (2 * blocks * 2 / 32 + 4 * embedding) / 2**30,
         "activations": tokens * (32 * 2 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
-        "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30, "sum": size["sum"],
-        "checkpoint": 3 * weights, "training tokens": 4 * 131.072e6 / 2**30}, abs=0.01)     # ids beyond 16 bits
-    assert size["sum"] < 72 and "6 kept = 538.5 GiB" in page, "the last five and the best"
+        "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
+    assert size == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
+                                  "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits
+    assert "6 kept = 538.5 GiB" in page, "the last five and the best"
     kept = planned(tmp_path, replace(config, parallel=replace(config.parallel, recompute=False)))
     assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)     # the forward pass is a third
     flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
@@ -85,45 +81,34 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
     page = planned(tmp_path, FP8_RUN, rows)
     matmul, attention = 6 * (28 * 2048 * (6144 + 2048 + 2 * 5632 + 5632) + 50304 * 2048), 12 * 28 * 2048
     here, there = matmul + attention * 2048, matmul + attention * 1024
-    tokens = FP8_RUN.total_tokens
     for arm, speed in (("BF16", 50e3), ("FP8", 65e3)):
-        assert hours_of(page)[arm] == pytest.approx(tokens / (speed * there / here) / 3600, abs=0.051)
-    assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 on one NVIDIA H100 80GB HBM3" in page
-    assert "T=1024 scaled by FLOPs per token" in page and "h100.jsonl, commit 0123456789)" in page
-    assert "assumed" not in page and "at the very best" not in page
-    same = planned(tmp_path, FP8_RUN, speed_rows(T=2048, bf16=50e3))
-    assert hours_of(same)["BF16"] == pytest.approx(tokens / 50e3 / 3600, abs=0.051) and "scaled" not in same
-    assert "at the very best" in same, "FP8 was not measured: bounded, from the measured BF16"
+        assert hours_of(page)[arm] == pytest.approx(FP8_RUN.total_tokens / (speed * there / here) / 3600, abs=0.051)
+    assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 and T=1024 on one NVIDIA H100 80GB HBM3" in page
+    assert "h100.jsonl, commit 0123456789)" in page and "assumed" not in page and "at the very best" not in page
+    assert "at the very best" in planned(tmp_path, FP8_RUN, rows[:2]), "FP8 was not measured: bounded, from the measured BF16"
     eight = planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)), rows)
     assert hours_of(eight) == pytest.approx({arm: h / 8 for arm, h in hours_of(page).items()}, abs=0.06)
-    assert "what GPUs send each other not counted" in eight
 
 
 def test_only_rows_of_that_gpu_model_and_recipe_count(tmp_path):
     head, bf16, tensorwise = rows = speed_rows(bf16=50e3, tensorwise=65e3)
-    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"params_matmul": 1}, {"flops_per_token": 1e9},
-                   {"flops_per_token": 1e11}, {"run": "another"}, {"kind": "failed"}):
+    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"flops_per_token": 1e11}, {"run": "another"}):
         assert "an assumed mfu_bf16 of 45%" in planned(tmp_path, FP8_RUN, [head, bf16 | change]), change
-    for name in ("NVIDIA H100 PCIe", "NVIDIA H200", None):
+    for name in ("NVIDIA H100 PCIe", "NVIDIA H200"):
         assert "assumed" in planned(tmp_path, FP8_RUN, [head | {"gpu": name}, bf16])
-    assert "measured" in planned(tmp_path, FP8_RUN, [head | {"gpu": "NVIDIA H200"}, bf16], "h200")
-    for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}, {"first_bf16": 1}):
+    for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
         assert "at the very best" in planned(tmp_path, replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change)), rows), change
     both = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, head=True, kernels=True))
     assert "at the very best" not in planned(tmp_path, both, [head, tensorwise | {"label": "tensorwise+kernels+head"}])
-    assert "assumed" in planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, compile=False)), rows)
 
 
 def test_the_newest_row_of_the_closest_micro_batch_counts(tmp_path):
     rows = [*speed_rows(run="new", t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
-            *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3),
-            *speed_rows(run="many", T=2048, micro_batch=32, bf16=50e3)]
-    again = speed_rows(run="again", t="2026-12-03T00:00:00Z", T=2048, micro_batch=4, bf16=30e3)
+            *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3)]
     assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
     assert "measured, 60,000 tok/s as bf16 at micro-batch 4" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
     page = planned(tmp_path, auto(FP8_RUN), rows)
     assert "measured, 60,000" in page and "micro-batch 1 (auto: the start tries larger ones)" in page
-    assert "measured, 50,000" in planned(tmp_path, auto(FP8_RUN), [*rows, *again]), "what was measured again replaces the older"
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
@@ -134,7 +119,6 @@ def auto(config, **data):
 
 @pytest.mark.parametrize("trials, first, best, order", [
     ({1: 10, 2: 20, 4: 30, 8: FULL, 16: 50}, 0, 4, [1, 2, 4, 8]),               # nothing beyond one that fails is tried
-    ({1: 10, 2: 20, 4: 30}, 0, 4, [1, 2, 4]),
     ({1: 10, 2: 20, 4: 19, 8: 18, 16: 99}, 0, 2, [1, 2, 4, 8]),                 # two in a row slower
     ({1: 10, 2: 20, 4: 19, 8: 25, 16: 24, 32: 23}, 0, 8, [1, 2, 4, 8, 16, 32]),   # one slower is none in a row
     ({1: 10, 2: 20, 4: 20.1, 8: 20.15, 16: 99}, 0, 2, [1, 2, 4, 8]),            # nothing gained: the smaller one
@@ -143,7 +127,7 @@ def auto(config, **data):
     ({1: 5, 2: 10, 4: FULL, 8: FULL}, 2, 2, [4, 2]),                            # downwards to the first that fits
     ({1: FULL, 2: FULL, 4: FULL}, 1, None, [2, 1]),
     ({1: 10, 2: 20, 4: BROKEN, 8: 50}, 0, 2, [1, 2, 4]),                        # what broke is not chosen, what ran may be
-    ({3: FULL}, 0, None, [3]), ({1: BROKEN, 2: 5}, 0, MachineError, [1]), ({1: BROKEN, 2: FULL}, 1, MachineError, [2, 1])])
+    ({1: BROKEN, 2: 5}, 0, MachineError, [1]), ({1: BROKEN, 2: FULL}, 1, MachineError, [2, 1])])
 def test_the_fastest_that_fits(trials, first, best, order):
     tried = []
 
@@ -152,7 +136,7 @@ def test_the_fastest_that_fits(trials, first, best, order):
         return trials[n] if isinstance(trials[n], Trial) else Trial(trials[n], 1.0)
 
     if best is MachineError:
-        with pytest.raises(MachineError, match=r"cannot be found, .* \(RuntimeError: a kernel's offset\): .*data.micro_batch=1$"):
+        with pytest.raises(MachineError, match=r"cannot be found, RuntimeError: a kernel's offset: .*data.micro_batch=1$"):
             search(list(trials), first, attempt)
     else:
         assert search(list(trials), first, attempt) == best
@@ -160,18 +144,13 @@ def test_the_fastest_that_fits(trials, first, best, order):
 
 
 @pytest.mark.parametrize("sequences, size, recipe, n_ctx, numbers", [
-    (512, 1, "off", 32, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]), (512, 8, "off", 32, [1, 2, 4, 8, 16, 32, 64]),
-    (24, 2, "off", 32, [1, 2, 3, 4, 6, 12]), (24, 2, "tensorwise", 8, [2, 4, 6, 12]), (7, 1, "off", 32, [1]),
-    (12, 1, "mxfp8", 8, [4, 12])])
+    (512, 8, "off", 32, [1, 2, 4, 8, 16, 32, 64]), (24, 2, "off", 32, [1, 2, 3, 4, 6, 12]),
+    (24, 2, "tensorwise", 8, [2, 4, 6, 12]), (7, 1, "off", 32, [1]), (12, 1, "mxfp8", 8, [4, 12])])
 def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx, numbers):
     config = with_recipe(auto(tiny, tokens_per_step=sequences * n_ctx), recipe, model=replace(tiny.model, n_ctx=n_ctx))
     assert candidates(config, size) == numbers
     for n in numbers:
         assert auto(config, micro_batch=n).accumulation(size) * n * size == sequences
-    odd = with_recipe(auto(tiny), "tensorwise", model=replace(tiny.model, n_ctx=8))
-    with pytest.raises(UserError, match=r"finds none by which 1 ranks .* a multiple of 256$"):
-        candidates(auto(odd, tokens_per_step=56), 1)
-    assert candidates(auto(odd, tokens_per_step=256), 1)
 
 
 @pytest.fixture
@@ -183,23 +162,18 @@ def trials(monkeypatch):
     return jobs
 
 
-def test_all_ranks_have_the_number_of_rank_0_and_a_given_one_is_left_alone(tiny, monkeypatch, trials):
+def test_a_given_number_stays_and_a_resume_keeps_the_number_that_the_run_was_begun_with(tiny, monkeypatch, trials):
     assert resolve_micro_batch(tiny, ALONE) is tiny
-    monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: 2)
-    assert resolve_micro_batch(auto(tiny), World(1, 1, 2, CPU)) == auto(tiny, micro_batch=2)
-    assert not trials
-
-
-def test_a_resume_keeps_the_number_that_the_run_was_begun_with(tiny, monkeypatch, trials, capsys):
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
     assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16 and not trials
-    assert f"data.micro_batch=auto: 16, which {tiny.run_dir} was begun with" in capsys.readouterr().out
     monkeypatch.setattr(plan, "search", lambda numbers, *_: numbers[-1])
     assert resolve_micro_batch(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "4 ranks share 16 sequences a step"
+    monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: 2)
+    assert resolve_micro_batch(auto(tiny), World(1, 1, 2, CPU)) == auto(tiny, micro_batch=2), "as rank 0 found"
 
 
-def test_cheap_mistakes_are_found_before_the_search(tiny, trials, tmp_path):
+def test_cheap_mistakes_are_found_before_the_search(tiny, trials):
     with pytest.raises(UserError, match="nowhere"):
         resolve_micro_batch(auto(tiny, dir=str(tiny.run_dir / "nowhere")), ALONE)
     with pytest.raises(UserError, match="data.max_epochs"):
@@ -208,9 +182,6 @@ def test_cheap_mistakes_are_found_before_the_search(tiny, trials, tmp_path):
     write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
     with pytest.raises(UserError, match=r"holds another run: seed was 5, now 1337"):
         resolve_micro_batch(auto(tiny), ALONE)
-    size = Size(config=str(write_config(auto(tiny), tmp_path / "size_bf16.py")))
-    with pytest.raises(UserError, match=r"size_bf16.py has data.micro_batch=auto: give a number, for runs are compared"):
-        expand(Study(name="s", sizes=(size,), tokens_per_param=(1.0,), margin_percent=1.0))
     assert not trials
 
 
@@ -218,61 +189,44 @@ def test_trials_are_of_the_whole_run_on_one_device_and_may_last_as_long_as_a_sta
     config = auto(replace(tiny, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
         tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900)))
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
-    with pytest.raises(UserError, match="not even 1: give data.micro_batch=1 all the same, .* which 4 ranks may share$"):
+    with pytest.raises(UserError, match=r"found none of \[1, 2, 4\] that fits into the memory of cuda:0 .*recompute=true"):
         resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
     assert [tried.data.micro_batch for tried, *_ in trials] == [4, 2, 1]
     tried, device, end = trials[0]
     assert (tried.parallel.replicate, tried.parallel.shard, tried.parallel.recompute) == (1, None, True)
     assert not tried.fp8.all_gather and device == torch.device("cuda", 0) and 880 < end - time.monotonic() <= 900
-    with pytest.raises(UserError, match="into the memory of cpu, .* with parallel.recompute=true or model.loss_chunk=1024$"):
+    with pytest.raises(UserError, match="found none of"):
         resolve_micro_batch(auto(tiny, tokens_per_step=64), ALONE)
-    assert [tried.data.micro_batch for tried, *_ in trials[3:]] == [1]      # too few for FIRST_TOKENS: from the smallest
+    assert [tried.data.micro_batch for tried, *_ in trials[3:]] == [1], "too few for FIRST_TOKENS: from the smallest"
 
 
-@pytest.fixture
-def child(tmp_path, monkeypatch):
-    """Let a trial run these lines of shell instead of Python."""
-    def as_child(lines: str) -> None:
-        script = tmp_path / "child.sh"
-        script.write_text(f"#!/bin/sh\n{lines}\n")
-        script.chmod(stat.S_IRWXU)
-        monkeypatch.setattr(sys, "executable", str(script))
-    return as_child
+class InTheChild:
+    """A config that does this in the process which it is sent to."""
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
 
 
-@pytest.mark.parametrize("lines, outcome", [
-    ("""echo noise; echo '{"tok_per_s": 3.5, "peak_gib": 2.0, "failure": null}'; echo more""", Trial(3.5, 2.0)),
-    ("""echo '{"tok_per_s": 0.0, "peak_gib": 0.0, "failure": "does not fit"}'""", FULL), ("kill -9 $$", FULL),
-    ("echo Traceback >&2; echo \"RuntimeError: a kernel's offset\" >&2; exit 7", BROKEN),
-    ("kill -11 $$", Trial(failure="the trial ended with exit code -11 (it said nothing)")),
-    ("exit 0", Trial(failure="the trial ended with exit code 0 (it said nothing)"))])
-def test_a_trial_answers_however_it_ends(tiny, child, lines, outcome):
-    child(lines)
-    assert try_one(tiny, CPU, time.monotonic() + 60) == outcome
-
-
-def test_a_trial_that_hangs_ends_in_time_and_leaves_no_process(tiny, child, tmp_path):
-    child(f"echo $$ > {tmp_path}/pid; exec sleep 90")
+@pytest.mark.parametrize("call, failure", [
+    ((signal.raise_signal, signal.SIGKILL), NO_FIT), ((os._exit, 7), "the trial ended with exit code 7"),
+    ((time.sleep, 90), "no answer before parallel.start_timeout was over")])
+def test_a_trial_answers_however_it_ends_and_leaves_no_process(call, failure):
     began = time.monotonic()
-    assert try_one(tiny, CPU, began + 1).failure == "no answer before parallel.start_timeout was over"
-    assert time.monotonic() - began < 60
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
-    child("""echo '{"mistake": "fp8.recipe=tensorwise needs another GPU"}'""")
-    with pytest.raises(UserError, match="^fp8.recipe=tensorwise needs another GPU$"):     # no micro-batch mends it
-        try_one(tiny, CPU, time.monotonic() + 60)
+    assert try_one(InTheChild(*call), CPU, began + (2 if call[0] == time.sleep else 60)) == Trial(failure=failure)
+    assert time.monotonic() - began < 60 and not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise"])
 def test_a_trial_trains_and_evaluates_as_the_run_does(tiny, monkeypatch, recipe):
-    limited, evaluated, in_bf16 = [], [], fp8.in_bf16
-    monkeypatch.setattr(plan, "_limit_memory", limited.append)
-    monkeypatch.setattr(fp8, "in_bf16", lambda model: evaluated.append(model) or in_bf16(model))
+    calls, of_bf16 = [], plan.fp8.in_bf16
+    monkeypatch.setattr(plan, "_limit_memory", calls.append)
+    monkeypatch.setattr(plan.fp8, "in_bf16", lambda model: calls.append(model) or of_bf16(model))
     monkeypatch.setattr(plan, "MEASURED_S", 0.01)
     trial = measure(with_recipe(tiny, recipe), CPU)
-    assert trial.failure is None and trial.tok_per_s > 0 and limited == [CPU]
-    assert abs(trial.peak_gib - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20) < 0.1
-    (model,) = evaluated        # the evaluation in BF16 is uncompiled, and may need more memory than the training
+    device, model = calls       # the evaluation in BF16 is uncompiled, and may need more memory than the training
+    assert device == CPU and trial.failure is None and trial.tok_per_s > 0 and 0.1 < trial.peak_gib < 64
     assert (next(model.parameters()).std() - (0.4 / 32) ** 0.5).abs() < 0.05, "random weights: zeros are faster"
 
 
@@ -285,24 +239,21 @@ def test_a_trial_leaves_memory_to_others(monkeypatch):
     assert calls == [(0.94 * 60 / 80, torch.device("cuda", 3))]
 
 
-def test_a_real_trial_that_does_not_fit_and_one_whose_parent_is_gone(tiny):
+def test_real_trials_that_do_not_fit_or_are_refused(tiny):
     vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
-    job = json.dumps({"config": tiny.to_dict(), "device": "cpu"})
-    orphan = subprocess.Popen([sys.executable, "-m", "runtime.plan", job], stdin=subprocess.DEVNULL, cwd=ROOT,
-                              stdout=subprocess.PIPE)
     assert try_one(vast, CPU, time.monotonic() + 300) == FULL
-    assert orphan.communicate(timeout=300)[0] == b"" and orphan.returncode == 1
+    refused = with_recipe(tiny, "tensorwise")
+    with pytest.raises(UserError, match="fp8.skip"):        # no micro-batch mends it
+        try_one(replace(refused, fp8=replace(refused.fp8, skip=("nothing",))), CPU, time.monotonic() + 300)
 
 
-def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
     config = auto(tiny, tokens_per_step=32)     # one sequence: one trial, which takes a process of its own
     done = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("data.micro_batch=auto: ")]
     assert len(said) == 2 and "tokens/s" in said[0] and said[1].startswith("data.micro_batch=auto: 1 it is.")
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    assert json.loads((tiny.run_dir / "summary.json").read_text())["micro_batch"] == 1
     again = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
     assert again.returncode == 0 and "nothing to do" in again.stdout and "tokens/s" not in again.stdout
 
