@@ -1,4 +1,5 @@
-"""model.py's forward pass, gradients and cache against a second implementation in numpy."""
+"""model.py: forward pass, gradients and cache against a second implementation in numpy; initial weights, dtypes, counts and
+refusals against closed forms and numbers worked out by hand."""
 
 import math
 from dataclasses import replace
@@ -8,30 +9,32 @@ import pytest
 import torch
 from model_reference import TINY, VARIANTS, build, build_rough, reference_frequencies, reference_logits, rms, tokens
 
-from model import KVCache, RMSNorm, rope_frequencies, rotate
+from model import GPT, GPTConfig, KVCache, RMSNorm, rope_frequencies
+
+
+def cross_entropy64(logits, y):
+    """Of each token, by the definition."""
+    peak = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - peak).sum(-1)) + peak[..., 0]
+    return log_sum - np.take_along_axis(logits, y.numpy()[..., None], -1)[..., 0]
+
 
 # ---------------------------------------------------------------------------------------------------------- forward pass
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_equal_the_float64_reference(name):
+def test_logits_and_loss_equal_the_float64_reference(name):
     config = VARIANTS[name]
-    model, x = build_rough(config), tokens(config)
+    model, x, y = build_rough(config), tokens(config), tokens(config, seed=9)
     expected = reference_logits(model, x)
     got = model(x).detach().double().numpy()
     assert got.shape == (2, config.n_ctx, 256)
     assert np.abs(expected).max() > 5       # the comparison is of numbers that are not all near zero
     np.testing.assert_allclose(got, expected, atol=2e-4 * np.abs(expected).max(), rtol=0)
-
-
-def test_loss_is_the_reference_cross_entropy_summed_over_each_sequence():
-    model, x, y = build_rough(TINY), tokens(TINY), tokens(TINY, seed=9)
-    logits = reference_logits(model, x)
-    log_p = logits - logits.max(-1, keepdims=True)
-    log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
-    expected = -np.take_along_axis(log_p, y.numpy()[..., None], -1)[..., 0].sum(1)
-    got = model(x, y)
-    assert got.dtype == torch.float32 and got.shape == (2,)
-    np.testing.assert_allclose(got.detach().numpy(), expected, rtol=1e-5)
+    losses = model(x, y)
+    assert losses.dtype == torch.float32 and losses.shape == (2,)
+    np.testing.assert_allclose(losses.detach().numpy(), cross_entropy64(expected, y).sum(1), rtol=1e-5)
+    later = model(torch.cat((x[:, :10], (x[:, 10:] + 7) % config.vocab_size), dim=1)).detach().double().numpy()
+    np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
 
 
 def test_rms_norm_equals_its_formula_and_keeps_huge_and_tiny_inputs():
@@ -57,73 +60,17 @@ def test_rms_norm_in_bf16_rounds_in_hugging_faces_order():
     assert (multiplied_first != expected).any()         # the other order would show
 
 
-def test_rope_turns_channel_i_with_channel_i_plus_half():
-    x = torch.zeros(1, 1, 3, 8)
-    x[..., 1] = 1.0
-    frequencies = rope_frequencies(replace(TINY, n_embd=32, rope_theta=100.0))      # heads of 8 channels
-    angle = torch.outer(torch.arange(3.0), frequencies)
-    got = rotate(x, angle.cos(), angle.sin())[0, 0]
-    for t in range(3):
-        expected = np.zeros(8)
-        expected[1], expected[5] = math.cos(t * 100 ** -0.25), math.sin(t * 100 ** -0.25)
-        np.testing.assert_allclose(got[t].numpy(), expected, atol=1e-6)
-
-
-def test_rope_scores_depend_on_distance_alone():
-    model = build(TINY)
-    generator = torch.Generator().manual_seed(3)
-    q, k = torch.randn(12, generator=generator), torch.randn(12, generator=generator)
-    turned_q = rotate(q.expand(1, 1, 24, 12), model.cos, model.sin)[0, 0]
-    turned_k = rotate(k.expand(1, 1, 24, 12), model.cos, model.sin)[0, 0]
-    scores = turned_q @ turned_k.T
-    for distance in range(-23, 24):
-        diagonal = scores.diagonal(distance)
-        np.testing.assert_allclose(diagonal.numpy(), diagonal[0].item(), atol=2e-5)
-    assert scores[0].std() > 0.1
-
-
 @pytest.mark.parametrize("settings", [
-    {}, {"rope_theta": 500_000.0}, {"rope_theta": 500_000.0, "rope_factor": 8.0},
+    {}, {"rope_theta": 500_000.0, "rope_factor": 8.0},
     {"rope_theta": 500_000.0, "rope_factor": 32.0, "rope_low_freq": 2.0, "rope_high_freq": 8.0, "rope_original_ctx": 4096},
 ])
 def test_rope_frequencies_follow_the_published_rule(settings):
     config = replace(TINY, n_embd=256, n_head=2, **settings)       # heads of 128 channels, as Llama 3.1's
-    np.testing.assert_allclose(rope_frequencies(config).numpy(), reference_frequencies(config), rtol=3e-6)
-
-
-def test_rope_tables_start_at_position_zero_and_end_with_the_context():
-    model = build(TINY)
-    assert (model.cos[0] == 1).all() and (model.sin[0] == 0).all() and model.cos.shape == model.sin.shape == (24, 6)
-    assert model.sin[23, 0].item() == pytest.approx(math.sin(23), abs=1e-6)
-
-
-def test_llama3_rope_has_untouched_blended_and_stretched_pairs():
-    base = replace(TINY, n_embd=256, n_head=2, rope_theta=500_000.0)
-    ratio = (rope_frequencies(base) / rope_frequencies(replace(base, rope_factor=8.0))).numpy()
-    assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(8.0)
-    assert ((ratio > 1.01) & (ratio < 7.99)).any() and (np.diff(ratio) > -1e-5).all()
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_future_tokens_do_not_change_past_logits(name):
-    config = VARIANTS[name]
-    model, x = build_rough(config), tokens(config)
-    changed = x.clone()
-    changed[:, 10:] = (x[:, 10:] + 7) % config.vocab_size
-    a, b = model(x), model(changed)
-    torch.testing.assert_close(a[:, :10], b[:, :10], rtol=0, atol=1e-6)
-    assert (a[:, 10] - b[:, 10]).abs().max() > 0.1
-    h = model.wte(x).detach().requires_grad_()      # and no gradient flows from position 9 to later inputs
-    out = h
-    for block in model.layers:
-        out = block(out, model.cos, model.sin)
-    out[:, 9].square().sum().backward()
-    assert (h.grad[:, 10:] == 0).all() and (h.grad[:, :10].abs().sum(-1) > 0).all()
-
-
-def test_rows_of_a_batch_do_not_meet():
-    model, x = build_rough(TINY), tokens(TINY, B=3)
-    torch.testing.assert_close(model(x)[1:2], model(x[1:2]), rtol=0, atol=1e-4)
+    frequencies = reference_frequencies(config)
+    np.testing.assert_allclose(rope_frequencies(config).numpy(), frequencies, rtol=3e-6)
+    if settings:        # untouched, blended and stretched pairs
+        ratio = reference_frequencies(replace(config, rope_factor=None)) / frequencies
+        assert ratio[0] == 1.0 and ratio[-1] == pytest.approx(config.rope_factor) and len(np.unique(ratio.round(6))) > 4
 
 
 # ------------------------------------------------------------------------------------------------------------- gradients
@@ -131,28 +78,20 @@ def test_rows_of_a_batch_do_not_meet():
 def test_gradients_equal_finite_differences_of_the_float64_reference():
     config = replace(VARIANTS["everything"], n_layer=2, n_ctx=6, vocab_size=20, tied=True)
     model, x, y = build_rough(config), tokens(config), tokens(config, seed=4)
-
-    def loss64():
-        logits = reference_logits(model, x)
-        peak = logits.max(-1, keepdims=True)
-        log_sum = np.log(np.exp(logits - peak).sum(-1)) + peak[..., 0]
-        return float((log_sum - np.take_along_axis(logits, y.numpy()[..., None], -1)[..., 0]).sum())
-
     model(x, y).sum().backward()
     rng = np.random.default_rng(0)
     for name, p in model.named_parameters():
         i = int(rng.choice(np.flatnonzero(p.grad.abs().flatten() > p.grad.abs().max() / 4)))
-        flat, step = p.data.view(-1), 2.0 ** -9
-        kept = flat[i].item()
-        flat[i] = kept + step
-        high, up = loss64(), flat[i].item()
-        flat[i] = kept - step
-        low, down = loss64(), flat[i].item()
+        flat, kept, ends = p.data.view(-1), p.data.view(-1)[i].item(), []
+        for step in (2.0 ** -9, -2.0 ** -9):
+            flat[i] = kept + step
+            ends.append((cross_entropy64(reference_logits(model, x), y).sum(), flat[i].item()))
         flat[i] = kept
+        (high, up), (low, down) = ends
         assert p.grad.view(-1)[i].item() == pytest.approx((high - low) / (up - down), rel=0.01), name
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 24, 48, 1000])
+@pytest.mark.parametrize("chunk", [1, 7, 48, 1000])
 @pytest.mark.parametrize("tied", [True, False])
 def test_chunked_loss_has_the_loss_and_gradients_of_the_whole(chunk, tied):
     whole = build_rough(replace(TINY, tied=tied))
@@ -181,51 +120,181 @@ def test_chunked_loss_keeps_no_logits_for_the_backward_pass():
     assert kept(8) < logits + 1 and kept(8) <= max(2 * 24 * 160, 256 * 48)      # the widest activation or weight
 
 
-def test_chunked_loss_works_without_gradients():
-    with torch.no_grad():
-        got = build(replace(TINY, loss_chunk=5))(tokens(TINY), tokens(TINY, seed=5))
-        torch.testing.assert_close(got, build(TINY)(tokens(TINY), tokens(TINY, seed=5)), rtol=1e-6, atol=1e-5)
-
-
 # ----------------------------------------------------------------------------------------------------------------- cache
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
+    """Token by token after prompts of several lengths, several tokens at a time, and on with other rows."""
     config = VARIANTS[name]
     model, x = build_rough(config), tokens(config, B=3)
     with torch.no_grad():
         expected = model(x)
-        for prompt in (1, 2, 11, config.n_ctx):
+        close = {"rtol": 0, "atol": 2e-5 * expected.abs().max().item()}
+        for ends in (range(1, 25), (11, *range(12, 25)), (5, 7, 20, 24)):
             cache = KVCache()
-            got = [model(x[:, :prompt], cache=cache)]
-            got += [model(x[:, t:t + 1], cache=cache) for t in range(prompt, config.n_ctx)]
-            assert cache.length == config.n_ctx
-            torch.testing.assert_close(torch.cat(got, dim=1), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
-
-
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_a_filled_cache_takes_several_tokens_and_other_rows(name):
-    config = VARIANTS[name]
-    model, x = build_rough(config), tokens(config, B=3)
-    rows = torch.tensor([2, 0, 0, 1])
-    with torch.no_grad():
-        expected = model(x)
-        cache = KVCache()
-        got = torch.cat([model(x[:, a:b], cache=cache) for a, b in ((0, 5), (5, 7), (7, 20), (20, config.n_ctx))], dim=1)
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
-        cache = KVCache()
+            got = [model(x[:, start:end], cache=cache) for start, end in zip((0, *ends), ends, strict=False)]
+            assert cache.length == config.n_ctx == 24
+            torch.testing.assert_close(torch.cat(got, dim=1), expected, **close)
+        rows, cache = torch.tensor([2, 0, 0, 1]), KVCache()
         model(x[:, :9], cache=cache)
         other = cache.rows(rows)
-        got = model(x[rows, 9:], cache=other)
-        torch.testing.assert_close(got, expected[rows, 9:], rtol=0, atol=2e-5 * expected.abs().max().item())
+        torch.testing.assert_close(model(x[rows, 9:], cache=other), expected[rows, 9:], **close)
         assert (cache.length, other.length) == (9, config.n_ctx)
+        with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
+            model(x[rows, :1], cache=other)
 
 
-def test_context_and_cache_refuse_what_they_cannot_hold():
-    model = build(TINY)
-    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
-        model(torch.zeros(1, 25, dtype=torch.int64))
-    cache = KVCache()
-    model(torch.zeros(1, 24, dtype=torch.int64), cache=cache)
-    with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
-        model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+# -------------------------------------------------------------------------------------------------------- initialisation
+
+def test_fresh_model_knows_nothing():
+    config = GPTConfig(n_layer=4, n_head=4, n_embd=128, n_ffn=256, n_ctx=64, vocab_size=257)
+    x, y = tokens(config, B=8), tokens(config, B=8, seed=1)
+    loss = build(config)(x, y).mean().item() / config.n_ctx
+    # Independent logits of variance s^2 cost ln V + s^2 / 2; the head sums C terms of variance 2 / (5 C), so s^2 = 0.4.
+    assert loss == pytest.approx(math.log(384) + 0.2, abs=0.05)
+
+
+def test_init_depends_on_the_seed_and_on_the_name_alone():
+    a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not any(torch.equal(a[name], other[name]) for name in a if "norm" not in name)
+    deeper = dict(build(replace(TINY, n_layer=5, tied=False)).named_parameters())
+    same = [name for name in a if not name.endswith(("out.weight", "down.weight"))]
+    assert all(torch.equal(a[name], deeper[name]) for name in same)     # neither order nor depth moves a draw
+    assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
+    assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
+    model = GPT(TINY)
+    state = torch.get_rng_state()
+    model.init_weights(1)
+    assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+
+
+@pytest.mark.parametrize("n_layer", [1, 8])
+def test_init_scales(n_layer):
+    config = GPTConfig(n_layer=n_layer, n_head=4, n_embd=256, n_ffn=512, n_ctx=16, vocab_size=1000, tied=False)
+    for name, p in build(config).named_parameters():
+        assert p.dtype == torch.float32
+        if "norm" in name:
+            assert (p == 1).all()
+            continue
+        residual = name.endswith(("attn.out.weight", "mlp.down.weight"))
+        std = math.sqrt(2 / (5 * 256)) / (math.sqrt(2 * n_layer) if residual else 1)
+        n = p.numel()
+        assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name      # 4 standard errors
+        assert abs(p.mean().item()) < 4 * std / math.sqrt(n), name
+
+
+def test_meta_to_empty_to_init_gives_the_same_model_with_its_head_tied():
+    direct = build(TINY)
+    with torch.device("meta"):
+        model = GPT(TINY, compute_dtype=torch.float32)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.head.weight is not model.wte.weight        # what makes tie() necessary
+    model.init_weights(1)
+    assert model.head.weight is model.wte.weight
+    assert sum(p.numel() for p in model.parameters()) == TINY.params_total
+    assert "head.weight" not in dict(model.named_parameters())
+    x = tokens(TINY)
+    assert torch.equal(model(x), direct(x))
+    assert torch.equal(model.cos, direct.cos) and torch.equal(model.sin, direct.sin)
+    assert not any(key.endswith(("cos", "sin")) for key in model.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------ dtypes and counts
+
+@pytest.mark.parametrize("chunk", [None, 7])
+def test_bf16_compute_keeps_fp32_weights_and_gradients(chunk):
+    config = replace(VARIANTS["everything"], loss_chunk=chunk)
+    model, x, y = build(config, compute_dtype=torch.bfloat16), tokens(config), tokens(config, seed=2)
+    seen = {}
+    modules = {name: m for name, m in model.named_modules() if name and not list(m.children())}
+    modules |= {f"block {i}": block for i, block in enumerate(model.layers)}
+    for name, module in modules.items():
+        def note(module, args, out, name=name):
+            seen[name] = (args[0].dtype, out.dtype)
+        module.register_forward_hook(note)
+    loss = model(x, y)
+    assert loss.dtype == torch.float32
+    loss.sum().backward()
+    assert seen.pop("wte") == (torch.int64, torch.float32)      # the embedding is read in fp32, then cast once
+    assert set(seen.values()) == {(torch.bfloat16, torch.bfloat16)} and "head" in seen and "block 2" in seen
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert model.cos.dtype == torch.float32
+    linear, h = model.layers[0].mlp.gate_up, torch.randn(5, 48, generator=torch.Generator().manual_seed(0)).bfloat16()
+    assert torch.equal(linear(h), torch.nn.functional.linear(h, linear.weight.bfloat16())), "by the rounded weight"
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("n_layer, vocab_size", [(1, 128), (4, 257)])
+def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size):
+    config = replace(VARIANTS[name], n_layer=n_layer, vocab_size=vocab_size)
+    with torch.device("meta"):
+        model = GPT(config)
+    C, D, H, K, F = 48, 12, 4, config.n_kv_head or 4, 80
+    V = {128: 128, 257: 384}[vocab_size]
+    matmul_block = C * H * D + 2 * C * K * D + H * D * C + C * F + C * F + F * C
+    norms_block = 2 * C + (2 * D if config.qk_norm else 0)
+    embeddings = V * C * (1 if config.tied else 2)
+    counts = model.counts()
+    assert config.vocab_padded == V
+    assert counts["params_total"] == config.params_total == n_layer * (matmul_block + norms_block) + C + embeddings
+    assert counts["params_nonembed"] == n_layer * (matmul_block + norms_block) + C
+    assert counts["params_matmul"] == n_layer * matmul_block + V * C
+    assert counts["params_embed_tok"] == counts["params_head"] == V * C
+
+
+@pytest.mark.parametrize("vocab_size, multiple, rows", [(420, 1, 420), (420, 64, 448), (448, 64, 448)])
+def test_the_vocabulary_is_padded_to_a_multiple(vocab_size, multiple, rows):
+    config = replace(TINY, vocab_size=vocab_size, vocab_multiple=multiple)
+    model = build(config)
+    assert model(torch.zeros(1, 2, dtype=torch.int64)).shape[-1] == len(model.wte.weight) == config.vocab_padded == rows
+    assert model.counts()["params_embed_tok"] == rows * 48
+
+
+def test_flops_by_hand():
+    # gpt125m at T = 1024: 12 layers of (4 * 768^2 + 3 * 768 * 2048) = 84,934,656 weights, a head of 50304 * 768 = 38,633,472.
+    with torch.device("meta"):
+        counts = GPT(GPTConfig(n_layer=12, n_head=6, n_embd=768, n_ffn=2048)).counts()
+    assert counts["params_matmul"] == 84_934_656 + 38_633_472 == 123_568_128
+    assert counts["params_total"] == 123_568_128 + 25 * 768
+    assert counts["flops_per_token_6n_matmul"] == 741_408_768
+    assert counts["flops_per_token_6n_total"] == 6 * (123_568_128 + 19_200)
+    assert counts["flops_per_token_6n_nonembed"] == 6 * (84_934_656 + 19_200)
+    # One token attends to T keys: 2 T C for the scores, 2 T C for the values, forward; three times that with the backward.
+    assert counts["flops_per_token_attn"] == 12 * 3 * (2 + 2) * 1024 * 768 == 113_246_208
+    assert counts["flops_per_token_attn_causal"] == 56_623_104
+    assert counts["flops_per_token"] == 741_408_768 + 113_246_208
+    assert counts["flops_per_token_causal"] == 741_408_768 + 56_623_104
+
+
+def test_flops_equal_what_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+    config = replace(TINY, n_ctx=32)
+    model, B = build(config), 2
+    x, y = tokens(config, B=B), tokens(config, B=B, seed=1)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(x, y).sum().backward()
+    expected = model.counts()["flops_per_token"] * B * config.n_ctx
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("change, sentence", [
+    ({"n_embd": 50}, "model.n_embd=50 is not divisible by model.n_head=4: give a width that is a multiple of the number "
+                     "of heads"),
+    ({"n_embd": 12}, "model.n_embd=12 over model.n_head=4 heads gives heads of 3 channels, but RoPE rotates pairs: give an "
+                     "even head size"),
+    ({"n_kv_head": 3}, "model.n_head=4 is not divisible by model.n_kv_head=3: each key/value head serves a whole number of "
+                       "query heads"),
+    ({"n_kv_head": 0}, "model.n_kv_head=0 must be between 1 and 16777216"),
+    ({"vocab_size": -5}, "model.vocab_size=-5 must be between 1 and 16777216"),
+    ({"norm_eps": float("nan")}, "model.norm_eps=nan must be a positive, finite number"),
+    ({"rope_factor": 8.0, "rope_low_freq": 4.0}, "model.rope_high_freq=4.0 must be above model.rope_low_freq=4.0"),
+])
+def test_impossible_sizes_are_refused_with_a_sentence(change, sentence):
+    assert replace(TINY, **change).problems() == [sentence] and TINY.problems() == []
+    with pytest.raises(ValueError) as caught:
+        GPT(replace(TINY, **change))
+    assert str(caught.value) == sentence
+    assert len(replace(TINY, n_layer=0, n_ffn=-1, norm_eps=0.0).problems()) == 3, "all are told together"

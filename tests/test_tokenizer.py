@@ -11,7 +11,7 @@ import pytest
 
 from runtime import tokenizer
 from runtime.cli import UserError
-from runtime.tokenizer import VOCAB_SIZE, clean, load_tokenizer, token_bytes, vocab_bpe
+from runtime.tokenizer import VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
 
 VOCAB_BPE = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"      # both as OpenAI serves them
 ENCODER_JSON = "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783"
@@ -53,7 +53,10 @@ def test_ranks_are_the_official_ids(gpt2, letters):
 
 
 def test_pieces_are_merged_by_rank(gpt2, letters):
-    """A quadratic textbook encoder, over letters instead of bytes, gives the same ids for single words."""
+    """A quadratic textbook encoder, over letters instead of bytes, gives the same ids for single words; published examples."""
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
+    assert load_tokenizer("byte").encode("Aé").tolist() == [0x41, 0xC3, 0xA9]
     rank = {tuple(line.split(" ")): i for i, line in enumerate(vocab_bpe().decode().splitlines()[1:])}
     ids = {"".join(letters[b] for b in token): i for i, token in enumerate(token_bytes())}
     for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", " antidisestablishment"]:
@@ -62,12 +65,6 @@ def test_pieces_are_merged_by_rank(gpt2, letters):
             i = min(pairs)[1]
             parts[i:i + 2] = [parts[i] + parts[i + 1]]
         assert gpt2.encode(word).tolist() == [ids[part] for part in parts], word
-
-
-def test_published_examples(gpt2):
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
-    assert load_tokenizer("byte").encode("Aé").tolist() == [0x41, 0xC3, 0xA9]
 
 
 @pytest.mark.parametrize("name", VOCAB_SIZE)
@@ -84,12 +81,6 @@ def test_text_returns_unchanged(name):
         assert document.dtype == np.uint16 and document[0] == tok.eot and (document[1:] == ids).all()
     assert tok.decode(tok.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"     # lone surrogates
     assert tok.decode(tok.encode("\ud83d\ude00")) == "😀"          # a whole pair is the character it spells
-    assert clean("plain é") == "plain é"
-
-
-@pytest.mark.parametrize("name", VOCAB_SIZE)
-def test_decode_of_odd_ids(name):
-    tok = load_tokenizer(name)
     assert tok.decode([]) == "" and tok.decode([tok.eot]) == "<|endoftext|>"
     assert tok.decode(tok.encode("é")[:-1]).count("\ufffd") == (0 if name == "gpt2" else 1)
     assert tok.decode(np.array([0x41 if name == "byte" else 32], np.uint16)) == "A"
@@ -98,24 +89,17 @@ def test_decode_of_odd_ids(name):
             tok.decode(bad)
 
 
-@pytest.mark.parametrize("white", [" ", "\n", "\u3000", " \n"])
-def test_a_million_blanks_before_a_word(gpt2, white):
+def test_a_million_blanks_before_a_word_and_where_they_are_cut(gpt2, monkeypatch):
     """tiktoken 0.14 fails at them. All but the last are one piece, the last is the word's where it is a space."""
-    run = white * (1_000_100 // len(white))
-    ids = [*gpt2.encode("a" + run[:-1]), *gpt2.encode(run[-1] + "word")]
-    assert gpt2.encode(f"a{run}word").tolist() == ids
-    if white == " ":
-        assert gpt2.encode(f"a{run}word{run}word{run}").tolist() == ids + ids[1:] + gpt2.encode(run).tolist()
-
-
-def test_where_long_texts_are_cut_changes_nothing(gpt2, monkeypatch):
+    run = " " * 1_000_100
+    ids = [*gpt2.encode("a" + run[:-1]), *gpt2.encode(" word")]
+    assert gpt2.encode(f"a{run}word{run}word{run}").tolist() == ids + ids[1:] + gpt2.encode(run).tolist()
     rng = random.Random(2)
     blanks = [chr(code) for code in range(0x3001) if chr(code).isspace() or code in (0x180E, 0x200B)]    # Python's, and two
     texts = ["".join(rng.choice(["x", "'s", "1", "!", "é", "\x1c", *rng.sample(blanks, 3)]) * rng.choice([1, 2, 3, 9])
-                     for _ in range(rng.randrange(12))) for _ in range(3000)]
+                     for _ in range(rng.randrange(12))) for _ in range(1000)]
     whole = [gpt2.encode(text).tolist() for text in texts]
     monkeypatch.setattr(tokenizer, "LONG_RUN", 2)
-    assert sum(len(tokenizer._cut(text)) > 2 for text in texts) > 500
     for text, ids in zip(texts, whole, strict=True):
         assert gpt2.encode(text).tolist() == ids, text
 
@@ -123,12 +107,11 @@ def test_where_long_texts_are_cut_changes_nothing(gpt2, monkeypatch):
 def test_an_unknown_name_and_a_damaged_merges_file_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="there is no tokenizer 'gpt3'; there are: gpt2, byte"):
         load_tokenizer("gpt3")
-    whole, path = bytearray(tokenizer.MERGES_FILE.read_bytes()), tmp_path / "gpt2_merges.bin"
-    monkeypatch.setattr(tokenizer, "MERGES_FILE", path)
+    whole = bytearray(tokenizer.MERGES_FILE.read_bytes())
     whole[len(whole) // 2] ^= 1
-    for content in None, b"", whole[:5000], whole:
-        if content is not None:
-            path.write_bytes(content)
+    monkeypatch.setattr(tokenizer, "MERGES_FILE", tmp_path / "gpt2_merges.bin")
+    for content in b"", whole[:5000], whole:
+        (tmp_path / "gpt2_merges.bin").write_bytes(content)
         with pytest.raises(UserError, match="gpt2_merges.bin .*restore it"):
             load_tokenizer("gpt2")
 
