@@ -84,7 +84,7 @@ def read_index(folder: Path) -> Index:
     path, out, again = folder / "index.json", folder.parent, f"or delete {folder} and run `python prepare_data.py` again"
     if not path.exists():
         known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
-        raise UserError(f"there is no {path}, {out} holds {known}: " + (
+        raise UserError(f"there is no {path} ({out} holds {known}): " + (
             f"{folder} is unfinished, the command that began it goes on with it" if (folder / "parts").is_dir() else
             f"make it with `python prepare_data.py SOURCE out={out}`, where SOURCE is {folder.name} itself, demo for the demo's "
             f"sources, or local FILE... name={folder.name} for text of your own"))

