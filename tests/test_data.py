@@ -103,8 +103,7 @@ def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
 
 def test_simple_ratios_are_exact_and_so_is_a_whole_period():
     assert shares({"a": 0.8, "b": 0.07, "c": 0.03, "d": 0.1}) == {"a": 80, "b": 7, "c": 3, "d": 10}
-    assert shares({"a": 1 / 3, "b": 1 / 3, "c": 1 / 3}) == {"a": 1, "b": 1, "c": 1}
-    assert shares({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
+    assert shares({"a": 1 / 3, "b": 1 / 3}) == {"a": 1, "b": 1} and shares({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
     with pytest.raises(UserError, match="gives 'b' the weight 1e-09, less than a millionth"):
         shares({"a": 1.0, "b": 1e-9})
     counts = [17_000, 8_000, 1_214, 1]
@@ -218,19 +217,6 @@ def test_context_of_a_masked_source_is_no_target(tmp_path):
 
 # --------------------------------------------------------------------------------------------------- stream and damage
 
-def test_batches_are_prepared_ahead_by_a_thread_that_ends_with_the_stream(folder):
-    data, asked, before = load(folder), [], threading.active_count()
-    data.batch = lambda *place: asked.append(place) or (torch.zeros(1), torch.zeros(1))
-    stream = data.stream(0, 6, 0, 1, "cpu")
-    next(stream)
-    until = time.monotonic() + 60
-    while len(asked) < 3 and time.monotonic() < until:
-        time.sleep(0.01)
-    assert asked == [(0, 0, 0, 1), (0, 1, 0, 1), (0, 2, 0, 1)]      # one handed out, two ahead
-    stream.close()
-    assert threading.active_count() == before
-
-
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     source, window = load(folder).locate(np.arange(8 * 6))
     path = folder / "c" / "train_00000.bin"
@@ -238,12 +224,13 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     tokens = np.fromfile(path, "<u2")
     tokens[window[place] * N_CTX + 3] = VOCAB
     tokens.tofile(path)
-    seen = []
+    seen, threads = [], threading.active_count()
     with pytest.raises(UserError, match=rf"{path} holds the id {VOCAB} near token .*--verify {folder / 'c'}") as caught:
         for batch in load(folder).stream(0, 6, 0, 1, "cpu"):
             seen.append(batch)
     assert len(seen) == place // 2, "all batches before it were served"
     assert caught.value.__notes__, "train.py prints it on this rank, which may be the only one"
+    assert threading.active_count() == threads, "the preparing thread has ended"
 
 
 def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(folder):
@@ -264,12 +251,17 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is(fol
     assert len(paths) == 7
 
 
-def test_verification_delays_neither_the_stream_nor_the_exit(folder, monkeypatch):
-    go_on = threading.Event()
+def test_verification_delays_neither_the_stream_nor_the_exit_and_batches_are_prepared_ahead(folder, monkeypatch):
+    go_on, data, asked = threading.Event(), load(folder), []
     monkeypatch.setattr(shards, "shard_damage", lambda shard: go_on.wait(60) and None)
-    data = load(folder)
+    monkeypatch.setattr(data, "batch", lambda *place, batch=data.batch: asked.append(place) or batch(*place))
     data.verify(0, 1)
-    assert len(list(data.stream(0, 6, 0, 1, "cpu"))) == 24
+    stream, until = data.stream(0, 6, 0, 1, "cpu"), time.monotonic() + 60
+    next(stream)
+    while len(asked) < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert asked == [(0, 0, 0, 1), (0, 1, 0, 1), (0, 2, 0, 1)]      # one handed out, two ahead
+    assert len(list(stream)) == 23
     assert [thread.daemon for thread in threading.enumerate() if thread.name == "verify"] == [True]
     go_on.set()
     data.verified()
@@ -319,16 +311,14 @@ def test_more_than_the_data_allows_or_too_little_for_a_window_is_refused(folder)
     assert "1 train tokens, too few for one window of model.n_ctx=8" in said and "1 val tokens" in said
 
 
-def test_shards_of_another_tokenizer_are_refused(folder):
+def test_shards_of_another_tokenizer_or_none_are_refused(folder):
     assert "made with tokenizer=folder (0123abcd...), but data.tokenizer=./some/folder is another tokenizer (ffff...)" in refusal(
         folder, sha="ffff")
     conftest.write_index(folder / "b", tokenizer="gpt2")
     assert "b was made with tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder is another" in refusal(folder)
     conftest.write_index(folder / "b", tokenizer="folder", vocab_size=VOCAB + 1)
     assert "b holds ids below 60001, but model.vocab_size=60000: set model.vocab_size=60001" in refusal(folder)
-
-
-def test_a_missing_source_is_told_how_to_make_it(folder):
+    conftest.write_index(folder / "b", vocab_size=VOCAB)
     said = refusal(folder, {"a": 1, "ghost": 1})
     assert f"there is no {folder / 'ghost/index.json'} ({folder} holds a, b, c): make it with `python prepare_data.py" in said
     (folder / "ghost/parts").mkdir(parents=True)
@@ -416,7 +406,7 @@ def test_a_new_file_is_there_whole_or_not_at_all_and_only_our_own_are_removed(tm
         assert not path.exists()
     assert path.read_bytes() == b"whole" and len(list(tmp_path.iterdir())) == 1
     foreign = ["my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"]
-    for name in ["train_00002.bin.tmp", "index.json.tmp", "hashes.npy", "val_00000.bin", *foreign]:
+    for name in ["train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign]:
         (tmp_path / name).touch()
     remove_shards(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == foreign
