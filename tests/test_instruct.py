@@ -93,7 +93,7 @@ def test_shards_hold_prompts_as_context_and_responses_as_targets(chat, capsys):
     assert re.search(r"^chat +targets +the responses and the ends of documents", capsys.readouterr().out, re.M)
 
 
-def test_validation_counts_targets_and_bytes_of_responses(chat, tmp_path):
+def test_validation_counts_targets_and_bytes_of_responses_and_held_out_tasks_read_both(chat, tmp_path):
     ids, is_target, text_bytes, _ = due(PAIRS, chat.tok)["val"]
     val = open_data(config(chat), chat.tok.sha256).val("chat")
     _, y = val.batch(0, len(val))
@@ -102,9 +102,6 @@ def test_validation_counts_targets_and_bytes_of_responses(chat, tmp_path):
     losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
     save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
     assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
-
-
-def test_held_out_tasks_read_prompt_and_response(chat):
     config(chat).run_dir.mkdir(parents=True, exist_ok=True)
     (config(chat).run_dir / "config.json").write_text(json.dumps(config(chat).to_dict()))
     ((_, texts),) = held_out._sources(str(config(chat).run_dir))
@@ -164,21 +161,16 @@ def test_options_that_do_not_fit_are_sentences(tmp_path, capsys, name, more, sen
     assert sentence in refused(capsys, *command(tmp_path / name, tmp_path / "out", "byte", *more), out=tmp_path)
 
 
-def test_halves_of_characters_and_nulls_are_text(tmp_path):
-    rows = [rf'{{"prompt": "\ud83d {i}", "response": "a\udfff"}}' for i in range(30)] + ['{"prompt": null, "response": "r"}']
-    (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    assert prepare_data.main(command(tmp_path / "a.jsonl", tmp_path / "out", "byte")) == 0
-    raw = [np.fromfile(path, "<u4") for path in (tmp_path / "out/chat").glob("*.bin")]
-    targets = bytes(int(i) for ids in raw for i in ids if i < 256)
-    assert targets.count("a\ufffd".encode()) == 30 and targets.count(b"r") == 1
-
-
-def test_contaminated_pairs_are_left_out_whichever_part_it_is(tmp_path):
+def test_halves_of_characters_and_nulls_are_text_and_contaminated_pairs_are_left_out_whichever_part_it_is(tmp_path):
     gram = "which of these thirteen words in a row may no document of the set ever hold"
     (tmp_path / "eval.txt").write_text(gram)
     words = gram.split()
-    rows = [("x " + gram, "fine"), ("fine", gram), (" ".join(words[:7]), " ".join(words[7:])), *PAIRS[:40]]
-    (tmp_path / "a.jsonl").write_bytes(lines(rows))
+    rows = [("x " + gram, "fine"), ("fine", gram), (" ".join(words[:7]), " ".join(words[7:]))]
+    odd = [rf'{{"prompt": "\ud83d {i}", "response": "a\udfff"}}' for i in range(30)] + ['{"prompt": null, "response": "r"}']
+    (tmp_path / "a.jsonl").write_bytes(lines(rows) + "\n".join(odd).encode())
     against = f"decontaminate={tmp_path / 'eval.txt'}"
     assert prepare_data.main(command(tmp_path / "a.jsonl", tmp_path / "out", "byte", against)) == 0
     assert read_index(tmp_path / "out/chat").contaminated == 3
+    raw = [np.fromfile(path, "<u4") for path in (tmp_path / "out/chat").glob("*.bin")]
+    targets = bytes(int(i) for ids in raw for i in ids if i < 256)
+    assert targets.count("a\ufffd".encode()) == 30 and targets.count(b"r") == 1

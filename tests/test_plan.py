@@ -17,8 +17,9 @@ from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
 from runtime.plan import NO_FIT, Trial, candidates, measure, resolve_micro_batch, search, try_one
-from runtime.rows import write_json
+from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
+from tests.nursery import children
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
@@ -233,6 +234,21 @@ def test_real_trials_that_do_not_fit_or_are_refused(tiny):
     refused = with_recipe(tiny, "tensorwise")
     with pytest.raises(UserError, match="fp8.skip"):        # no micro-batch mends it
         try_one(replace(refused, fp8=replace(refused.fp8, skip=("nothing",))), CPU, time.monotonic() + 300)
+
+
+def test_a_trial_ends_with_its_parent(tiny):
+    slow = auto(tiny, micro_batch=4096, tokens_per_step=2**17)
+    slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
+    parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU, time.monotonic() + 300))
+    parent.start()
+    until, trial = time.monotonic() + 120, []
+    while not trial and time.monotonic() < until:
+        trial = [pid for pid in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{pid}/cmdline")]
+    parent.kill()
+    parent.join()
+    while read_bytes(f"/proc/{trial[0]}/cmdline"):
+        assert time.monotonic() < until, "it goes on alone"
+        time.sleep(0.1)
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
