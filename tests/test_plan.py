@@ -243,6 +243,7 @@ def test_a_trial_ends_with_its_parent(tiny):
     parent.start()
     until, trial = time.monotonic() + 120, []
     while not trial and time.monotonic() < until:
+        time.sleep(0.1)
         trial = [pid for pid in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{pid}/cmdline")]
     parent.kill()
     parent.join()
