@@ -2,17 +2,17 @@
 
 import difflib
 import inspect
+import math
 import os
 import re
 import types
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from itertools import accumulate
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-# Python's own int() and float() also take 1_0, Arabic digits and blanks around them: a typing error must not pass for a number.
-WHOLE = re.compile(r"[+-]?[0-9]+")
-NUMBER = re.compile(r"[+-]?(([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?|inf|nan)")
 UNION = (Union, types.UnionType)      # Optional[int], int | None
+# The brackets around a whole list, which are dropped; those of a pattern such as layers.[01].* stay.
+BRACKETS = re.compile(r"\((.*)\)|\{(.*)\}|\[((?:[^][]|\[[^][]*\])*)\]")
 
 
 class UserError(ValueError):
@@ -41,7 +41,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
             bare.append(argument)
             continue
         if key not in names:
-            raise UserError(f"there is no key {name!r}{nearest(key, names)}")
+            raise UserError(f"there is no key {name!r}{nearest(name, names)}")
         if not equals:
             value = "true" if hints[key] is bool else next(rest, "--")
             if value.startswith("--"):
@@ -59,8 +59,6 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
             given[key] = parse(key, bare.pop(0), hints[key])
     if bare:
         raise UserError(f"{bare[0]!r} is one word too many: write key=value with one of {', '.join(names)}")
-    if problems := [p for key, value in given.items() if (p := _type_problem(key, value, hints[key]))]:
-        raise UserError("\n".join(problems))
     given = (defaults or {}) | given
     if missing := [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]:
         meaning = _meanings(cls).get(missing[0], "")
@@ -83,8 +81,9 @@ def nearest(word: str, choices: list[str]) -> str:
 def field_lines(prefix: str, cls) -> list[str]:
     """A line for each field of a dataclass: key, type, default, and the meaning that stands beside it as a comment."""
     meanings, hints = _meanings(cls), get_type_hints(cls)
-    return [f"  {prefix + f.name:24} {type_name(hints[f.name]):28} {'required' if f.default is MISSING else show(f.default):9}  "
-            f"{meanings.get(f.name, '')}" for f in fields(cls) if not is_dataclass(hints[f.name])]
+    return [f"  {prefix + f.name:24} {_type_name(hints[f.name]):28} "
+            f"{'required' if f.default is MISSING else _show(f.default):9}  {meanings.get(f.name, '')}"
+            for f in fields(cls) if not is_dataclass(hints[f.name])]
 
 
 def _meanings(cls) -> dict[str, str]:
@@ -96,58 +95,37 @@ def _meanings(cls) -> dict[str, str]:
 
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the form."""
-    options = [t for t in (get_args(hint) if get_origin(hint) in UNION else (hint,)) if t is not type(None)]
-    if get_origin(hint) in UNION and text.lower() == "none":
+    value = text
+    with suppress(ValueError, KeyError):    # what cannot be read stays a text, which the annotation then refuses
+        value = _read(text, hint)
+    if problem := _type_problem(key, value, hint):
+        raise UserError(problem)
+    return value
+
+
+def _read(text: str, hint):
+    options = get_args(hint) if get_origin(hint) in UNION else (hint,)
+    if type(None) in options and text.lower() == "none":
         return None
-    if any(text in get_args(option) for option in options if get_origin(option) is Literal):     # a word beside a number
+    if any(text in get_args(option) for option in options):     # a word beside a number
         return text
-    wanted, hint = " or ".join(map(type_name, options)), options[0]
-    try:
-        if hint is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if hint is int:
-            value = int(text) if WHOLE.fullmatch(text) else _number(text)
-            if value != int(value):
-                raise ValueError
-            return int(value)
-        if hint is float:
-            return _number(text)
-        if get_origin(hint) is Literal or hint is str:
-            return text
-        if get_origin(hint) is tuple:
-            return tuple(parse(key, part, get_args(hint)[0]) for part in _parts(text, "()", "[]"))
-        if get_origin(hint) is dict:    # fineweb_edu:0.8,python:0.1
-            pairs = [part.rsplit(":", 1) for part in _parts(text, "{}")]
-            if len({k.strip() for k, _ in pairs}) == len(pairs):
-                return {k.strip(): _number(v.strip()) for k, v in pairs}
-    except (ValueError, KeyError, OverflowError):
-        pass
-    form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
-    raise UserError(f"{key}={text!r} is not {wanted}{form}")
-
-
-def _number(text: str) -> float:
-    if not NUMBER.fullmatch(text):
-        raise ValueError
-    return float(text)
-
-
-def _parts(text: str, *brackets: str) -> list[str]:
-    """What commas separate; brackets around the whole are dropped, those within a word (a pattern's) stay.
-
-    Raises ValueError for a bracket without its partner."""
-    text = text.strip()
-    if any(text[:1] + text[-1:] == pair and _is_paired(text[1:-1], pair) for pair in brackets):
-        text = text[1:-1]
-    parts = [part.strip() for part in text.split(",")]
-    if not all(_is_paired(part, pair) for part in parts for pair in brackets):
-        raise ValueError
-    return [part for part in parts if part]
-
-
-def _is_paired(text: str, pair: str) -> bool:
-    depths = [*accumulate(((c == pair[0]) - (c == pair[1]) for c in text), initial=0)]
-    return min(depths) == 0 == depths[-1]
+    hint, origin, inner = options[0], get_origin(options[0]), get_args(options[0])
+    if hint is bool:
+        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if hint is int and text.lstrip("+-").isdigit():
+        return int(text)
+    if hint in (int, float):
+        number = float(text)
+        return int(number) if hint is int and number.is_integer() else number       # 1e6 is a whole number
+    if origin not in (tuple, dict):
+        return text
+    outer = BRACKETS.fullmatch(text.strip())
+    parts = [part.strip() for part in (outer[outer.lastindex] if outer else text).split(",") if part.strip()]
+    if origin is tuple:
+        return tuple(_read(part, inner[0]) for part in parts)
+    pairs = [part.rsplit(":", 1) for part in parts]      # fineweb_edu:0.8,python:0.1
+    weights = {source.strip(): float(weight) for source, weight in pairs}
+    return weights if len(weights) == len(pairs) else text      # a source named twice
 
 
 def type_problems(prefix: str, value) -> list[str]:
@@ -157,45 +135,45 @@ def type_problems(prefix: str, value) -> list[str]:
 
 
 def _type_problem(key: str, value, hint) -> str | None:
-    if is_dataclass(hint) or fits(value, hint):
+    if _fits(value, hint):
         return None
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
     wrong = next((v for v in value if v not in choices), "") if isinstance(value, tuple) else value
-    return f"{key}={show(value)} is not {type_name(hint)}" + (nearest(str(wrong), choices) if len(choices) > 1 else "")
+    form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
+    return f"{key}={_show(value)} is not {_type_name(hint)}{form}" + (nearest(str(wrong), choices) if len(choices) > 1 else "")
 
 
-def fits(value, hint) -> bool:
-    """Whether `value` is of the annotated type; a whole number passes as a float, a bool never as a number."""
-    if get_origin(hint) in UNION:
-        return any(fits(value, option) for option in get_args(hint))
-    origin = get_origin(hint)
+def _fits(value, hint) -> bool:
+    """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and NaN never as a number."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in UNION:
+        return any(_fits(value, option) for option in inner)
     if origin is Literal:
-        return isinstance(value, str) and value in get_args(hint)
+        return isinstance(value, str) and value in inner
     if origin is tuple:
-        return isinstance(value, tuple) and all(fits(v, get_args(hint)[0]) for v in value)
+        return isinstance(value, tuple) and all(_fits(v, inner[0]) for v in value)
     if origin is dict:
-        return isinstance(value, dict) and all(fits(k, str) and fits(v, float) for k, v in value.items())
+        return isinstance(value, dict) and all(_fits(k, inner[0]) and _fits(v, inner[1]) for k, v in value.items())
     if hint in (int, float):
-        return isinstance(value, (int, hint)) and not isinstance(value, bool) and value == value     # not NaN
+        return isinstance(value, (int, hint)) and not isinstance(value, bool) and -math.inf < value < math.inf
     return isinstance(value, hint)
 
 
-def type_name(hint) -> str:
+def _type_name(hint) -> str:
     """The annotation in words: "a whole number or none"."""
-    if get_origin(hint) in UNION:
-        return " or ".join("none" if t is type(None) else type_name(t) for t in get_args(hint))
-    origin = get_origin(hint)
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in UNION:
+        return " or ".join("none" if t is type(None) else _type_name(t) for t in inner)
     if origin is Literal:
-        return "one of " * (len(get_args(hint)) > 1) + ", ".join(get_args(hint))
+        return "one of " * (len(inner) > 1) + ", ".join(inner)
     if origin is tuple:
-        inner = get_args(hint)[0]
-        return f"a list of {type_name(inner).removeprefix('a ')}{'' if get_origin(inner) is Literal else 's'}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}.get(
-        hint, "a table of source:weight" if origin is dict else getattr(hint, "__name__", str(hint)))
+        return f"a list of {_type_name(inner[0]).removeprefix('a ')}{'' if get_origin(inner[0]) is Literal else 's'}"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "a table of source:weight"}.get(
+        origin or hint, getattr(hint, "__name__", str(hint)))
 
 
-def show(value) -> str:
-    return "none" if value is None else repr(value) if isinstance(value, (str, dict, tuple)) else str(value)
+def _show(value) -> str:
+    return "none" if value is None else repr(value)
 
 
 def grid(lines: list[list[str]]) -> str:

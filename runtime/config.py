@@ -5,8 +5,7 @@ A config file is Python that binds `config = Config(...)`. A derived run imports
     from configs.gpt350m_bf16 import config as parent
     config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
 
-A section lists what is impossible in it in problems(), Config what is impossible between sections. Each mistake becomes one
-sentence of a UserError with key, value, expectation and remedy.
+Each mistake becomes one sentence of a UserError with key, value, expectation and remedy.
 """
 
 import difflib
@@ -15,8 +14,8 @@ import math
 import os
 import re
 import runpy
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal, get_type_hints
 
@@ -43,17 +42,6 @@ class DataConfig:
     tokenizer: str = "gpt2"                 # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
 
-    def problems(self):
-        if not self.mixture:
-            yield "data.mixture={} names no source: give at least one, such as data.mixture=fineweb_edu:1"
-        for source, weight in self.mixture.items():
-            if not (weight > 0 and math.isfinite(weight)):
-                yield f"data.mixture gives {source!r} the weight {weight}: leave a source out or give it a positive weight"
-            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", source):
-                yield f"data.mixture names {source!r}: a source is one folder name, of letters, digits, '_', '-' and '.'"
-        yield from positive(self, "data.", "tokens_per_step", "max_epochs", *["micro_batch"] * (self.micro_batch != "auto"))
-
-
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float                               # peak learning rate of AdamW
@@ -74,18 +62,6 @@ class OptimConfig:
         """Updates of the wsd schedule's last part: a branch of `steps` leaves its trunk so many before its end."""
         return max(1, round(self.decay_share * steps))
 
-    def problems(self):
-        yield from positive(self, "optim.", "lr", "eps", "clip")
-        for name in ("min_lr_ratio", "warmup_share", "decay_share", "weight_decay"):
-            if not 0 <= getattr(self, name) <= 1:
-                yield f"optim.{name}={getattr(self, name)} must lie between 0 and 1"
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield f"optim.{name}={getattr(self, name)} must be at least 0 and below 1"
-        if self.schedule == "wsd" and self.warmup_share + self.decay_share > 1:
-            yield f"optim.warmup_share={self.warmup_share} plus optim.decay_share={self.decay_share} is more than the whole run"
-
-
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
     recipe: RecipeName = "off"              # how the Linears' matmuls are scaled; auto = per layer, what this GPU gains from
@@ -103,23 +79,15 @@ class FP8Config:
         return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels
 
     def problems(self):
-        named = [name for name in ("include", "skip", "head", "first_bf16", "last_bf16", "all_gather", "kernels")
-                 if getattr(self, name)]
-        if self.recipe == "off" and named:
-            yield (f"fp8.recipe=off converts nothing, yet {', '.join(f'fp8.{name}' for name in named)} is set: "
-                   f"name a recipe or drop it")
-        for name in ("first_bf16", "last_bf16"):
-            if getattr(self, name) < 0:
-                yield f"fp8.{name}={getattr(self, name)} must be a number of blocks, 0 or more"
+        if self.recipe == "off" and self != FP8Config():
+            named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
+            yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
         if self.all_gather and self.recipe not in ("off", *FP8_GATHERED):
-            yield (f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}, whose weights have no single scale that torchao "
-                   f"gathers: use one of {', '.join(FP8_GATHERED)}, or fp8.all_gather=false")
+            yield f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}: use one of {', '.join(FP8_GATHERED)}, or false"
         if self.kernels and self.recipe not in ("off", "auto", *FP8_KERNELS):
-            yield (f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use one of {', '.join(FP8_KERNELS)}, auto, or "
-                   f"fp8.kernels=false")
+            yield f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use {', '.join(FP8_KERNELS)}, auto, or false"
         if self.kernels and self.all_gather:
-            yield ("fp8.kernels=true casts whole weights, yet fp8.all_gather=true gathers them as float8 already: set one of the "
-                   "two to false")
+            yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,13 +100,6 @@ class ParallelConfig:
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
-    def problems(self):
-        yield from positive(self, "parallel.", "replicate", "shard", "start_timeout")
-        if not 1 <= self.timeout <= self.start_timeout:
-            yield (f"parallel.timeout={self.timeout} must be at least 1 second and at most "
-                   f"parallel.start_timeout={self.start_timeout}")
-
-
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int | None = 1000                # steps between checkpoints; none = only the last
@@ -148,42 +109,20 @@ class CheckpointConfig:
     rolling: int | None = None              # steps between more saves of which only the newest stays; none = no more
     at: tuple[int, ...] = ()                # more steps to save at; these checkpoints stay for good, to branch off from
 
-    def problems(self):
-        yield from positive(self, "checkpoint.", "every", "keep", "forever", "rolling")
-        if self.forever and (not self.every or self.forever % self.every):
-            yield (f"checkpoint.forever={self.forever} must be a multiple of checkpoint.every={self.every}: what is not saved "
-                   f"cannot be kept")
-        for step in self.at:
-            if step < 1:
-                yield f"checkpoint.at names step {step}: steps are counted from 1"
-
-
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: int | None = 250                 # steps between validations; none = only the last
     tokens: int = 1_048_576                 # validation tokens per source, always the same ones; all there are if fewer
-
-    def problems(self):
-        yield from positive(self, "eval.", "every", "tokens")
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
     every: int = 10                         # steps between console lines where the output is no terminal
 
-    def problems(self):
-        yield from positive(self, "log.", "every")
-
-
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
     every: int | None = None                # steps between looks at what FP8 does to each tensor; none = never
     tokens: int = 4096                      # tokens that a look passes through the model, at most; at least one sequence
-
-    def problems(self):
-        yield from positive(self, "probe.", "every", "tokens")
-
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
@@ -192,27 +131,6 @@ class GuardConfig:
     threshold: float = 10.0                 # a spike lies so many robust standard deviations above their median
     skips: int = 10                         # skipped steps in a row before the run goes back to a checkpoint
     rollbacks: int = 3                      # times that a run may go back before it stops
-
-    def problems(self):
-        yield from positive(self, "guard.", "skips")
-        if self.window < 8:
-            yield f"guard.window={self.window} must be at least 8 steps: the spread of fewer is not known"
-        if not 2 <= self.threshold < math.inf:
-            yield f"guard.threshold={self.threshold} must be at least 2, or ordinary steps would count as spikes"
-        if self.rollbacks < 0:
-            yield f"guard.rollbacks={self.rollbacks} must be a number of times, 0 or more"
-
-
-def positive(section, prefix: str, *names: str) -> Iterator[str]:
-    """A sentence for each of the named fields that is a number, yet not a positive, finite one. prefix: "optim." or ""."""
-    for name in names:
-        value = getattr(section, name)
-        if value is not None and not 0 < value < math.inf:
-            yield f"{prefix}{name}={value} must be a positive, finite number"
-
-
-def _rounded_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 # --------------------------------------------------------------------------------------------------------------- config
@@ -240,84 +158,69 @@ class Config:
     start_from: str | None = None           # branch off another run: its out/<run>/checkpoints/step_<step>
 
     def __post_init__(self):
-        for stage in (self._type_problems, self._section_problems, self._budget_problems, self._cross_problems):
-            if problems := list(stage()):       # a stage relies on what those before it have checked
-                raise UserError("\n".join(problems))
+        if problems := (type_problems("", self)         # each relies on what those before it have checked
+                        or [p for name in SECTIONS for p in type_problems(f"{name}.", getattr(self, name))]
+                        or list(self._value_problems()) or list(self._cross_problems())):
+            raise UserError("\n".join(problems))
+        self.accumulation(1)
 
-    def _type_problems(self):
-        yield from type_problems("", self)
-        for name, cls in SECTIONS.items():
-            value = getattr(self, name)
-            yield from type_problems(f"{name}.", value) if isinstance(value, cls) else [
-                f"{name}={value!r} must be a {cls.__name__}(...)"]
-
-    def _section_problems(self):
-        for name in SECTIONS:
-            yield from getattr(self, name).problems()
-
-    def _budget_problems(self):
+    def _value_problems(self):
+        """What is impossible in itself."""
+        d, o, p, c = self.data, self.optim, self.parallel, self.checkpoint
+        yield from (*positive(self, "", *POSITIVE.split()), *self.model.problems(), *self.fp8.problems())
+        for (low, high), keys in BOUNDS.items():
+            for key in keys.split():
+                if not low <= attrgetter(key)(self) <= high:
+                    yield f"{key}={attrgetter(key)(self)} must lie between {low} and {high}"
+        for key, name in (("run", self.run), *(("data.mixture: the name", name) for name in d.mixture)):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
+                yield f"{key}={name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
+        if min(d.mixture.values(), default=0) <= 0:
+            yield f"data.mixture={d.mixture} must name a source or more, each with a positive weight, such as fineweb_edu:1"
+        if d.micro_batch == "auto" and self.deterministic:
+            yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
+        if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
+            yield f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is more than the whole run"
+        if not 1 <= p.timeout <= p.start_timeout:
+            yield f"parallel.timeout={p.timeout} must be at least 1 second and at most parallel.start_timeout={p.start_timeout}"
+        if c.forever and (not c.every or c.forever % c.every):
+            yield f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every}; only saved ones are kept"
         if (self.steps is None) == (self.tokens_per_param is None):
             yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
-        yield from (wrong := list(positive(self, "", "steps", "tokens_per_param")))
-        tokens = (self.steps or 0) * self.data.tokens_per_step, (self.tokens_per_param or 0) * self.model.params_total
-        if not wrong and max(tokens) > 2**50:
-            yield f"steps={self.steps}, tokens_per_param={self.tokens_per_param}: a budget beyond 10^15 tokens is no budget"
-        if self.repeat not in (0, 1):
-            yield f"repeat={self.repeat} must be 0, or 1 for a null run"
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.run):
-            yield f"run={self.run!r} must be one folder name, of letters, digits, '_', '-' and '.'"
         if self.start_from is not None and not PARENT.search(self.start_from):
             yield f"start_from={self.start_from!r} is no checkpoint's folder: write it like out/<run>/checkpoints/step_00000400"
         if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
 
     def _cross_problems(self):
-        """What concerns several sections: number of steps, divisibility, tokenizer, FP8 dimensions."""
-        m, d, recipe = self.model, self.data, self.fp8.recipe
-        if self.parent and self.parent[1] >= self.total_steps:
-            yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {self.total_steps}: "
-                   f"take an earlier checkpoint, or give more steps")
-        if max(self.checkpoint.at, default=0) > self.total_steps:
-            yield f"checkpoint.at names step {max(self.checkpoint.at)}, but this run ends at step {self.total_steps}"
-        if self.profile and self.profile_steps[0] > self.total_steps:
-            yield f"profile={self.profile} begins after the last step of this run, {self.total_steps}"
-        if d.micro_batch == "auto":
-            if d.tokens_per_step % m.n_ctx:
-                yield (f"data.tokens_per_step={d.tokens_per_step} is not a whole number of sequences of {m.n_ctx} tokens "
-                       f"(model.n_ctx)")
-            if self.deterministic:
-                yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
-        elif d.tokens_per_step % (m.n_ctx * d.micro_batch):
-            yield (f"data.tokens_per_step={d.tokens_per_step} is not a whole number of micro-batches of {d.micro_batch} x "
-                   f"{m.n_ctx} = {d.micro_batch * m.n_ctx} tokens (data.micro_batch x model.n_ctx)")
+        """What several sections make impossible together: number of steps, tokenizer, FP8 dimensions."""
+        m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
+        named = [("start_from", self.parent[1] + 1)] if self.parent else []
+        named += [("checkpoint.at", step) for step in self.checkpoint.at] + [("profile", (self.profile_steps or (1,))[0])]
+        for key, step in named:
+            if not 1 <= step <= end:
+                yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
         if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
             yield (f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is named "
                    f"by a path with a slash, such as ./{d.tokenizer}")
-        elif m.vocab_size != VOCAB_SIZE.get(d.tokenizer, m.vocab_size):     # a folder's is checked when it is read
-            yield (f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}, which has "
-                   f"{VOCAB_SIZE[d.tokenizer]} tokens: set model.vocab_size={VOCAB_SIZE[d.tokenizer]}")
+        elif m.vocab_size != (size := VOCAB_SIZE.get(d.tokenizer, m.vocab_size)):       # a folder's is checked when it is read
+            yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
         if recipe == "off":
             return
-        multiple = 32 if recipe == "mxfp8" else 16
-        needs = f"is not a multiple of {multiple}, which fp8.recipe={recipe} needs"
-        for name, value in (("n_embd", m.n_embd), ("n_ffn", m.n_ffn), ("n_kv_head x head size", m.kv_heads * m.head_size)):
-            if value % multiple and recipe != "auto":       # which leaves such Linears in BF16
-                yield (f"model.{name}={value} {needs}: take {value // multiple * multiple or multiple} or "
-                       f"{_rounded_up(value, multiple)}, or fp8.recipe=off")
-        if d.micro_batch != "auto" and d.micro_batch * m.n_ctx % multiple:
-            yield (f"data.micro_batch={d.micro_batch} x model.n_ctx={m.n_ctx} tokens {needs} for the weight gradient: change "
-                   f"either, or fp8.recipe=off")
-        chunk = m.loss_chunk if self.fp8.head else None
+        multiple, chunk = 32 if recipe == "mxfp8" else 16, m.loss_chunk if self.fp8.head else None
+        sizes = {"model.loss_chunk": chunk or 0}
+        if d.micro_batch != "auto":
+            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient
+        if recipe != "auto":        # which leaves such Linears in BF16
+            sizes |= {"model.n_embd": m.n_embd, "model.n_ffn": m.n_ffn, "model.n_kv_head x head size": m.kv_heads * m.head_size}
+        for key, size in sizes.items():
+            if size % multiple:
+                yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test), without a word.
         if chunk and self.fp8.kernels and self.parallel.compile and m.n_ctx % chunk and chunk % m.n_ctx:
             yield (f"model.loss_chunk={chunk} neither divides model.n_ctx={m.n_ctx} nor is a multiple of it, which torch.compile "
                    f"gets wrong on a CPU with fp8.head and fp8.kernels (part of the gradients unwritten): take "
-                   f"{_rounded_up(chunk, math.lcm(m.n_ctx, multiple))}, or none, or parallel.compile=false")
-        elif chunk and chunk % multiple:
-            yield (f"model.loss_chunk={chunk} {needs} for the head's weight gradient (fp8.head=true): take "
-                   f"{_rounded_up(chunk, multiple)}, or none")
-
-    # ------------------------------------------------------------------------------------------------ derived values
+                   f"{math.lcm(m.n_ctx, multiple)}, or none, or parallel.compile=false")
 
     @property
     def total_steps(self) -> int:
@@ -346,7 +249,7 @@ class Config:
     def profile_steps(self) -> tuple[int, int] | None:
         """First and last step to trace, counted from 1 as rows are; None without profile=."""
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "", re.ASCII)
-        return (int(match[1]), int(match[2])) if match else None
+        return tuple(map(int, match.groups())) if match else None
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step, of one sequence each while they are auto. Raises UserError where the ranks do not
@@ -355,8 +258,8 @@ class Config:
         per_micro = micro_batch * self.model.n_ctx * world_size
         if self.data.tokens_per_step % per_micro:
             raise UserError(f"data.tokens_per_step={self.data.tokens_per_step} cannot be shared by {world_size} ranks in "
-                              f"micro-batches of {micro_batch} x {self.model.n_ctx} tokens: it must be a multiple "
-                              f"of {per_micro}; change data.micro_batch or the number of ranks")
+                            f"micro-batches of {micro_batch} x {self.model.n_ctx} tokens: it must be a multiple of {per_micro}; "
+                            f"change data.micro_batch or the number of ranks")
         return self.data.tokens_per_step // per_micro
 
     def to_dict(self) -> dict:
@@ -373,8 +276,24 @@ class Config:
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
 
-PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
 SECTIONS = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
+PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
+POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
+            "parallel.replicate parallel.shard parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever "
+            "checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
+BOUNDS = {      # smallest and largest value of other numbers
+    (0, 1): "repeat optim.min_lr_ratio optim.warmup_share optim.decay_share optim.weight_decay",
+    (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2",
+    (0, math.inf): "fp8.first_bf16 fp8.last_bf16 guard.rollbacks",
+    (8, math.inf): "guard.window",          # steps: the spread of fewer is not known
+    (2, math.inf): "guard.threshold",       # below it ordinary steps would count as spikes
+}
+
+
+def positive(section, prefix: str, *names: str) -> list[str]:
+    """A sentence for each of the named numbers that is not above zero. prefix: "optim." or ""."""
+    return [f"{prefix}{name}={value} must be a positive, finite number" for name in names
+            if isinstance(value := attrgetter(name)(section), int | float) and not 0 < value < math.inf]
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
@@ -435,22 +354,13 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
         config = runpy.run_path(str(path)).get("config")
     except UserError:
         raise
-    except (Exception, SystemExit) as error:
-        raise UserError(f"{path}{_keyword_problem(error) or f' could not be run: {type(error).__name__}: {error}'}") from error
+    except Exception as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        told = f"{type(error).__name__}: {error}" + (_meant(unknown[1]) if unknown else "")
+        raise UserError(f"{path} could not be run: {told}") from error
     if not isinstance(config, Config):
         raise UserError(f"{path} must bind config = Config(...), but config is {type(config).__name__}")
     return apply_overrides(config, overrides)
-
-
-def _keyword_problem(error: BaseException) -> str | None:
-    """What a dataclass says of its keywords, in our words."""
-    said = re.match(r"(\w+)\.__init__\(\) (?:got an unexpected keyword argument '(\w+)'|missing \d+ .+ arguments?: (.+))",
-                    str(error))
-    for section, cls in {"": Config, **SECTIONS}.items():
-        if said and cls.__name__ == said[1]:
-            told = _meant(f"{section}.{said[2]}").replace(f"'{section}.", "'")
-            return f": {said[1]} has no field {said[2]!r}{told}" if said[2] else f": {said[1]} needs {said[3]}: give a value"
-    return None
 
 
 def apply_overrides(config: Config, overrides: list[str]) -> Config:
@@ -465,10 +375,8 @@ def apply_overrides(config: Config, overrides: list[str]) -> Config:
         section, _, name = key.rpartition(".")
         changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS.get(section, Config))[name])
     top = changes.pop("", {})
-    if "steps" in top and "tokens_per_param" not in top:        # the command line's budget replaces the file's
-        top["tokens_per_param"] = None
-    elif "tokens_per_param" in top and "steps" not in top:
-        top["steps"] = None
+    if len(top.keys() & {"steps", "tokens_per_param"}) == 1:        # the command line's budget replaces the file's
+        top = {"steps": None, "tokens_per_param": None} | top
     return replace(config, **top, **{section: replace(getattr(config, section), **new) for section, new in changes.items()})
 
 
@@ -499,8 +407,8 @@ def read_config(run_dir: str | Path) -> Config:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON ({error}): the file is damaged, restore it or start the run anew") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}): restore it or start the run anew") from error
     if isinstance(content, dict) and "architectures" in content:
         raise UserError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
                         f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")

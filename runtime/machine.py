@@ -6,9 +6,7 @@ torch is imported by the functions that need it: scaling/ asks git on machines w
 import os
 import platform
 import re
-import resource
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 from runtime.cli import MachineError
@@ -49,29 +47,26 @@ def device_name(device) -> str:
 def check_device() -> None:
     """Raises MachineError where there is an NVIDIA GPU that this torch cannot use: days on a CPU by mistake.
 
-    A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU.
-    """
+    A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU."""
     import torch
-    visible, there = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus()
-    if visible is not None and visible.strip() in ("", "-1", "NoDevFiles") or torch.version.hip:    # ROCm has GPUs of its own
+    visible, there, cuda = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus(), torch.version.cuda
+    if torch.cuda.is_available() or torch.version.hip or visible in ("", "-1") or not (there or visible and cuda):
         return
-    on_purpose = "or set CUDA_VISIBLE_DEVICES='' to train on the CPU on purpose"
-    if torch.version.cuda is None and there:
-        raise MachineError(f"this machine has {there} NVIDIA GPU(s), but torch {torch.__version__} was built for the CPU alone: "
-                           f"install torch's CUDA build (https://pytorch.org/get-started), {on_purpose}")
-    if torch.version.cuda is not None and not torch.cuda.is_available() and (there or visible is not None):
-        try:
-            torch.cuda.init()
-            reason = "it counts no GPU"
-        except (RuntimeError, AssertionError) as error:
-            reason = str(error).partition("\n")[0].rstrip(". ")
-        advice = "see whether `nvidia-smi` finds the GPU, and restart the machine or leave it out if it does not"
-        if "driver" in reason.lower():
-            advice = f"update the NVIDIA driver, or install a torch built for it (this one wants CUDA {torch.version.cuda})"
-        elif visible is not None:
-            advice = f"correct CUDA_VISIBLE_DEVICES={visible!r}, which must name GPUs of this machine"
-        raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} cannot use any ({reason}): "
-                           f"{advice}, {on_purpose}")
+    try:
+        torch.cuda.init()
+        reason = "it counts no GPU"
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].rstrip(". ")
+    if cuda is None:
+        advice = "install torch's CUDA build (https://pytorch.org/get-started)"
+    elif "driver" in reason.lower():
+        advice = f"update the NVIDIA driver, or install a torch built for it (this one wants CUDA {cuda})"
+    elif visible is not None:
+        advice = f"correct CUDA_VISIBLE_DEVICES={visible!r}, which must name GPUs of this machine"
+    else:
+        advice = "see whether `nvidia-smi` finds the GPU"
+    raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} cannot use any ({reason}): "
+                       f"{advice}, or set CUDA_VISIBLE_DEVICES='' to train on the CPU on purpose")
 
 
 def count_gpus() -> int:
@@ -84,7 +79,6 @@ def count_gpus() -> int:
 # What torch, cuBLAS, NCCL, C++ and the kernel (ENOMEM) say when memory is short; the classes of the errors tell less.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)
-ASKED_FOR = re.compile(r"(?:tried|unable) to allocate ([\d.]+) ?(bytes|[KMGTP]iB)", re.I)
 
 
 def memory_error(error: BaseException | None) -> BaseException | None:
@@ -100,43 +94,26 @@ def memory_error(error: BaseException | None) -> BaseException | None:
 
 
 def out_of_memory(error: BaseException, config, world) -> str | None:
-    """The sentence for an error that means too little memory: where, peak and total, what helps; None for any other error.
+    """The sentence for an error that means too little memory: where, what torch says, what helps; None for any other error.
 
-    config: the run's Config. world: its rank, size and device; None before there is one."""
+    config: the run's Config. world: its rank, size and device."""
     import torch
-    found = memory_error(error)
+    found, device, where = memory_error(error), world.device, str(world.device)
     if found is None:
         return None
-    rank, size, device = (world.rank, world.size, world.device) if world else (0, 1, torch.device("cpu"))
     if device.type == "cuda":
-        where = (f"{device}, {device_name(device)}): {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB of tensors at the "
-                 f"peak, {torch.cuda.max_memory_reserved(device) / GIB:.2f} with the allocator's reserve, of "
-                 f"{torch.cuda.get_device_properties(device).total_memory / GIB:.2f} GiB")
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB      # Linux counts in KiB
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-        where = f"{device}): {peak:.2f} GiB at the peak of {total:.2f} GiB in this machine"
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            where += f", limited to {limit / GIB:.2f} GiB of addresses"
-    if asked := ASKED_FOR.search(str(found)):
-        where += f", {float(asked[1]) * 2 ** (10 * 'bKMGTP'.index(asked[2][0])) / GIB:.2f} GiB more were asked for"
-    return f"out of memory on rank {rank} ({where}; what was saved stays. Try {'; or '.join(_remedies(config, size))}"
-
-
-def _remedies(config, size: int) -> Iterator[str]:
-    """Settings that need less memory and change the run's numbers by rounding alone, the cheapest first."""
-    d, m, p = config.data, config.model, config.parallel
-    smaller = [n for n in range(1, d.micro_batch // 2 + 1) if d.tokens_per_step % (n * m.n_ctx * size) == 0
+        where += (f", {device_name(device)}, {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB of tensors at the peak, of "
+                  f"{torch.cuda.get_device_properties(device).total_memory / GIB:.2f} GiB")
+    said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
+    d, m, remedies = config.data, config.model, []
+    # settings that need less memory and change the run's numbers by rounding alone, the cheapest first
+    smaller = [n for n in range(1, d.micro_batch // 2 + 1) if d.tokens_per_step % (n * m.n_ctx * world.size) == 0
                and (config.fp8.recipe == "off" or n * m.n_ctx % 32 == 0)]      # FP8 multiplies by tiles of 16 or 32 tokens
     if smaller:
-        yield f"data.micro_batch={smaller[-1]} (now {d.micro_batch}; a step keeps its tokens)"
-    if not p.recompute:
-        yield "parallel.recompute=true (about a third more computing)"
+        remedies.append(f"data.micro_batch={smaller[-1]} (now {d.micro_batch}; a step keeps its tokens)")
+    if not config.parallel.recompute:
+        remedies.append("parallel.recompute=true (about a third more computing)")
     if (m.loss_chunk or d.micro_batch * m.n_ctx) > 1024:
-        yield f"model.loss_chunk=1024 (now {m.loss_chunk or 'none'}; logits of so many tokens at a time)"
-    if p.replicate > 1:
-        yield f"parallel.replicate=1 (now {p.replicate}; the weights are shared by all ranks)"
-    elif not p.reshard and size > 1:
-        yield "parallel.reshard=true (gathered weights are dropped after a block's forward pass)"
-    yield f"more GPUs (now {size}): torchrun --nproc_per_node, the weights and moments are shared among them"
+        remedies.append(f"model.loss_chunk=1024 (now {m.loss_chunk or 'none'}; logits of so many tokens at a time)")
+    remedies.append(f"more GPUs (now {world.size}): torchrun --nproc_per_node, the weights and moments are shared among them")
+    return f"out of memory on rank {world.rank} ({where}): {said}; what was saved stays. Try {'; or '.join(remedies)}"

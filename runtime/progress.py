@@ -15,9 +15,8 @@ class ProgressLine:
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
         self._name, self._unit, self._is_shown = name, unit, is_shown
-        self._console = Console(stderr=True)
-        self._began = self._looked = time.monotonic()
-        self._first: tuple[float, float] | None = None
+        self._console, self._looked = Console(stderr=True), 0.0
+        self._first: tuple[float, float, float] | None = None       # time, units and share at the first look
         self._bar: Bar | None = None
 
     def show(self, state: Callable[[], tuple[float, float]]) -> None:
@@ -25,15 +24,13 @@ class ProgressLine:
         now, is_live = time.monotonic(), self._console.is_terminal
         if not self._is_shown or (self._first and now - self._looked < (LIVE_S if is_live else LOG_S)):
             return
-        self._looked = now
-        units, share = state()
+        self._looked, (units, share) = now, state()
         if self._first is None:     # units that were there at the start say nothing of the speed
-            self._first, self._began = (units, share), now
+            self._first = now, units, share
             return
-        seconds, gained = now - self._began, share - self._first[1]
-        told = f"{si(units)} {self._unit}, {si((units - self._first[0]) / seconds)}/s"
-        if gained > 0:
-            told += f", {duration(seconds * (1 - share) / gained)} left"
+        seconds, gained = now - self._first[0], share - self._first[2]
+        told = f"{si(units)} {self._unit}, {si((units - self._first[1]) / seconds)}/s"
+        told += f", {duration(seconds * (1 - share) / gained)} left" if gained > 0 else ""
         if not is_live:
             self._console.print(f"{self._name}: {share:.0%}, {told}", highlight=False, soft_wrap=True)
             return

@@ -8,8 +8,8 @@ Rows of metrics.jsonl, in the order in which things happened:
 """
 
 import json
-import math
 import os
+from contextlib import suppress
 from pathlib import Path
 
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
@@ -17,10 +17,7 @@ UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its k
 
 def read_bytes(path: str | Path) -> bytes:
     """The content of a file; b"" where there is none."""
-    try:
-        return Path(path).read_bytes()
-    except FileNotFoundError:
-        return b""
+    return Path(path).read_bytes() if os.path.exists(path) else b""
 
 
 def read_rows(path: str | Path) -> list:
@@ -32,17 +29,14 @@ def parse(content: bytes) -> list:
     """The values of JSON lines, without those that cannot be read."""
     values = []
     for line in content.splitlines():
-        try:
+        with suppress(ValueError, RecursionError):
             values.append(json.loads(line))
-        except (ValueError, RecursionError):
-            continue
     return values
 
 
 def metrics_rows(values: list) -> list[dict]:
     """Those values that are rows of a metrics.jsonl: objects with a kind and a step."""
-    return [row for row in values
-            if isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("kind"), str)]
+    return [row for row in values if isinstance(row, dict) and type(row.get("step")) is int and "kind" in row]
 
 
 def kept(rows: list[dict], step: int) -> list[dict]:
@@ -62,15 +56,8 @@ def undone(rows: list[dict], to_step: int) -> list[dict]:
 
 def to_line(row: dict) -> bytes:
     """A row as a line of strict JSON; NaN and infinities, which JSON lacks, become null."""
-    return (json.dumps(_strict(row), allow_nan=False) + "\n").encode()
-
-
-def _strict(value):
-    if isinstance(value, dict):
-        return {k: _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    strict = json.loads(json.dumps(row), parse_constant=lambda name: None)
+    return (json.dumps(strict) + "\n").encode()
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
