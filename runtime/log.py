@@ -4,27 +4,24 @@ Beside the rows: env.json, samples of the GPU (Meter), traces of some steps (Pro
 BF16 and an FP8 run share. metrics.jsonl (format: runtime/rows.py) is what the project reads; console and dashboards only show it.
 """
 
-import gzip
 import hashlib
 import json
 import os
 import platform
 import re
 import shlex
-import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError
 from runtime.config import Config
@@ -43,12 +40,9 @@ class Log:
     room for a second copy of the file; a dashboard that raises is dropped. Raises OSError where a start finds no room."""
 
     def __init__(self, config: Config, resume_step: int, total_steps: int):
-        self.config, self.total_steps = config, total_steps
-        self.path = config.run_dir / "metrics.jsonl"
-        self._is_terminal, self._is_line_open = sys.stdout.isatty(), False
-        self._steps = 0                         # since this start
-        self._seconds = deque(maxlen=50)        # of the latest steps after the warm-up
-        self._file, self._is_waiting = None, False
+        self.config, self.total_steps, self.path = config, total_steps, config.run_dir / "metrics.jsonl"
+        self._is_terminal, self._is_line_open, self._is_waiting = sys.stdout.isatty(), False, False
+        self._steps, self._seconds = 0, deque(maxlen=50)    # since this start; of the latest steps after the warm-up
         self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
         self._write()
         self._dashboards = {name: DASHBOARDS[name]() for name in config.log.to}
@@ -61,14 +55,15 @@ class Log:
         if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
         step, total, seconds = row["step"], self.total_steps, self._seconds or [row["step_s"]]
-        if not (self._is_terminal or step == total or step % self.config.log.every == 0 or self._steps == 1):
-            return
         step_s = sum(seconds) / len(seconds)
         line = (f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {row['loss']:.4f}  "
                 f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"
                 + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
-        self._print(f"\r\x1b[2K{line}" if self._is_terminal else line, end="" if self._is_terminal else "\n")
-        self._is_line_open = self._is_terminal
+        if self._is_terminal:
+            self._print(f"\r\x1b[2K{line}", end="")
+            self._is_line_open = True
+        elif step == total or step % self.config.log.every == 0 or self._steps == 1:
+            self._print(line)
 
     def validation(self, row: dict) -> None:
         """A validation. A step keeps its first row: the last step is validated again where a kill came before summary.json."""
@@ -87,27 +82,22 @@ class Log:
 
     def roll_back(self, to_step: int, row: dict) -> None:
         """Relabel the rows after `to_step` as undone and add the event `row`, in one atomic change of the file."""
-        on_disk = read_bytes(self.path) if self._file else b""
+        on_disk = b"" if self._is_new else read_bytes(self.path)
         self._replace(undone(metrics_rows(parse(on_disk + self._unwritten)), to_step))
         self._show("roll_back", to_step)
         self.event(row)
 
     def say(self, text: str) -> None:
         """Print lines that stay."""
-        self._print(("\n" if self._is_line_open else "") + text)
+        self._print("\n" * self._is_line_open + text)
         self._is_line_open = False
 
     def close(self) -> None:
-        if self._is_line_open:
-            self._print("")
         self._flush()
         if self._unwritten:
-            on_disk = [] if self._file else metrics_rows(read_rows(self.path))
-            n_lost = len(self._unwritten.splitlines()) - len(on_disk)
-            self.say(f"{self.path}: the last {n_lost} rows are lost, there was no room for them"
-                     + ("" if self._file else "; steps that a rollback undid still stand in it as if they counted"))
-        if self._file:
-            self._file.close()
+            self.say(f"{self.path}: the last rows are lost, there was no room for them")
+        elif self._is_line_open:
+            self._print("")
         self._show("close")
 
     def _append(self, row: dict) -> None:
@@ -117,19 +107,16 @@ class Log:
 
     def _replace(self, rows: list[dict]) -> None:
         """Let the file hold `rows` alone from the next _write() that succeeds; until then it stays as it is."""
-        if self._file:
-            with suppress(OSError):     # all that it held is in `rows`
-                self._file.close()
-        self._file, self._unwritten = None, b"".join(map(to_line, rows))
+        self._is_new, self._unwritten = True, b"".join(map(to_line, rows))
         self._validated = {row["step"] for row in rows if row["kind"] == "val"}
 
     def _write(self) -> None:
-        """Append the unwritten lines, or make a new file of them where none is open. Raises OSError."""
-        if self._file is None:
+        if self._is_new:
             write_atomically(self.path, self._unwritten)
-            self._file, self._unwritten = open(self.path, "ab", buffering=0), b""   # noqa: SIM115 - close() closes it
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+            self._is_new, self._unwritten = False, b""
+        with open(self.path, "ab", buffering=0) as file:
+            while self._unwritten:
+                self._unwritten = self._unwritten[file.write(self._unwritten):]
 
     def _flush(self) -> None:
         try:
@@ -159,6 +146,7 @@ class Wandb:
     def open(self, config: Config, resume_step: int) -> None:
         self.run = import_module("wandb").init(project="nanofp8", name=config.run, id=config.run, resume="allow",
                                                dir=str(config.run_dir), config=config.to_dict())
+        self.close = self.run.finish
         self.run.define_metric("step")
         for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does
             self.run.define_metric(f"{kind}/*", step_metric="step")
@@ -169,15 +157,12 @@ class Wandb:
     def roll_back(self, to_step: int) -> None:
         """What was sent stays: the curve goes back to to_step and begins again."""
 
-    def close(self) -> None:
-        self.run.finish()
-
 
 class TensorBoard:
     def open(self, config: Config, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-        self.config = config
-        self.writer = SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)   # hides what was after `step`
+        writer = import_module("torch.utils.tensorboard").SummaryWriter
+        self.config, self.writer = config, writer(str(config.run_dir / "tensorboard"), purge_step=step + 1)     # hides later ones
+        self.close = self.writer.close
 
     def write(self, row: dict) -> None:
         for key, value in numbers(row).items():
@@ -186,9 +171,6 @@ class TensorBoard:
     def roll_back(self, to_step: int) -> None:
         self.close()
         self.open(self.config, to_step)
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 DASHBOARDS = {"wandb": Wandb, "tensorboard": TensorBoard}      # name of the package -> what writes to it
@@ -205,11 +187,9 @@ def numbers(row: dict) -> dict[str, float]:
 def check_mirrors(config: Config) -> None:
     """Raises UserError where the package of a dashboard in log.to is not installed; before anything is written."""
     for name in config.log.to:
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise UserError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out "
-                            f"(metrics.jsonl is written anyway)") from error
+        if find_spec(name) is None:
+            raise UserError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out (metrics.jsonl is "
+                            f"written anyway)")
 
 
 # ---------------------------------------------------------------------------------------------------- meter, profiler
@@ -220,8 +200,8 @@ class Meter:
     A thread of its own reads them once a period, so that a slow driver delays no step. NVML's own average is over 1/6 to 1 s."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
-        self._latest: dict[str, float] = {}
-        self._is_closed = threading.Event()
+        self._latest, self._is_closed = {}, threading.Event()
+        self.close = self._is_closed.set
         if device.type == "cuda":       # NVML counts all GPUs of the machine, CUDA those that are visible; the uuid is common
             uuid = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
             threading.Thread(target=self._sample, args=(uuid, period), name="meter", daemon=True).start()
@@ -230,27 +210,20 @@ class Meter:
         """The latest sample: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts, each where the GPU tells it."""
         return dict(self._latest)
 
-    def close(self) -> None:
-        self._is_closed.set()
-
     def _sample(self, uuid: str, period: float) -> None:
-        try:
+        with suppress(Exception):       # no such package, no driver, a container without NVML, a MIG slice
             nvml = import_module("pynvml")
             nvml.nvmlInit()
             gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
-        except Exception:       # no such package, no driver, a container without NVML, a MIG slice
-            return
-        while not self._is_closed.is_set():
-            sample = {}
-            with suppress(Exception):       # not supported by this GPU, or not for a moment; so below
-                memory = nvml.nvmlDeviceGetMemoryInfo(gpu)
-                sample["gpu_mem_pct"] = round(100 * memory.used / memory.total, 2)
-            with suppress(Exception):
-                sample["gpu_util_pct"] = float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu)
-            with suppress(Exception):
-                sample["gpu_power_w"] = nvml.nvmlDeviceGetPowerUsage(gpu) / 1000        # NVML gives milliwatts
-            self._latest = sample
-            self._is_closed.wait(period)
+            reads = {"gpu_mem_pct": lambda: round(100 * (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total, 2),
+                     "gpu_util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+                     "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000}      # NVML gives milliwatts
+            while not self._is_closed.wait(period):
+                sample = {}
+                for name, read in reads.items():
+                    with suppress(Exception):       # not supported by this GPU, or not for a moment
+                        sample[name] = read()
+                self._latest = sample
 
 
 class Profiler:
@@ -260,70 +233,47 @@ class Profiler:
         memory_rank<r>.pickle               on a GPU: every allocation, for pytorch.org/memory_viz
 
     No number changes; the traced steps are slower, the first most. A run that resumes or ends in between traces what it does of
-    them. Never raises: a trace that fails is reported by say()."""
+    them. A trace that cannot be written is reported by say() and ends no run."""
 
-    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say: Callable[[str], None] = print):
+    def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
         self.first, self.last = steps or (0, -1)
-        self.folder, self.rank, self.is_main, self.say = run_dir / "profile", world.rank, world.is_main, say
-        self.on_gpu = world.device.type == "cuda"
-        self._trace = self._range = None
-        self._begun = self._step = 0        # the first traced step and the latest
+        self.folder, self.world, self.say = run_dir / "profile", world, say
+        self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
         """Before the step."""
-        if not self._begun and self.first <= step <= self.last:
-            self._begun = step
-            with self._reported():
-                if self.on_gpu:     # private, yet the documented way; so many events are about 100 MB
-                    torch.cuda.memory._record_memory_history(max_entries=100_000)
-                activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-                self._trace = profile(activities=activities, record_shapes=True)
-                self._trace.start()
         if self._trace is not None:
-            self._step = step
-            self._range = record_function(f"ProfilerStep#{step}")       # the name by which TensorBoard tells steps apart
-            self._range.__enter__()
+            self._trace.step_num = step - 1     # a rollback goes back
+            self._trace.step()
+        elif self.first <= step <= self.last:
+            if self.world.device.type == "cuda":    # private, yet the documented way; so many events are about 100 MB
+                torch.cuda.memory._record_memory_history(max_entries=100_000)
+            self._trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
+            self._trace.step_num = self.first = step        # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
+            self._trace.start()
 
     def end(self, step: int) -> None:
         """After the step; after the last one the files are written, which takes seconds for a large model."""
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
-        if self._trace is not None and step >= self.last:
-            with self._reported():
-                self._write(step)
-            self._trace = None
+        if step >= self.last:
+            self.close()
 
     def close(self) -> None:
-        """Write the part of a trace that the run's end cuts short."""
-        self.last = min(self.last, self._step)
-        self.end(self._step)
-
-    def _write(self, step: int) -> None:
-        self._trace.stop()
+        """Write what has been traced."""
+        trace, self._trace = self._trace, None
+        if trace is None:
+            return
+        self.last = -1      # once is enough
         try:
+            trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.on_gpu:
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
-        finally:
-            if self.on_gpu:
+            if self.world.device.type == "cuda":
+                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.world.rank}.pickle"))
                 torch.cuda.memory._record_memory_history(enabled=None)
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as folder:
-            plain, packed = Path(folder, "json"), Path(folder, "gz")
-            self._trace.export_chrome_trace(str(plain))
-            with open(plain, "rb") as source, gzip.open(packed, "wb", compresslevel=5) as target:
-                shutil.copyfileobj(source, target)
-            os.replace(packed, self.folder / f"trace_rank{self.rank}.pt.trace.json.gz")     # the ending TensorBoard looks for
-        if self.is_main:
-            self.say(f"profile: steps {self._begun} to {step} -> {self.folder}/ (open in ui.perfetto.dev)")
-
-    @contextmanager
-    def _reported(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:      # a full disk, a second profiler, a driver without CUPTI
-            self._trace = None
-            self.say(f"profile: rank {self.rank} wrote no trace: {type(error).__name__}: {error}")
+            trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
+            if self.world.is_main:
+                self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
+        except (OSError, RuntimeError) as error:        # such as a full disk
+            self.say(f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------- env.json
@@ -346,30 +296,15 @@ def environment(device: torch.device, root: Path) -> dict:
         "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        **{name: _version(name) for name in ("torch", "torchao", "numpy", "triton")},
+        **{name: version(name) if find_spec(name) else None for name in ("torch", "torchao", "numpy", "triton")},
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name in VARIABLES or name.startswith(PREFIXES) and not SECRET.search(name)},
     }
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
-    """Write env.json: the environment now, but the t_start of the run's very first start.
-
-    A prediction counts only if it is older than that. Raises UserError where the existing file does not tell it."""
-    first = {}
-    if path.exists():
-        try:
-            first = {"t_start": json.loads(path.read_text())["t_start"]}
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} is damaged ({type(error).__name__}: {error}), so it no longer tells when the run was "
-                            f"begun: restore it, or choose another run=") from error
+    """Write env.json: the environment now, but the t_start of the run's very first start: a prediction counts only if older."""
+    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
     write_json(path, environment(device, root) | first)
 
 
