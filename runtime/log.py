@@ -16,7 +16,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -278,6 +278,7 @@ class Profiler:
 
 # ------------------------------------------------------------------------------------------------------------- env.json
 
+PACKAGES = "torch", "torchao", "numpy", "triton"
 # Environment variables that env.json holds: these, and those of the prefixes whose name does not suggest a secret.
 VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG",
              "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE",
@@ -296,7 +297,7 @@ def environment(device: torch.device, root: Path) -> dict:
         "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        **{name: version(name) if find_spec(name) else None for name in ("torch", "torchao", "numpy", "triton")},
+        **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name in VARIABLES or name.startswith(PREFIXES) and not SECRET.search(name)},
     }

@@ -8,30 +8,18 @@ import json
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import pytest
 
 import train
+from runtime import config as room
 from runtime.cli import UserError, field_lines, parse, read_options
-from runtime.config import (
-    FOREIGN,
-    SECTIONS,
-    Config,
-    apply_overrides,
-    config_from_dict,
-    help_text,
-    known_keys,
-    load_config,
-    read_config,
-)
+from runtime.config import Config, apply_overrides, config_from_dict, known_keys, load_config, read_config
 from runtime.data import open_data
 from runtime.fp8 import by_name
-from runtime.log import pair_id
+from runtime.log import digest, pair_id
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, write_config, write_source
 
@@ -71,20 +59,36 @@ def test_sizes_are_the_documented_ones(size, layers, width, ffn, heads, millions
     assert (m.n_layer, m.n_embd, m.n_ffn, m.n_head, round(m.params_total / 1e6)) == (layers, width, ffn, heads, millions)
 
 
+@pytest.mark.parametrize("name, pair, identity", [      # summary.json of runs that exist holds these: no version may change them
+    ("demo_s_bf16", "4f9bf045b63c03a6", "b8098584"), ("gpt350m_fp8", "cc4f4e7448834472", "0f1828fa"),
+    ("continue_llama", "ce3c1df4022040d0", "20906e2f")])
+def test_pair_id_and_identity_stay_what_they_were(name, pair, identity):
+    config = load_config(ROOT / f"configs/{name}.py")
+    assert (pair_id(config), digest(config.identity())[:8]) == (pair, identity)
+
+
 # ------------------------------------------------------------------------------------------------------------ overrides
 
-@pytest.mark.parametrize("text, key, value", [
-    ("optim.lr=3e-4", "optim.lr", 3e-4), ("--optim.lr=3e-4", "optim.lr", 3e-4), ("steps=1e3", "steps", 1000),
-    ("model.tied=false", "model.tied", False), ("model.n_kv_head=none", "model.n_kv_head", None),
-    ("fp8.skip=head,layers.0.*", "fp8.skip", ("head", "layers.0.*")), ("fp8.recipe=rowwise", "fp8.recipe", "rowwise"),
-    ("data.mixture=web:0.5,code:2", "data.mixture", {"web": 0.5, "code": 2.0}), ("run=other", "run", "other"),
-    ("data.micro_batch=auto", "data.micro_batch", "auto"), ("data.micro_batch=8", "data.micro_batch", 8),
-    ("checkpoint.at=2,4", "checkpoint.at", (2, 4)),
-    ("start_from=o/r/checkpoints/step_00000002", "start_from", "o/r/checkpoints/step_00000002")])
-def test_overrides_are_parsed_by_annotation(tiny, text, key, value):
-    config = apply_overrides(tiny, [text, *["fp8.recipe=tensorwise"] * (key == "fp8.skip")])
-    section, _, name = key.rpartition(".")
-    assert getattr(getattr(config, section) if section else config, name) == value
+@pytest.mark.parametrize("text, value", [
+    ("optim.lr=3e-4", 3e-4), ("--optim.lr=3", 3.0), ("steps=1e3", 1000), ("seed=98765432109876543210", 98765432109876543210),
+    ("model.tied=False", False), ("model.n_kv_head=none", None), ("run=other", "other"), ("checkpoint.at=2,4", (2, 4)),
+    ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.recipe=rowwise", "rowwise"),
+    ("data.mixture=web:0.8,code:0.2", {"web": 0.8, "code": 0.2}), ("data.micro_batch=auto", "auto"), ("data.micro_batch=8", 8),
+    ("data.mixture={web:1}", {"web": 1.0}), ("log.to=", ()), ("start_from=o/r/checkpoints/step_00000002",) * 2])
+def test_overrides_are_parsed_by_annotation(tiny, text, value):
+    config = apply_overrides(tiny, [text, *["fp8.recipe=tensorwise"] * text.startswith("fp8.skip")])
+    key = text.removeprefix("--").partition("=")[0]
+    found = config.to_dict()
+    for part in key.split("."):
+        found = found[part]
+    value = value.partition("=")[2] if key == "start_from" else value
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text, value", [
+    ("[ab],[cd]", ("[ab]", "[cd]")), ("[layers.[01].*]", ("layers.[01].*",)), ("(a, b,)", ("a", "b")), ("[]", ())])
+def test_brackets_of_a_pattern_stay(text, value):
+    assert parse("fp8.skip", text, tuple[str, ...]) == value
 
 
 def test_a_budget_on_the_command_line_replaces_the_files(tiny):
@@ -94,55 +98,46 @@ def test_a_budget_on_the_command_line_replaces_the_files(tiny):
 
 FP8_HEAD = "fp8.recipe=tensorwise fp8.head=true "
 COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
-MISCOMPILED = "^model.loss_chunk={} neither divides model.n_ctx={} .* take {}, or none, or parallel.compile=false$"
 
 
 @pytest.mark.parametrize("overrides, told", [
-    ("optim.lr", "^'optim.lr' is no override: write section.key=value"),
-    ("optim.lr=fast", "^optim.lr='fast' is not a number$"), ("optim.lr=nan", "^optim.lr=nan is not a number$"),
-    ("model.n_layer=2.5", "^model.n_layer='2.5' is not a whole number$"), ("steps=0", "^steps=0 must be a positive, finite"),
-    ("model.tied=maybe", "^model.tied='maybe' is not true or false$"), ("optim.lr=inf", "^optim.lr=inf must be a positive"),
-    ("optim.beta2=1", "^optim.beta2=1.0 must be at least 0 and below 1$"), ("optim.weight_decay=-1", "must lie between 0 and 1$"),
-    ("optim.schedule=wsd optim.warmup_share=0.9", "0.9 plus optim.decay_share=0.2 is more than the whole run$"),
-    ("data.mixture=web", "^data.mixture='web' is not a table of source:weight, written source:weight,source:weight$"),
-    ("data.mixture=web:-1", "^data.mixture gives 'web' the weight -1.0"), ("data.mixture=../x:1", "^data.mixture names '../x': "),
-    ("data.mixture={}", "names no source"), ("fp8.recipe=rowise", "^fp8.recipe='rowise' .* one of .*; did you mean 'rowwise'"),
-    ("fp8.head=true", "^fp8.recipe=off converts nothing, yet fp8.head is set"), ("fp8.last_bf16=-1", "0 or more$"),
+    ("optim.lr", "^'optim.lr' is no override"), ("optim.lr=fast", "^optim.lr='fast' is not a number$"), ("optim.lr=nan", "=nan"),
+    ("model.n_layer=2.5", "^model.n_layer=2.5 is not a whole number$"), ("steps=0", "^steps=0 must be a positive"),
+    ("model.tied=maybe", "^model.tied='maybe' is not true or false$"), ("optim.lr=inf", "^optim.lr=inf is not a number"),
+    ("optim.beta2=1", "^optim.beta2=1.0 must"), ("optim.weight_decay=-1", "^optim.weight_decay=-1.0 must lie between 0 and 1$"),
+    ("optim.schedule=wsd optim.warmup_share=0.9", "more than the whole run$"), ("data.mixture=", "^data.mixture={}"),
+    ("data.mixture=web:-1", "positive weight"), ("data.mixture=../x:1", "'../x' must be one folder name"),
+    *[(f"data.mixture={text}", "written source:weight,source:weight$") for text in ("web", "web:1,web:2", "web:x")],
+    ("fp8.recipe=rowise", "^fp8.recipe='rowise' .*; did you mean 'rowwise'"), ("checkpoint.at=[1,2", "whole numbers$"),
+    ("fp8.head=true", "^fp8.recipe=off converts nothing, yet fp8.head is set"), ("fp8.last_bf16=-1", "fp8.last_bf16=-1 must"),
     ("fp8.recipe=rowwise fp8.all_gather=true", "^fp8.all_gather=true cannot serve fp8.recipe=rowwise"),
     ("fp8.recipe=mxfp8 fp8.kernels=true", "^fp8.kernels=true has no kernels for fp8.recipe=mxfp8"),
     ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "set one of the two to false$"),
     ("log.to=wandbb", r"^log.to=\('wandbb',\) is not a list of one of wandb, tensorboard; did you mean 'wandb'\?$"),
     ("model.n_embd=33", "^model.n_embd=33 is not divisible by model.n_head=2"), ("run=a/b", "^run='a/b' must be one folder"),
-    ("model.vocab_size=50257", "has 257 tokens: set model.vocab_size=257$"), ("data.tokenizer=bite", "is none of gpt2, byte"),
-    ("data.micro_batch=5", "^data.tokens_per_step=512 is not a whole number of micro-batches of 5 x 32 = 160 tokens"),
+    ("model.vocab_size=50257", "set model.vocab_size=257$"), ("data.tokenizer=bite", "is none of gpt2, byte"),
+    ("data.micro_batch=5", "^data.tokens_per_step=512 .* micro-batches of 5 x 32 tokens.* a multiple of 160;"),
     ("data.micro_batch=Auto", "^data.micro_batch='Auto' is not a whole number or auto$"),
-    ("data.micro_batch=none", "^data.micro_batch=none is not a whole number or auto$"),
-    ("data.micro_batch=auto data.tokens_per_step=100", "^data.tokens_per_step=100 is not a whole number of sequences of 32"),
+    ("data.micro_batch=auto data.tokens_per_step=100", "a multiple of 32;"),
     ("data.micro_batch=auto deterministic=true", "^data.micro_batch=auto is decided by a clock"),
-    ("parallel.timeout=3600", "must be at least 1 second and at most parallel.start_timeout=1800.0$"),
-    ("checkpoint.forever=7", "^checkpoint.forever=7 must be a multiple of .*=3"), ("checkpoint.at=0", "counted from 1$"),
-    ("checkpoint.at=7", "^checkpoint.at names step 7, but this run ends at step 6$"), ("repeat=2", "^repeat=2 must be 0, or 1"),
-    ("start_from=o/r/checkpoints/step_00000006", "step 6, but this run ends at step 6"), ("start_from=x", "is no checkpoint"),
-    ("guard.window=1", "^guard.window=1 must be at least 8"), ("guard.threshold=1", "^guard.threshold=1.0 must be at least 2"),
-    ("guard.rollbacks=-1", "0 or more$"), ("profile=9:2", "^profile='9:2' must be"), ("profile=7:9", "after the last step"),
-    ("tokens_per_param=none", "^steps=None and tokens_per_param=None: give exactly one"), ("steps=1e15", "beyond 10.15"),
-    ("optim.lr=-1 checkpoint.keep=0 data.max_epochs=0",         # all problems of a stage together
+    ("parallel.timeout=3600", "at most parallel.start_timeout=1800.0$"), ("checkpoint.forever=7", "must be a multiple of .*=3"),
+    *[(f"checkpoint.at={step}", f"step {step}, .* steps 1 to 6$") for step in (0, 7)], ("repeat=2", "^repeat=2 must"),
+    ("start_from=o/r/checkpoints/step_00000006", "^start_from .* steps 1 to 6$"), ("start_from=x", "is no checkpoint"),
+    ("guard.window=1", "^guard.window=1 must lie between 8"), ("guard.threshold=1", "^guard.threshold=1.0 must lie between 2"),
+    ("guard.rollbacks=-1", "^guard.rollbacks=-1 must"), ("profile=9:2", "^profile='9:2' must"), ("profile=7:9", "steps 1 to 6$"),
+    ("tokens_per_param=none", "^steps=None and tokens_per_param=None: give exactly one"),
+    ("optim.lr=-1 checkpoint.keep=0 data.max_epochs=0",         # all problems together
      "^data.max_epochs=0.0 must .*\noptim.lr=-1.0 must be .*\ncheckpoint.keep=0 must be a positive, finite number$"),
-    ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40",
-     "^model.n_embd=40 is not a multiple of 16, which fp8.recipe=tensorwise needs: take 32 or 48, or fp8.recipe=off\n"
-     "model.n_ffn=72 .* take 64 or 80, .*\nmodel.n_kv_head x head size=40 .* take 32 or 48, or fp8.recipe=off$"),
-    ("fp8.recipe=mxfp8 model.n_ffn=80", "^model.n_ffn=80 is not a multiple of 32, .*: take 64 or 96, or"),
-    ("fp8.recipe=auto model.n_ctx=8 data.micro_batch=1", "^data.micro_batch=1 x model.n_ctx=8 tokens is not a multiple of 16"),
-    (FP8_HEAD + "model.loss_chunk=100", "is not a multiple of 16, which fp8.recipe=tensorwise needs .* take 112, or none$"),
-    ("fp8.recipe=auto fp8.head=true model.loss_chunk=8", "^model.loss_chunk=8 is not a multiple of 16, .* take 16, or none$"),
+    ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "^model.n_embd=40 is no multiple of 16.*\nmodel.n_ffn=72 "),
+    ("fp8.recipe=mxfp8 model.n_ffn=80", "^model.n_ffn=80 is no multiple of 32, "), ("fp8.recipe=auto model.n_ffn=72", None),
+    ("fp8.recipe=auto model.n_ctx=8 data.micro_batch=1", "^data.micro_batch x model.n_ctx=8 is no multiple of 16"),
+    (FP8_HEAD + "model.loss_chunk=100", "^model.loss_chunk=100 is no multiple of 16,"), ("model.loss_chunk=100", None),
     # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU. What is advised must be allowed.
-    (COMPILED + "model.loss_chunk=48", MISCOMPILED.format(48, 32, 64)),
-    (COMPILED + "model.n_ctx=64 model.loss_chunk=100", MISCOMPILED.format(100, 64, 128)),
-    (COMPILED + "model.n_ctx=8 data.micro_batch=16 model.loss_chunk=20", MISCOMPILED.format(20, 8, 32)),
-    (FP8_HEAD + "parallel.compile=true model.loss_chunk=48", None), ("fp8.recipe=auto model.n_ffn=72", None),
-    (FP8_HEAD + "fp8.kernels=true parallel.compile=false model.loss_chunk=48", None), ("model.loss_chunk=100", None),
-    *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, 1024, "none")],
-])
+    (COMPILED + "model.loss_chunk=48", "divides model.n_ctx=32 .* take 32, or none"),
+    (COMPILED + "model.n_ctx=8 data.micro_batch=16 model.loss_chunk=20", "divides model.n_ctx=8 .* take 16, or none"),
+    (FP8_HEAD + "parallel.compile=true model.loss_chunk=48", None),
+    (FP8_HEAD + "fp8.kernels=true parallel.compile=false model.loss_chunk=48", None),
+    *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, "none")]])
 def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
     if told is None:
         apply_overrides(tiny, overrides.split())
@@ -154,29 +149,21 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
     ("optim.lrr", "; did you mean 'optim.lr'?"), ("n_layer", "; did you mean 'model.n_layer'?"), ("xyzzy", "; --help lists all"),
     ("optim.n_layer", "; did you mean 'model.n_layer'?"), ("checkpoint.evry", "; did you mean 'checkpoint.every'?"),
     ("optim.learning_rate", "; did you mean 'optim.lr'?"), ("--max-seq-len", "; did you mean 'model.n_ctx'?"),
-    ("weight_decay", "; did you mean 'optim.weight_decay'?"), ("compile", "; did you mean 'parallel.compile'?"),
-    ("training.global_batch_size", "; did you mean 'data.tokens_per_step', which counts tokens, not sequences?"),
-    ("warmup_iters", "; did you mean 'optim.warmup_share', a share of all steps?"), ("dropout", "; --help lists all")])
+    ("training.global_batch_size", "; did you mean 'data.tokens_per_step', which counts tokens, not sequences?")])
 def test_an_unknown_key_gets_ours_also_for_the_names_of_other_code_bases(tiny, key, told):
     assert refused(apply_overrides, tiny, [f"{key}=3"]) == f"there is no key {key.removeprefix('--')!r}{told}"
 
 
 def test_the_table_of_other_names_holds_keys_of_ours_and_each_name_once():
-    theirs = [name for names in FOREIGN.values() for name in names.split()]
-    assert {ours.partition(",")[0] for ours in FOREIGN} <= set(known_keys())
+    theirs = [name for names in room.FOREIGN.values() for name in names.split()]
+    assert {ours.partition(",")[0] for ours in room.FOREIGN} <= set(known_keys())
     assert len(theirs) == len(set(theirs)) and not set(theirs) & set(known_keys())
 
 
-def test_a_micro_batch_to_be_found_counts_as_one_sequence(tiny):
-    config = apply_overrides(tiny, ["data.micro_batch=auto", "fp8.recipe=tensorwise", "model.n_ctx=8"])     # 8 tokens: no tile
-    assert config.accumulation(4) == 512 // 8 // 4 and config.identity().keys() == tiny.identity().keys()
-    assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
-
-
 def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
-    free = ["data.dir=x", "data.micro_batch=8", "data.max_epochs=3", "model.loss_chunk=64", "run=b", "out=c", "eval.every=2",
+    free = ["data.dir=x", "data.micro_batch=auto", "data.max_epochs=3", "model.loss_chunk=64", "run=b", "out=c", "eval.every=2",
             "parallel.recompute=true"]
-    assert apply_overrides(tiny, free).identity() == tiny.identity()
+    assert apply_overrides(tiny, free).identity() == tiny.identity() and apply_overrides(tiny, free).accumulation(4) == 4
     for change in ("seed=1", "optim.eps=1e-9", "model.qk_norm=true", "fp8.recipe=rowwise", "data.tokens_per_step=256", "steps=7",
                    "data.mixture=web:1", "start_from=o/r/checkpoints/step_00000002"):
         assert apply_overrides(tiny, [change]).identity() != tiny.identity(), change
@@ -193,33 +180,31 @@ def test_a_record_names_kernels_beside_the_recipe(tiny):
 
 # ---------------------------------------------------------------------------------------------------------------- files
 
-@pytest.mark.parametrize("body, sentence", [
-    ("config = 3", " must bind config = Config(...), but config is int"),
-    ("import nonsense_not_there", " could not be run: ModuleNotFoundError: No module named 'nonsense_not_there'"),
-    ("C.OptimConfig(learning_rate=3)", ": OptimConfig has no field 'learning_rate'; did you mean 'lr'?"),
-    ("C.OptimConfig(n_layers=3)", ": OptimConfig has no field 'n_layers'; did you mean 'model.n_layer'?"),
-    ("C.OptimConfig()", ": OptimConfig needs 'lr': give a value")])
-def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, sentence):
+@pytest.mark.parametrize("body, told", [
+    ("config = 3", "must bind config = Config(...), but config is int"), ("import nonsense_not_there", "'nonsense_not_there'"),
+    ("C.OptimConfig(learning_rate=3)", "'learning_rate'; did you mean 'optim.lr'?"), ("C.OptimConfig()", "argument: 'lr'"),
+    ("C.OptimConfig(lrr=3)", "'lrr'; did you mean 'optim.lr'?"), ("config = [" * 300, "SyntaxError"), ("\0", "Error")])
+def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, told):
     (tmp_path / "mine.py").write_text(f"import runtime.config as C\n{body}")
-    assert refused(load_config, tmp_path / "mine.py") == f"{tmp_path}/mine.py{sentence}"
+    said = refused(load_config, tmp_path / "mine.py")
+    assert said.startswith(f"{tmp_path}/mine.py ") and told in said
     assert refused(load_config, tmp_path / "mint.py").endswith(f"/mint.py; did you mean {tmp_path}/mine.py?")
 
 
-@pytest.mark.parametrize("section, value, sentence", [
-    ("model", {"n_layer": "2"}, "model.n_layer='2' is not a whole number"),
-    ("optim", {"clip": True}, "optim.clip=True is not a number"),
-    ("data", {"micro_batch": True}, "data.micro_batch=True is not a whole number or auto"),
-    ("fp8", {}, "fp8={} must be a FP8Config(...)")])
-def test_a_wrong_type_in_a_file_is_refused(tiny, section, value, sentence):
+@pytest.mark.parametrize("section, value, told", [
+    ("model", {"n_layer": "2"}, "model.n_layer='2' is not a whole number"), ("fp8", {}, "fp8={} is not FP8Config"),
+    ("data", {"micro_batch": True}, "data.micro_batch=True is not a whole number or auto")])
+def test_a_wrong_type_in_a_file_is_refused(tiny, section, value, told):
     wrong = dataclasses.replace(getattr(tiny, section), **value) if value else value
-    assert refused(lambda: dataclasses.replace(tiny, **{section: wrong})) == sentence
+    assert refused(lambda: dataclasses.replace(tiny, **{section: wrong})) == told
 
 
 def test_config_json_is_read_back_or_refused(tiny, tmp_path):
-    assert config_from_dict(json.loads(json.dumps(tiny.to_dict()))) == tiny
+    for config in (tiny, apply_overrides(tiny, ["data.micro_batch=auto", "checkpoint.at=2"])):
+        assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert "does not fit this version" in refused(config_from_dict, {**tiny.to_dict(), "optim": {"momentum": 1}})
     assert "is no run: it has no config.json" in refused(read_config, tmp_path / "nowhere")
-    for content, told in (("{ half", "is not JSON"), ('["architectures"]', "does not fit this version"),
+    for content, told in (("{ half", "is damaged"), ('["architectures"]', "does not fit this version"),
                           ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} out/RUN makes one of it")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
@@ -227,19 +212,13 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
 
 # -------------------------------------------------------------------------------------------------------- command lines
 
-def test_help_tells_every_key_and_every_public_attribute_is_one():
-    lines = help_text().splitlines()
+def test_help_tells_every_key_and_every_public_attribute_is_one(capsys):
+    lines = room.help_text().splitlines()
     assert [line.split()[0] for line in lines] == known_keys() and all(len(line.split("  ")[-1]) > 3 for line in lines)
-    for cls in (Config, *SECTIONS.values()):        # without an annotation it would silently be no field
+    for cls in (Config, *room.SECTIONS.values()):        # without an annotation it would silently be no field
         plain = {k for k, v in vars(cls).items() if not k.startswith("_") and not callable(v) and not isinstance(v, property)}
         assert plain <= {f.name for f in dataclasses.fields(cls)}, cls
-
-
-@pytest.mark.parametrize("arguments, code", [(["--help"], 0), ([], 2), (["configs/demo_s_fp8.py", "optim.lrr=1"], 2)])
-def test_exit_codes_of_the_process(arguments, code):
-    done = subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == code and "Traceback" not in done.stderr
-    assert (done.stderr.count("\n") == 1) == (code == 2 and bool(arguments))
+    assert (train.main(["--help"]), train.main([])) == (0, 2) and capsys.readouterr().out.count(room.help_text()) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,10 +237,6 @@ class Options(Base):
 
     POSITIONAL: ClassVar = ("run", "names")
 
-    def __post_init__(self):
-        if self.n < 1:
-            raise UserError(f"n={self.n} must be at least 1")
-
 
 @pytest.mark.parametrize("words, expected", [
     (["out/x"], {}), (["run=out/x"], {}),
@@ -277,8 +252,7 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
 
 @pytest.mark.parametrize("words, sentence", [
     ("n=2", "run is missing: give run=VALUE, folder of a run"), ("x n=two", "n='two' is not a whole number"),
-    ("x topk=3", "there is no key 'topk'; did you mean 'top_k'?"),
-    ("x --qq", "there is no key 'qq'; there are: n, run, text,"), ("x n=0", "n=0 must"),
+    ("x topk=3", "there is no key 'topk'; did you mean 'top_k'?"), ("x --qq", "there is no key 'qq'; there are: n, run, text,"),
     ("x kind=b", "kind='b' is not one of a, bb; did you mean 'bb'?"), ("x n=1 n=2", "n is given twice: '1' and '2'"),
     ("x --n --serve", "--n needs a value: write n=VALUE"), ("x --n", "--n needs a value"), ("x text=", "text= is empty: "),
     ("x names=y z", "'z' is one word too many: write key=value with one of n,"), ("x a=b", "there is no key 'a'; there are: ")])
@@ -292,26 +266,14 @@ def test_a_command_takes_its_own_keys_and_help_comes_from_the_comments():
         "n a whole number 1 how many", "run a word required folder of a run", "text a word ''"]
 
 
-@pytest.mark.parametrize("text, value", [
-    ("[ab],[cd]", ("[ab]", "[cd]")), ("[layers.[01].*]", ("layers.[01].*",)), ("(a, b,)", ("a", "b")), ("", ()), ("[]", ())])
-def test_brackets_of_a_pattern_stay(text, value):
-    assert parse("fp8.skip", text, tuple[str, ...]) == value
-
-
 # -------------------------------------------------------------------------------------------------------- hostile input
 
-CODE = ["__import__('os').system('touch canary')", "$(touch canary)", "`touch canary`", "; touch canary", "{{7*7}}", "%(lr)s",
-        "lambda: open('canary', 'w')", "[open('canary', 'w') for _ in 'x']", "!!python/object/apply:os.system ['touch canary']"]
-VALUES = [
-    "", " ", "0", "-0", "1", "-1", "2", "3.5", "1e3", "1e400", "-1e400", "nan", "inf", "-inf", "NaN", "1_0", "0x10", "٣",
-    "1e-400", "9" * 400, "9" * 5000, "1e18", str(2**31), str(2**63), str(2**64), "true", "false", "True", "None", "none", "null",
-    "[", "]", "[]", "()", "(1,", "{", "}", "{}", "[[1]]", "1,2,3", "1,,2", ",", "a:b",
-    "web:1", "web:1,web:2", "web:0", "web:-1", "web:1e999", "web:nan", "../../etc/passwd", "/dev/null", "/proc/self/mem",
-    "\x00", "a\x00b", "\n", "a\nb", "\r\x1b[31m", "é", "🙂", "\ud800", "%s%s%n", "x" * 10_000, "*", "layers.[0", "(?P<", "-",
-    "--", "tensorwise", "rowwise", "mxfp8", "auto", "off", "gpt2", "byte", "wsd", "cosine", "act", "10:15", "15:10", "0:0",
-    "1:1:1", "out/run/checkpoints/step_00000001", "=", "a=b", *CODE]
-KEYS = ["", ".", "..", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "__class__.__init__", "model.params_total",
-        "OPTIM.LR", "optim lr", "optim.lrr", "n_layer", "data.Dir", "\x00", "é", "-", "---optim.lr", *CODE]
+CODE = ["__import__('os').system('touch canary')", "$(touch canary)", "; touch canary", "{{7*7}}", "%(lr)s"]
+VALUES = ["", " ", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "inf", "-inf", "1_0", "0x10", "٣", "9" * 5000, "1e18", "true",
+          "False", "none", "[", "]", "[]", "(1,", "{}", "[[1]]", "1,2,3", "1,,2", ",", "a:b", "web:1", "web:0", "web:1e999",
+          "../../etc/passwd", "/dev/null", "\x00", "a\nb", "\r\x1b[31m", "é", "\ud800", "%s%n", "x" * 10_000, "layers.[0",
+          "tensorwise", "mxfp8", "auto", "off", "gpt2", "byte", "10:15", "out/run/checkpoints/step_00000001", *CODE]
+KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é", *CODE]
 
 
 @pytest.fixture
@@ -323,108 +285,55 @@ def nowhere(tmp_path, monkeypatch):
     assert os.listdir(tmp_path / "cwd") == [], "a file was created"
 
 
-class TooLong(BaseException):
-    pass
-
-
-@contextlib.contextmanager
-def bounded(what):
-    """20 seconds for one command line on a loaded machine; most need a hundredth of one."""
-    def ring(number, frame):
-        raise TooLong(what)
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.alarm(20)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def check(arguments, codes=(0, 2)):
     """Exit code and stderr of train.py's main() in this process: a plan, or a sentence. What it raises is a traceback."""
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), bounded(arguments):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = train.main(list(arguments))
     out, err = out.getvalue(), err.getvalue()
-    assert code in codes and "Traceback" not in err and len(err) < 30_000, (arguments, err)
+    assert code in codes and len(err) < 30_000, (arguments, err)
     assert (out, err[:10]) == ("", "train.py: ") if code else (out[:8], err) == ("plan of ", ""), (arguments, out, err)
     return code, err
 
 
-def test_six_hundred_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path, nowhere):
+def test_hundreds_of_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path, nowhere):
     rng, path, known, codes = random.Random(4), str(write_config(tiny, tmp_path / "tiny.py")), known_keys(), []
-    for i in range(600):
-        count = rng.choice((1, 1, 2, 3))
-        overrides = [f"{rng.choice(known if rng.random() < 0.9 else KEYS)}={rng.choice(VALUES)}" for _ in range(count)]
-        if rng.random() < 0.1:
-            overrides.append(rng.choice(VALUES))
-        if rng.random() < 0.3:
-            overrides[0] = "--" + overrides[0]
-        plan = ["--plan"] + (["h100"] if rng.random() < 0.8 else [])
+    for i in range(300):
+        keys = [rng.choice(known if rng.random() < 0.9 else KEYS) for _ in range(rng.choice((1, 1, 3)))]
+        overrides = [f"{key}={rng.choice(VALUES)}" for key in keys] + [rng.choice(VALUES)] * (rng.random() < 0.1)
+        plan = ["--plan", *["h100"] * (rng.random() < 0.8)]
         codes.append(check([path, *overrides, *plan] if i % 5 else [path, *plan, *overrides])[0])
-    assert codes.count(0) > 20 and codes.count(2) > 250, "both ends are reached"
+    assert codes.count(0) > 5 and codes.count(2) > 125, "both ends are reached"
+    for words in ([""], ["/"], ["/dev/null"], ["\x00"], ["--plan"], ["x" * 5000], ["optim.lr=1"], ["nothing.py", "--plan"],
+                  [path, "--plan", "h100", "--plan"], [path, "--plan", "../x"], [path, "--help"], [path, path]):
+        check(words, codes=(2,))
 
 
-@pytest.mark.parametrize("key", known_keys())
-def test_no_value_of_any_key_is_a_traceback(tiny, nowhere, key):
-    for value in VALUES:
-        with bounded((key, value)), contextlib.suppress(UserError):
-            config = apply_overrides(tiny, [f"{key}={value}"])
-            assert json.loads(json.dumps(config.to_dict(), allow_nan=False))        # what every run writes
-
-
-@pytest.mark.parametrize("override", [
-    "optim.lr=1_0", "steps=1_0", "steps=٣", "steps= 3", "optim.lr=infinity", "optim.lr=0x1p-3", "fp8.skip=[", "fp8.skip=head]",
-    "fp8.skip=(head", "fp8.skip=a)(b", "checkpoint.at=[1,2", "data.mixture={web:1", "data.mixture=web:1,web:2",
-    "data.mixture=web:1_0"])
-def test_a_typing_error_is_no_value(tiny, override):
-    key, _, value = override.partition("=")
-    assert refused(apply_overrides, tiny, [override]).startswith(f"{key}={value!r} is not ")
-
-
-@pytest.mark.parametrize("content", [
-    b"", b"\x00", b"\xff\xfe", b"config", b"def", b"raise SystemExit(0)", b"import sys; sys.exit()", b"1/0", b"x = '\xe9'",
-    b"raise KeyboardInterrupt", b"config = [" * 300, b"from runtime.config import Config\nconfig = Config", b"def f(): f()\nf()"])
-def test_a_file_that_is_no_config_is_a_sentence(tmp_path, nowhere, content):
-    (tmp_path / "mine.py").write_bytes(content)
-    check([str(tmp_path / "mine.py")], codes=(130,) if b"KeyboardInterrupt" in content else (2,))   # Ctrl-C looks the same
-
-
-@pytest.mark.parametrize("arguments", [
-    [""], ["."], ["/"], ["/dev/null"], ["\x00"], ["--plan"], ["--plan", "h100"], ["x" * 5000], ["optim.lr=1"],
-    ["nothing.py", "--plan"], ["{config}", "--plan", "h100", "--plan"], ["{config}", "--plan", "../x"],
-    ["{config}", "--plan", ""], ["{config}", "--help"], ["{config}", "{config}"], ["{config}", "-"]])
-def test_odd_words_are_sentences(tiny, tmp_path, nowhere, arguments):
-    path = str(write_config(tiny, tmp_path / "tiny.py"))
-    check([path if a == "{config}" else a for a in arguments], codes=(0,) if arguments[-1] == "" and len(arguments) > 1 else (2,))
+def test_no_value_of_any_key_is_a_traceback(tiny, nowhere):
+    for key in known_keys():
+        for value in VALUES:
+            with contextlib.suppress(UserError):
+                json.dumps(apply_overrides(tiny, [f"{key}={value}"]).to_dict(), allow_nan=False)        # what every run writes
 
 
 def mutated(rng, text):
-    """`text` (JSON) with a few bytes changed, a value or key replaced, a part cut out, doubled, or wrapped."""
+    """`text` (JSON) with a few bytes changed, a part cut out or doubled, or a value or key replaced."""
     way = rng.randrange(6)
+    i, j = sorted(rng.randrange(len(text)) for _ in range(2))
     if way == 0:
-        data = bytearray(text.encode())
-        for _ in range(rng.randrange(1, 8)):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-        return bytes(data)
+        return text[:i].encode() + rng.randbytes(rng.randrange(1, 8)) + text[i + 8:].encode()
     if way == 1:
-        i, j = sorted(rng.randrange(len(text)) for _ in range(2))
-        return (text[:i] + rng.choice(("", text[i:j] * 2, "[" * 100_000, "\x00" * 10)) + text[j:]).encode()
-    raw = json.loads(text)
-    for _ in range(rng.randrange(1, 4)):
-        node = raw
-        while isinstance(node, dict | list) and node:
-            parent, key = node, rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
-            node = node[key]
-            if rng.random() < 0.3:
-                break
-        new = rng.choice([None, True, -1, 0, 1.5, 10**30, 2**53 - 1, float("nan"), float("inf"), "", "../../etc/passwd",
-                          "/dev/zero", "é\x00", "\ud800", [], [None], {}, {"a": 1}, "train_00000.bin", "x" * 10_000, CODE[0]])
-        if way == 2 and isinstance(parent, dict):
-            parent[str(new)] = parent.pop(key)
-        else:
-            parent[key] = new
+        return (text[:i] + rng.choice(("", text[i:j] * 2)) + text[j:]).encode()
+    node = raw = json.loads(text)
+    while isinstance(node, dict | list) and node and (node is raw or rng.random() < 0.7):
+        parent, key = node, rng.choice(list(node) if isinstance(node, dict) else range(len(node)))
+        node = node[key]
+    new = rng.choice([None, True, -1, 0, 1.5, 10**30, 2**53 - 1, float("nan"), float("inf"), "", "../../etc/passwd", "/dev/zero",
+                      "é\x00", "\ud800", [], [None], {}, {"a": 1}, "train_00000.bin", "x" * 10_000, CODE[0]])
+    if way == 2 and isinstance(parent, dict):
+        parent[str(new)] = parent.pop(key)
+    else:
+        parent[key] = new
     return json.dumps(raw).encode()
 
 
@@ -439,17 +348,16 @@ def test_two_hundred_damaged_indexes_are_a_sentence_or_data(tiny, tmp_path, nowh
     for i in range(200):
         is_sealed = i % 2       # as prepare_data.py writes it now, or as it once did
         path.write_bytes(mutated(rng, json.dumps(plain | ({"sha256": own} if is_sealed else {}))))
-        with bounded(path.read_bytes()[:2000]):
-            try:
-                data = open_data(config, sha)
-            except UserError as error:
-                assert str(error).startswith(str(tmp_path / "web")) and len(str(error)) < 2000 and "\n" not in str(error)
-                continue
-            served[is_sealed] += 1
-            assert len(data.describe()) == 2
-            data.batch(0, 0, 0, 1)
-            if is_sealed:       # no edit passes for what was written
-                assert data.train_sha256 and json.loads(path.read_bytes()) == plain | {"sha256": own}
+        try:
+            data = open_data(config, sha)
+        except UserError as error:
+            assert str(error).startswith(str(tmp_path / "web")) and len(str(error)) < 2000 and "\n" not in str(error)
+            continue
+        served[is_sealed] += 1
+        assert len(data.describe()) == 2
+        data.batch(0, 0, 0, 1)
+        if is_sealed:       # no edit passes for what was written
+            assert data.train_sha256 and json.loads(path.read_bytes()) == plain | {"sha256": own}
     assert sum(served) < 60
     path.write_bytes(json.dumps(plain).encode()[:-2])
     code, err = check([str(write_config(tiny, tmp_path / "tiny.py")), f"data.dir={tmp_path}", f"out={tmp_path}/out"])
@@ -460,5 +368,5 @@ def test_a_damaged_config_json_of_a_run_is_a_sentence(tiny, tmp_path):
     text, rng = json.dumps(tiny.to_dict()), random.Random(7)
     for _ in range(100):
         (tmp_path / "config.json").write_bytes(mutated(rng, text))
-        with bounded((tmp_path / "config.json").read_bytes()[:2000]), contextlib.suppress(UserError):
+        with contextlib.suppress(UserError):
             assert isinstance(read_config(tmp_path), Config)

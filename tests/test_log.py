@@ -1,9 +1,7 @@
 """runtime/log.py, rows.py, progress.py: rows through resumes, rollbacks, kills and full disks; what mirrors and measures them."""
 
 import gzip
-import hashlib
 import json
-import re
 import resource
 import subprocess
 import sys
@@ -16,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.profiler import profile
 
 from runtime import log
 from runtime.cli import UserError
@@ -93,7 +90,6 @@ def test_a_rollback_relabels_what_it_undid(tiny):
     one = rolled_back(tiny)
     assert [one.has_validation(step) for step in (2, 3, 4, 6)] == [True, False, True, False]
     one.validation(val(6, loss=2.5))
-    assert one.has_validation(6)
     assert read(tiny, "kind", "step", "loss") == [
         ("train", 1, 2.0), ("train", 2, 2.0), ("val", 2, 1.5), ("train", 3, 2.0), ("train", 4, 2.0), ("val", 4, 1.5),
         ("undone", 5, 2.0), ("undone", 6, 2.0), ("undone_val", 6, 1.5), ("event", 6, None), ("train", 5, 9.0), ("train", 6, 9.0),
@@ -114,37 +110,23 @@ def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order(tiny, step, kinds)
     rolled_back(tiny).close()
     again = open_log(tiny, step)
     assert again.has_validation(2) == (step >= 2)
-    again.close()
     assert " ".join(kind for kind, in read(tiny, "kind")) == kinds
 
 
-@pytest.mark.parametrize("resume, n_kept", [(1, 3), (2, 5), (9, 7)])      # 9: the rows of later steps were lost
-def test_a_resume_keeps_what_directly_follows_its_step(tiny, resume, n_kept):
+def test_a_resume_keeps_what_directly_follows_its_step_and_a_step_its_first_validation(tiny):
     one = open_log(tiny)
     one.step(row(1))
     one.event({"event": "save_failed", "step": 1})
     one.validation(val(1))
+    one.validation(val(1, loss=7.0))        # again, after a kill that came before the summary
     one.event({"event": "save_failed", "step": 2})
     one.step(row(2))
     one.event({"event": "save_failed", "step": 1})      # reported late
     one.step(row(3))
-    one.close()
     rows = read_rows(one.path)
-    open_log(tiny, resume).close()
-    assert read_rows(one.path) == rows[:n_kept]
-
-
-def test_a_step_validated_again_keeps_its_row(tiny, capsys):
-    one = open_log(tiny)
-    one.step(row(1))
-    one.validation(val(1))
-    one.validation(val(1))
-    one.close()
-    one = open_log(tiny, resume=1)       # after a kill that came before the summary
-    one.validation(val(1))
-    one.close()
-    assert read(tiny, "kind", "step") == [("train", 1), ("val", 1)]
-    assert capsys.readouterr().out.count("step 1: validation loss 1.5000   (web 1.5000)") == 3
+    for resume, n_kept in ((9, 7), (2, 5), (1, 3)):     # 9: the rows of later steps were lost
+        open_log(tiny, resume).close()
+        assert read_rows(one.path) == rows[:n_kept] and rows[2]["loss"] == 1.5
 
 
 def test_a_kill_after_any_byte_leaves_whole_rows(tiny):
@@ -181,25 +163,22 @@ def test_kill_9_during_rollbacks_leaves_the_file_before_or_after_one(tiny):
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert process.stdout.readline() == b"begun\n"
-        time.sleep(0.3)
+        while len(read_rows(tiny.run_dir / "metrics.jsonl")) < 300:
+            time.sleep(0.01)
     finally:
         process.kill()
         process.wait()
     text = (tiny.run_dir / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()[:-1]]        # only the last may be torn
-    assert len(rows) > 100
     at = [i for i, r in enumerate(rows) if r["kind"] == "event"]
     assert at and all(rows[i - 1]["kind"] == "undone" and rows[i - 1]["step"] == rows[i]["step"] for i in at)
 
 
-@pytest.mark.parametrize("junk", [b"[1]\n", b"7\n", b"null\n", b'{"kind": "train"}\n', b'{"step": 2}\n', b"\xff\x00\n",
-                                  b'{"kind": "train", "step": "2"}\n', b"[" * 100_000 + b"\n"])
+@pytest.mark.parametrize("junk", [b"[1]\n", b"null\n", b'{"kind": "train"}\n', b'{"step": 2}\n', b"\xff\x00\n", b"{\n"])
 def test_a_damaged_line_is_left_out_and_the_others_stay(tiny, junk):
     one = open_log(tiny)
     one.step(row(1))
-    one.close()
     one.path.write_bytes(one.path.read_bytes() + junk + b'{"kind": "train", "step": 2, "loss": 3.0}\n')
-    assert log.validation_losses(one.path) == {}
     open_log(tiny, resume=2).close()
     assert read(tiny, "step", "loss") == [(1, 2.0), (2, 3.0)]
 
@@ -220,10 +199,8 @@ def test_on_a_full_disk_rows_wait_and_none_is_lost(tiny, capsys):
     assert read(tiny, "kind", "step") == rows
     with largest_file(one.path.stat().st_size):
         one.step(row(5))
-        one.step(row(6))
         one.close()
-    assert read(tiny, "kind", "step") == rows
-    assert "the last 2 rows are lost, there was no room for them\n" in capsys.readouterr().out
+    assert read(tiny, "kind", "step") == rows and "the last rows are lost" in capsys.readouterr().out
 
 
 def go_on(one):
@@ -252,26 +229,28 @@ def test_a_rollback_waits_for_room_and_training_goes_on(tiny, capsys, spare):
     assert capsys.readouterr().out.count("rows wait for room, training goes on") == 1
 
 
-@pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_rollback_that_never_finds_room_is_reported_and_a_start_refused(tiny, capsys, monkeypatch, fails):
+def test_a_rollback_that_never_finds_room_keeps_the_file_and_a_start_is_refused(tiny, capsys, monkeypatch):
     one = rolled_back(tiny)
     before = one.path.read_bytes()
-    monkeypatch.setattr(f"runtime.rows.os.{fails}", refuse)
+    monkeypatch.setattr("runtime.rows.os.fsync", refuse)
     go_on(one)
     one.close()
     with pytest.raises(OSError, match="No space left"):
         open_log(tiny, resume=6)
     assert one.path.read_bytes() == before and [path.name for path in tiny.run_dir.iterdir()] == ["metrics.jsonl"]
-    said = capsys.readouterr().out
-    assert "the last 6 rows are lost, there was no room for them; steps that a rollback undid still stand" in said
-    monkeypatch.undo()
-    open_log(tiny, resume=4).close()
-    assert read(tiny, "step") == [(1,), (2,), (2,), (3,), (4,), (4,)]
+    assert "the last rows are lost" in capsys.readouterr().out
+
+
+def test_write_json_refuses_nan_and_keeps_the_old_file(tmp_path):
+    write_json(tmp_path / "summary.json", {"a": 1})
+    with pytest.raises(ValueError, match="Out of range float"):
+        write_json(tmp_path / "summary.json", {"a": float("nan")})
+    assert {p.name: json.loads(p.read_text()) for p in tmp_path.iterdir()} == {"summary.json": {"a": 1}}
 
 
 # ------------------------------------------------------------------------------------------------ console, dashboards
 
-def test_a_log_file_gets_a_line_now_and_then(tiny, capsys):
+def test_a_log_file_gets_a_line_now_and_then_and_a_terminal_one_that_is_rewritten(tiny, capsys, monkeypatch):
     one = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
     for step in range(1, 51):
         one.step(row(step))
@@ -279,11 +258,6 @@ def test_a_log_file_gets_a_line_now_and_then(tiny, capsys):
     one.close()
     assert capsys.readouterr().out.splitlines() == ["tiny  step 1/1000    0%  loss 2.0000  5.12k tok/s  1 min 40 s left",
                                                     "tiny  step 50/1000    5%  loss 2.0000  5.12k tok/s  1 min 35 s left"]
-    assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == ["45 s", "3 min 20 s", "1 h 00 min", "5 h 07 min"]
-    assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == ["12", "999", "1M", "124M", "7.1B", "2T"]
-
-
-def test_on_a_terminal_one_line_is_rewritten(tiny, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     one = open_log(tiny)
     one.step(row(1))
@@ -292,6 +266,8 @@ def test_on_a_terminal_one_line_is_rewritten(tiny, capsys, monkeypatch):
     one.close()
     out = capsys.readouterr().out
     assert (out.count("\n"), out.count("\r")) == (2, 2) and out.endswith("SKIP\ndone\n")
+    assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == ["45 s", "3 min 20 s", "1 h 00 min", "5 h 07 min"]
+    assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == ["12", "999", "1M", "124M", "7.1B", "2T"]
 
 
 def test_a_console_that_is_gone_ends_no_run(tiny, monkeypatch):
@@ -300,30 +276,14 @@ def test_a_console_that_is_gone_ends_no_run(tiny, monkeypatch):
     assert len(read(tiny)) == 12
 
 
-class FakeWandb(types.ModuleType):
-    """wandb.log without step= counts its own step, so that nothing is dropped when ours goes back."""
-
-    def __init__(self):
-        super().__init__("wandb")
-        self.axes, self.sent, self.is_finished = {}, [], False
-
-    def init(self, **options):
-        self.options = options
-        return self
-
-    def define_metric(self, name, step_metric=None):
-        self.axes[name] = step_metric
-
-    def log(self, values):
-        self.sent.append(values)
-
-    def finish(self):
-        self.is_finished = True
-
-
 @pytest.fixture
 def wandb(monkeypatch):
-    fake = FakeWandb()
+    """wandb.log without step= counts its own step, so that nothing is dropped when ours goes back."""
+    fake = types.ModuleType("wandb")
+    fake.axes, fake.sent, fake.log = {}, [], lambda values: fake.sent.append(values)
+    fake.init = lambda **options: setattr(fake, "options", options) or fake
+    fake.define_metric = lambda name, step_metric=None: fake.axes.update({name: step_metric})
+    fake.finish = lambda: setattr(fake, "is_finished", True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     return fake
 
@@ -341,18 +301,16 @@ def test_wandb_gets_the_rows_through_a_rollback(tiny, wandb):
     assert {"event/rollback": 1, "step": 6} in wandb.sent and wandb.sent[-1]["event/SKIP"] == 1 and wandb.is_finished
 
 
-@pytest.mark.parametrize("verb", ["init", "define_metric", "log", "finish"])
-def test_a_dashboard_that_is_down_ends_no_run(tiny, wandb, capsys, monkeypatch, verb):
+@pytest.mark.parametrize("verb", ["init", "log", "finish"])
+def test_a_dashboard_that_is_down_ends_no_run_and_one_not_installed_is_refused(tiny, wandb, capsys, monkeypatch, verb):
+    config = replace(tiny, log=LogConfig(to=("wandb",)))
     monkeypatch.setattr(wandb, verb, refuse)
-    rolled_back(replace(tiny, log=LogConfig(to=("wandb",)))).close()
+    rolled_back(config).close()
     assert len(read(tiny)) == 12
     assert capsys.readouterr().out.count("No space left on device; from here on only metrics.jsonl is written") == 1
-
-
-def test_a_package_that_is_not_installed_is_refused(tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match="log.to=wandb needs the package wandb: pip install wandb, or leave it out"):
-        log.check_mirrors(replace(tiny, log=LogConfig(to=("wandb",))))
+        log.check_mirrors(config)
 
 
 def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
@@ -378,27 +336,21 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
 
 # ------------------------------------------------------------------------------------ env.json, throughput, pair ids
 
-ALLOWED = {"CUDA_VISIBLE_DEVICES": "0,1", "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo",
-           "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_JOB_ID": "17", "WANDB_MODE": "offline"}
-FORBIDDEN = ("WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH", "TORCH_HUB_TOKEN", "NCCL_MY_key", "TORCH_PASSWORD", "nccl_debug",
-             "TORCHINDUCTOR_REMOTE_CREDENTIALS", "XNCCL_DEBUG", "SLURM_JOB_NAME", "HTTPS_PROXY", "CUDA_VISIBLE_DEVICES_2")
+ALLOWED = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo", "SLURM_JOB_ID": "17"}
+FORBIDDEN = ("WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH", "NCCL_MY_key", "TORCH_PASSWORD", "TORCHINDUCTOR_REMOTE_CREDENTIALS",
+             "XNCCL_DEBUG", "SLURM_JOB_NAME", "HTTPS_PROXY", "CUDA_VISIBLE_DEVICES_2")
 
 
-def test_env_json_holds_the_allowed_variables_and_leaks_no_other(tmp_path, monkeypatch):
+def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatch):
     for name, value in {**ALLOWED, **dict.fromkeys(FORBIDDEN, "secret-of-mine")}.items():
         monkeypatch.setenv(name, value)
+    (tmp_path / "env.json").write_text('{"t_start": "2026-01-01T00:00:00Z", "torch": "1.0"}')
     log.write_environment(tmp_path / "env.json", torch.device("cpu"), tmp_path)
     text = (tmp_path / "env.json").read_text()
     env = json.loads(text)
     assert env["torch"] == torch.__version__ and env["git_commit"] is None and "secret-of-mine" not in text
     assert {name: env["variables"][name] for name in ALLOWED} == ALLOWED and not set(FORBIDDEN) & set(env["variables"])
-
-
-def test_write_json_refuses_nan_and_keeps_the_old_file(tmp_path):
-    write_json(tmp_path / "summary.json", {"a": 1})
-    with pytest.raises(ValueError, match="Out of range float"):
-        write_json(tmp_path / "summary.json", {"a": float("nan")})
-    assert {p.name: json.loads(p.read_text()) for p in tmp_path.iterdir()} == {"summary.json": {"a": 1}}
+    assert env["t_start"] == "2026-01-01T00:00:00Z" != log.environment(torch.device("cpu"), tmp_path)["t_start"]
 
 
 def test_throughput_by_hand():
@@ -414,24 +366,21 @@ def test_throughput_by_hand():
 
 
 @pytest.mark.parametrize("name, bf16", [
-    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989.4e12), ("NVIDIA GB200", 2500e12),
-    ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("h100", 989.4e12), ("NVIDIA T4", None)])
+    ("NVIDIA H100 80GB HBM3", 989.4e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA GB200", 2500e12),
+    ("NVIDIA GH200 480GB", 989.4e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("h200", 989.4e12), ("NVIDIA T4", None)])
 def test_peaks_by_name(name, bf16):
     assert (log.peak_flops(name) or (None,))[0] == bf16
 
 
 def test_a_pair_shares_everything_but_precision_and_bookkeeping(tiny):
-    same = [replace(tiny, run="other"), replace(tiny, fp8=FP8Config(recipe="rowwise")), replace(tiny, out="elsewhere"),
-            replace(tiny, checkpoint=replace(tiny.checkpoint, every=1))]
+    same = [replace(tiny, run="other"), replace(tiny, fp8=FP8Config(recipe="rowwise")), replace(tiny, out="elsewhere")]
     other = [replace(tiny, seed=1), replace(tiny, steps=7), replace(tiny, optim=replace(tiny.optim, lr=1e-4)),
-             replace(tiny, model=replace(tiny.model, n_layer=1)), replace(tiny, data=replace(tiny.data, mixture={"web": 1.0})),
-             replace(tiny, data=replace(tiny.data, micro_batch=2))]
+             replace(tiny, model=replace(tiny.model, n_layer=1)), replace(tiny, data=replace(tiny.data, micro_batch=2))]
     assert {log.pair_id(c) for c in same} == {log.pair_id(tiny)}
     assert log.pair_id(tiny) not in {log.pair_id(c) for c in other}
-    assert log.digest({"b": 1, "a": [1.5, None]}) == hashlib.sha256(b'{"a": [1.5, null], "b": 1}').hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- meter
+# --------------------------------------------------------------------------------------------------- meter, profiler
 
 @pytest.fixture
 def nvml(monkeypatch):
@@ -451,15 +400,15 @@ def meter(device="cuda"):
     return log.Meter(torch.device(device), period=0.01)
 
 
-def meter_threads():
-    return [thread for thread in threading.enumerate() if thread.name == "meter"]
-
-
 def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
+
+
+def is_idle():
+    return not [thread for thread in threading.enumerate() if thread.name == "meter"]
 
 
 SAMPLE = {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0, "gpu_power_w": 612.345}
@@ -476,35 +425,30 @@ def test_the_meter_reads_what_the_gpu_supports_until_it_is_closed(nvml, monkeypa
     monkeypatch.setattr(nvml, "nvmlDeviceGetUtilizationRates", lambda gpu: SimpleNamespace(gpu=3))
     wait_for(lambda: one.read().get("gpu_util_pct") == 3.0)
     one.close()
-    wait_for(lambda: not meter_threads())
+    wait_for(is_idle)
 
 
-@pytest.mark.parametrize("lacks", ["package", "nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_without_nvml_the_meter_reads_nothing(nvml, monkeypatch, lacks):
-    if lacks == "package":
-        monkeypatch.setitem(sys.modules, "pynvml", None)
-    else:
-        monkeypatch.setattr(nvml, lacks, refuse)
+def test_without_nvml_the_meter_reads_nothing_and_on_a_cpu_it_starts_no_thread(nvml, monkeypatch):
+    assert meter("cpu").read() == {} and is_idle()
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", refuse)
     one = meter()
-    wait_for(lambda: not meter_threads())
+    wait_for(is_idle)
     assert one.read() == {}
-
-
-def test_on_a_cpu_the_meter_starts_no_thread():
-    assert meter("cpu").read() == {} and not meter_threads()
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    one = meter()
+    wait_for(is_idle)
+    assert one.read() == {}
 
 
 def test_a_driver_that_hangs_delays_nothing(nvml, monkeypatch):
     hanging = threading.Event()
     monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda gpu: hanging.wait())
     one = meter()
-    assert one.read() == {} and all(thread.daemon for thread in meter_threads())
+    assert one.read() == {} and all(thread.daemon for thread in threading.enumerate() if thread.name == "meter")
     one.close()
     hanging.set()
-    wait_for(lambda: not meter_threads())
+    wait_for(is_idle)
 
-
-# ---------------------------------------------------------------------------------------------------------- profiler
 
 def train(profiler, steps=range(1, 8)):
     """A few steps of a little model; its weights afterwards."""
@@ -550,44 +494,27 @@ def test_the_steps_asked_for_are_traced_and_no_number_changes(tmp_path, steps, a
     assert torch.equal(weights, train(profiler(None, tmp_path, said), steps))
     assert files(tmp_path) == ["trace_rank0.pt.trace.json.gz"][:len(traced)] and len(said) == bool(traced)
     if traced:
-        assert traced_steps(tmp_path) == traced
-        assert said[0].endswith(f" to {traced[-1]} -> {tmp_path}/profile/ (open in ui.perfetto.dev)")
+        assert traced_steps(tmp_path) == traced and f" to {traced[-1]} -> {tmp_path}/profile/ " in said[0]
 
 
-def test_an_error_inside_a_step_leaves_a_readable_trace_and_only_rank_0_reports_it(tmp_path):
+def test_an_error_inside_a_step_leaves_a_readable_trace_and_a_trace_that_fails_is_reported(tmp_path):
     said = []
-    one = profiler((1, 9), tmp_path, said, rank=3)
+    one = profiler((1, 9), tmp_path / "a", said, rank=3)
     one.begin(1)
     torch.nn.Linear(4, 4)(torch.ones(4, 4))
     one.close()        # as at the end of a run after an error
-    one.close()
-    assert traced_steps(tmp_path, rank=3) == [1] and said == []
-
-
-@pytest.mark.parametrize("fault, reason", [
-    ("folder", "FileExistsError"), ("shutil.copyfileobj", "OSError: .*No space left"), ("profile", "OSError: .*No space left")])
-def test_a_trace_that_fails_is_reported_and_ends_no_run(tmp_path, monkeypatch, fault, reason):
-    if fault == "folder":
-        (tmp_path / "profile").write_text("a file")
-    else:
-        monkeypatch.setattr(f"runtime.log.{fault}", refuse)
-    said = []
-    train(profiler((2, 3), tmp_path, said, rank=1))
-    assert files(tmp_path) == [] and len(said) == 1 and re.match(f"profile: rank 1 wrote no trace: {reason}", said[0])
+    assert traced_steps(tmp_path / "a", rank=3) == [1] and said == []      # rank 0 alone tells
+    (tmp_path / "b").write_text("a file")
+    train(profiler((2, 3), tmp_path / "b", said, rank=1))
+    assert len(said) == 1 and said[0].startswith("profile: rank 1 wrote no trace: NotADirectoryError")
 
 
 def test_on_a_gpu_the_allocations_are_recorded_too(tmp_path, monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **options: calls.append(options))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: (calls.append("dump"), open(path, "w").close()))
-
-    def on_a_cpu(activities, **options):
-        calls.append(len(activities))
-        return profile(**options)
-
-    monkeypatch.setattr("runtime.log.profile", on_a_cpu)
     train(profiler((2, 3), tmp_path, [], device="cuda"))
-    assert calls == [{"max_entries": 100_000}, 2, "dump", {"enabled": None}]
+    assert calls == [{"max_entries": 100_000}, "dump", {"enabled": None}]
     assert files(tmp_path) == ["memory_rank0.pickle", "trace_rank0.pt.trace.json.gz"]
 
 
