@@ -17,7 +17,7 @@ import torch
 
 from runtime import log
 from runtime.cli import UserError
-from runtime.config import FP8Config, LogConfig
+from runtime.config import LogConfig
 from runtime.progress import duration, si
 from runtime.rows import read_rows, write_json
 from tests.conftest import ROOT, call_train
@@ -56,6 +56,13 @@ def rolled_back(config):
     for step in (5, 6):
         one.step(row(step, loss=9.0))
     return one
+
+
+def wait_for(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
 
 
 @contextmanager
@@ -146,30 +153,23 @@ def test_a_kill_after_any_byte_leaves_whole_rows(tiny):
 
 
 def test_kill_9_during_rollbacks_leaves_the_file_before_or_after_one(tiny):
-    tiny.run_dir.mkdir(parents=True)
-    code = f"""if True:
-        from pathlib import Path
-        from types import SimpleNamespace as S
-        from runtime.log import Log
-        from tests.test_log import row
-        config = S(run_dir=Path({str(tiny.run_dir)!r}), log=S(to=(), every=10**9), run="x", data=S(tokens_per_step=512))
-        one, step = Log(config, 0, 10**9), 0
-        print("begun", flush=True)
+    code = """if True:
+        import sys
+        from runtime.config import read_config
+        from tests.test_log import open_log, row
+        one, step = open_log(read_config(sys.argv[1])), 0
         while True:
             one.step(row(step := step + 1))
             if step % 20 == 0:
-                one.roll_back(step - 10, {{"event": "rollback", "step": step, "to": step - 10}})
+                one.roll_back(step - 10, {"event": "rollback", "step": step, "to": step - 10})
                 one.step(row(step))"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"begun\n"
-        while len(read_rows(tiny.run_dir / "metrics.jsonl")) < 300:
-            time.sleep(0.01)
-    finally:
-        process.kill()
-        process.wait()
-    text = (tiny.run_dir / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()[:-1]]        # only the last may be torn
+    tiny.run_dir.mkdir(parents=True)
+    write_json(tiny.run_dir / "config.json", tiny.to_dict())
+    process, path = subprocess.Popen([sys.executable, "-c", code, tiny.run_dir], cwd=ROOT, stdout=-3), tiny.run_dir / "metrics.jsonl"
+    wait_for(lambda: len(read_rows(path)) > 300)
+    process.kill()
+    process.wait()
+    rows = [json.loads(line) for line in path.read_text().splitlines()[:-1]]        # only the last may be torn
     at = [i for i, r in enumerate(rows) if r["kind"] == "event"]
     assert at and all(rows[i - 1]["kind"] == "undone" and rows[i - 1]["step"] == rows[i]["step"] for i in at)
 
@@ -191,16 +191,10 @@ def test_on_a_full_disk_rows_wait_and_none_is_lost(tiny, capsys):
         for step in (2, 3, 4):
             one.step(row(step))
     assert one.path.stat().st_size == size + 10
-    out = capsys.readouterr().out
-    assert out.count("rows wait for room, training goes on") == 1 and "File too large" in out
+    assert capsys.readouterr().out.count("File too large; rows wait for room, training goes on") == 1
     go_back(one, 3)
     one.step(row(4))
-    rows = [("train", 1), ("train", 2), ("train", 3), ("undone", 4), ("event", 6), ("train", 4)]
-    assert read(tiny, "kind", "step") == rows
-    with largest_file(one.path.stat().st_size):
-        one.step(row(5))
-        one.close()
-    assert read(tiny, "kind", "step") == rows and "the last rows are lost" in capsys.readouterr().out
+    assert read(tiny, "kind", "step") == [("train", 1), ("train", 2), ("train", 3), ("undone", 4), ("event", 6), ("train", 4)]
 
 
 def go_on(one):
@@ -213,7 +207,7 @@ def go_on(one):
     one.step(row(6, loss=6.0))
 
 
-@pytest.mark.parametrize("spare", [-10**9, 0, 60, 300])     # bytes by which a file may grow
+@pytest.mark.parametrize("spare", [-10**9, 60, 300])     # bytes by which a file may grow
 def test_a_rollback_waits_for_room_and_training_goes_on(tiny, capsys, spare):
     one, twin = rolled_back(tiny), rolled_back(replace(tiny, run="twin"))
     before = one.path.read_bytes()
@@ -224,7 +218,6 @@ def test_a_rollback_waits_for_room_and_training_goes_on(tiny, capsys, spare):
     go_on(twin)
     for each in one, twin:
         each.step(row(7))
-        each.close()
     assert one.path.read_bytes() == twin.path.read_bytes()
     assert capsys.readouterr().out.count("rows wait for room, training goes on") == 1
 
@@ -372,14 +365,6 @@ def test_peaks_by_name(name, bf16):
     assert (log.peak_flops(name) or (None,))[0] == bf16
 
 
-def test_a_pair_shares_everything_but_precision_and_bookkeeping(tiny):
-    same = [replace(tiny, run="other"), replace(tiny, fp8=FP8Config(recipe="rowwise")), replace(tiny, out="elsewhere")]
-    other = [replace(tiny, seed=1), replace(tiny, steps=7), replace(tiny, optim=replace(tiny.optim, lr=1e-4)),
-             replace(tiny, model=replace(tiny.model, n_layer=1)), replace(tiny, data=replace(tiny.data, micro_batch=2))]
-    assert {log.pair_id(c) for c in same} == {log.pair_id(tiny)}
-    assert log.pair_id(tiny) not in {log.pair_id(c) for c in other}
-
-
 # --------------------------------------------------------------------------------------------------- meter, profiler
 
 @pytest.fixture
@@ -400,13 +385,6 @@ def meter(device="cuda"):
     return log.Meter(torch.device(device), period=0.01)
 
 
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def is_idle():
     return not [thread for thread in threading.enumerate() if thread.name == "meter"]
 
@@ -414,8 +392,7 @@ def is_idle():
 SAMPLE = {"gpu_mem_pct": 75.0, "gpu_util_pct": 97.0, "gpu_power_w": 612.345}
 
 
-@pytest.mark.parametrize("missing, field", [
-    (None, None), ("MemoryInfo", "gpu_mem_pct"), ("UtilizationRates", "gpu_util_pct"), ("PowerUsage", "gpu_power_w")])
+@pytest.mark.parametrize("missing, field", [(None, None), ("MemoryInfo", "gpu_mem_pct"), ("PowerUsage", "gpu_power_w")])
 def test_the_meter_reads_what_the_gpu_supports_until_it_is_closed(nvml, monkeypatch, missing, field):
     if missing:
         monkeypatch.setattr(nvml, f"nvmlDeviceGet{missing}", refuse)
@@ -428,19 +405,8 @@ def test_the_meter_reads_what_the_gpu_supports_until_it_is_closed(nvml, monkeypa
     wait_for(is_idle)
 
 
-def test_without_nvml_the_meter_reads_nothing_and_on_a_cpu_it_starts_no_thread(nvml, monkeypatch):
+def test_without_nvml_the_meter_reads_nothing_and_a_driver_that_hangs_delays_nothing(nvml, monkeypatch):
     assert meter("cpu").read() == {} and is_idle()
-    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByUUID", refuse)
-    one = meter()
-    wait_for(is_idle)
-    assert one.read() == {}
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    one = meter()
-    wait_for(is_idle)
-    assert one.read() == {}
-
-
-def test_a_driver_that_hangs_delays_nothing(nvml, monkeypatch):
     hanging = threading.Event()
     monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", lambda gpu: hanging.wait())
     one = meter()
@@ -448,6 +414,10 @@ def test_a_driver_that_hangs_delays_nothing(nvml, monkeypatch):
     one.close()
     hanging.set()
     wait_for(is_idle)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    one = meter()
+    wait_for(is_idle)
+    assert one.read() == {}
 
 
 def train(profiler, steps=range(1, 8)):
@@ -518,11 +488,6 @@ def test_on_a_gpu_the_allocations_are_recorded_too(tmp_path, monkeypatch):
     assert files(tmp_path) == ["memory_rank0.pickle", "trace_rank0.pt.trace.json.gz"]
 
 
-def test_a_traced_run_has_the_same_losses(tiny, tmp_path, capsys):
-    losses = []
-    for name, steps in (("plain", None), ("traced", "2:3")):
-        config = replace(tiny, run=name, steps=4, profile=steps)
-        assert call_train(capsys, config, tmp_path).returncode == 0
-        losses.append([r[1:] for r in read(config, "kind", "loss", "grad_norm") if r[0] == "train"])
-    assert losses[0] == losses[1] and len(losses[0]) == 4
-    assert traced_steps(config.run_dir) == [2, 3]
+def test_a_run_traces_the_steps_of_profile(tiny, tmp_path, capsys):
+    assert call_train(capsys, replace(tiny, steps=3, profile="2:3"), tmp_path).returncode == 0
+    assert traced_steps(tiny.run_dir) == [2, 3]

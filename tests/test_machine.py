@@ -63,24 +63,24 @@ def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, cuda, error, 
         assert torch.__version__ in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("allocate", [lambda: torch.empty(2**50), lambda: np.empty(2**46), lambda: bytearray(2**60)])
-def test_what_torch_numpy_and_python_raise_is_recognised(tiny, allocate):
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
-        allocate()
-    said = out_of_memory(caught.value, tiny, CPU)
-    assert said.startswith("out of memory on rank 0 (cpu): ") and "\n" not in said and str(caught.value)[:40] in said
+def raised(call):
+    try:
+        call()
+    except (RuntimeError, MemoryError) as error:
+        return error
 
 
 @pytest.mark.parametrize("error", [
+    raised(lambda: torch.empty(2**50)), raised(lambda: np.empty(2**46)), raised(lambda: bytearray(2**60)),
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB"),
-    RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-    RuntimeError("std::bad_alloc"), MemoryError(), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)),
-    RuntimeError("[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory")])
-def test_errors_that_mean_memory_also_where_they_are_wrapped(error):
+    RuntimeError("std::bad_alloc"), OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))], ids=lambda error: type(error).__name__)
+def test_errors_that_mean_memory_also_where_they_are_wrapped(tiny, error):
     wrapper, outer = RuntimeError("backend='inductor' raised:"), ValueError("and once more")
     wrapper.__cause__, outer.__context__ = error, wrapper
     assert memory_error(error) is memory_error(outer) is error
+    said = out_of_memory(outer, tiny, CPU)
+    assert said.startswith("out of memory on rank 0 (cpu): ") and "\n" not in said and str(error)[:20] in said
 
 
 @pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), KeyError("memory"),
@@ -94,8 +94,8 @@ def test_other_errors_are_not_taken_for_it(tiny, error):
 def test_the_sentence_names_settings_that_the_config_accepts(tiny):
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4294967296 bytes.")
     said = out_of_memory(error, tiny, CPU)
-    assert "you tried to allocate 4294967296 bytes; " in said and "data.micro_batch=2 (now 4; a step keeps its tokens)" in said
-    assert "parallel.recompute=true" in said and "more GPUs (now 1)" in said
+    assert all(part in said for part in ("you tried to allocate 4294967296 bytes; ", "data.micro_batch=2 (now 4; a step keeps ",
+                                         "parallel.recompute=true", "more GPUs (now 1)"))
     assert "loss_chunk" not in said, "128 tokens at a time are a chunk already"
     wide = replace(tiny, data=replace(tiny.data, micro_batch=48, tokens_per_step=48 * 32 * 6),
                    parallel=replace(tiny.parallel, recompute=True))
@@ -120,5 +120,5 @@ def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny, tmp_pat
     """RLIMIT_AS, as a batch system sets it, and a model that outgrows it."""
     done = run_train(tiny, tmp_path, "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768",
                      preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (20 * 2**30,) * 2))
-    assert done.returncode == 1 and done.stderr.startswith("train.py: out of memory on rank 0 (cpu): "), done.stdout + done.stderr
-    assert "Try data.micro_batch=2 (now 4" in done.stderr and done.stderr.count("\n") == 1 and not tiny.run_dir.exists()
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and not tiny.run_dir.exists(), done.stderr
+    assert done.stderr.startswith("train.py: out of memory on rank 0 (cpu): ") and "Try data.micro_batch=2 " in done.stderr
