@@ -42,6 +42,7 @@ class DataConfig:
     tokenizer: str = "gpt2"                 # gpt2, byte, or a folder with tokenizer.json: what the shards were made with
     max_epochs: float = 1.0                 # times that a source may be seen before the run is refused
 
+
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     lr: float                               # peak learning rate of AdamW
@@ -61,6 +62,7 @@ class OptimConfig:
     def decay_steps(self, steps: int) -> int:
         """Updates of the wsd schedule's last part: a branch of `steps` leaves its trunk so many before its end."""
         return max(1, round(self.decay_share * steps))
+
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
@@ -100,6 +102,7 @@ class ParallelConfig:
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: int | None = 1000                # steps between checkpoints; none = only the last
@@ -109,20 +112,24 @@ class CheckpointConfig:
     rolling: int | None = None              # steps between more saves of which only the newest stays; none = no more
     at: tuple[int, ...] = ()                # more steps to save at; these checkpoints stay for good, to branch off from
 
+
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     every: int | None = 250                 # steps between validations; none = only the last
     tokens: int = 1_048_576                 # validation tokens per source, always the same ones; all there are if fewer
+
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
     every: int = 10                         # steps between console lines where the output is no terminal
 
+
 @dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
     every: int | None = None                # steps between looks at what FP8 does to each tensor; none = never
     tokens: int = 4096                      # tokens that a look passes through the model, at most; at least one sequence
+
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
