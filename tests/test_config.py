@@ -294,11 +294,14 @@ def test_hundreds_of_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path, m
     assert set(codes[:12]) == {2} == set(codes) - {0} and codes.count(0) > 5 and os.listdir() == []
 
 
-def test_no_value_of_any_key_is_a_traceback(tiny):
+def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negative(tiny):
+    accepted = {value: [] for value in VALUES}
     for key in known_keys():
         for value in VALUES:
             with contextlib.suppress(UserError):
                 json.dumps(apply_overrides(tiny, [f"{key}={value}"]).to_dict(), allow_nan=False)        # what every run writes
+                accepted[value].append(key)
+    assert accepted["-1"] == ["seed", "out", "data.dir"]
 
 
 def test_a_damaged_config_json_of_a_run_is_a_sentence(tiny, tmp_path):
