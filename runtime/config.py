@@ -415,7 +415,7 @@ def read_config(run_dir: str | Path) -> Config:
     except FileNotFoundError as error:
         raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}): restore it or start the run anew") from error
+        raise UserError(f"{path} is not JSON ({error}): restore it or start the run anew") from error
     if isinstance(content, dict) and "architectures" in content:
         raise UserError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
                         f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")

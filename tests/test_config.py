@@ -203,7 +203,7 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
         assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert "does not fit this version" in refused(config_from_dict, {**tiny.to_dict(), "optim": {"momentum": 1}})
     assert "is no run: it has no config.json" in refused(read_config, tmp_path / "nowhere")
-    for content, told in (("{ half", "is damaged"), ('["architectures"]', "does not fit this version"),
+    for content, told in (("{ half", "is not JSON"), ('["architectures"]', "does not fit this version"),
                           ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} out/RUN makes one of it")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
