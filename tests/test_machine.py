@@ -97,12 +97,12 @@ def test_the_sentence_names_settings_that_the_config_accepts(tiny):
     assert all(part in said for part in ("you tried to allocate 4294967296 bytes; ", "data.micro_batch=2 (now 4; a step keeps ",
                                          "parallel.recompute=true", "more GPUs (now 1)"))
     assert "loss_chunk" not in said, "128 tokens at a time are a chunk already"
-    wide = replace(tiny, data=replace(tiny.data, micro_batch=48, tokens_per_step=48 * 32 * 6),
+    wide = replace(tiny, data=replace(tiny.data, micro_batch=48, tokens_per_step=48 * 32 * 4),
                    parallel=replace(tiny.parallel, recompute=True))
     said = out_of_memory(error, wide, SimpleNamespace(rank=2, size=3, device=torch.device("cpu")))
-    assert said.startswith("out of memory on rank 2 (cpu)") and "data.micro_batch=24 (now 48" in said
+    assert said.startswith("out of memory on rank 2 (cpu)") and "data.micro_batch=16 (now 48" in said     # 24 x 3: no divisor
     assert "model.loss_chunk=1024 (now none" in said and "recompute" not in said and "more GPUs (now 3)" in said
-    odd = replace(tiny, data=replace(tiny.data, micro_batch=9, tokens_per_step=9 * 32))     # 4 do not divide it
+    odd = replace(tiny, data=replace(tiny.data, micro_batch=9, tokens_per_step=9 * 32))     # 4: no divisor
     assert "data.micro_batch=3 (now 9" in out_of_memory(error, odd, CPU)
 
 
