@@ -265,7 +265,6 @@ def _resume(journal: Path, setup: dict) -> list[dict]:
     """Lines that a cut run of the same setup left. The file is written anew without the line that the cut tore."""
     lines = [line for line in read_rows(journal) if isinstance(line, dict) and isinstance(line.get("row"), dict)]
     ours = [line for line in lines if line.get("setup") == setup]
-    speed.read_rows([line["row"] for line in ours], str(journal))
     if len(lines) > len(ours):
         print(f"{journal.name}: {len(lines) - len(ours)} rows of another setup (GPU or versions) are dropped")
     if journal.exists():

@@ -26,9 +26,9 @@ of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32
 import contextlib
 import fnmatch
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 
 import torch
 import torch.nn as nn
@@ -40,7 +40,6 @@ from model import Linear
 from runtime import fp8_linear
 from runtime.cli import UserError
 from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config
-from runtime.fp8_linear import KernelLinear
 from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
 from runtime.speed import choose, load_table
 
@@ -63,11 +62,19 @@ class Layer:
     """The verdict on one Linear: converted by `recipe`, or left in BF16 (recipe None) for `reason`."""
     name: str
     shape: tuple[int, int]      # (inputs K, outputs N)
-    params: int
     reason: str | None          # for staying in BF16; None where converted
     recipe: str | None          # None where left in BF16
     why: str = ""               # why `auto` chose the recipe
     kernels: bool = False       # converted to our kernels, not torchao's
+
+    @property
+    def params(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    @property
+    def verdict(self) -> str:
+        notes = ", ".join(filter(None, ["kernels" * self.kernels, self.why]))
+        return f"kept BF16: {self.reason}" if self.reason else f"-> {self.recipe}" + f" ({notes})" * bool(notes)
 
 
 # ------------------------------------------------------------------------------------------------------------- selection
@@ -81,44 +88,37 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
     """
     for problem in config.problems():
         raise UserError(problem)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: (m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     for field in ("include", "skip"):
         for pattern in getattr(config, field):
             if not any(_matches(name, pattern) for name in linears):
-                patterns = dict.fromkeys(map(_pattern, linears))
-                raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: {', '.join(patterns)}")
+                raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
+                                f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
     timings = load_table() if config.recipe == "auto" else None
-    blocks = 1 + max((_block(name) for name in linears), default=-1)
+    n_blocks = 1 + max(map(_block, linears), default=-1)
     layers = []
-    for name, module in linears.items():
-        shape = (module.in_features, module.out_features)
-        recipe, kernels, reason, why = config.recipe, config.kernels, None, ""
-        if recipe == "off":
-            reason = "fp8.recipe=off"
-        elif name == "head" and not config.head:
-            reason = "head (fp8.head=false)"
-        elif pattern := next((p for p in config.skip if _matches(name, p)), None):
-            reason = f"fp8.skip={pattern}"
-        elif config.include and not any(_matches(name, p) for p in config.include):
-            reason = "not in fp8.include"
-        elif 0 <= _block(name) < config.first_bf16:
-            reason = f"fp8.first_bf16={config.first_bf16}"
-        elif _block(name) >= max(0, blocks - config.last_bf16):
-            reason = f"fp8.last_bf16={config.last_bf16}"
-        elif recipe == "auto" and any(n % 16 for n in shape):
-            reason = "not a multiple of 16"
-        elif recipe == "auto":
+    for name, shape in linears.items():
+        block, recipe, kernels, why = _block(name), config.recipe, config.kernels, ""
+        skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
+        reason = next((reason for is_so, reason in (
+            (recipe == "off", "fp8.recipe=off"),
+            (name == "head" and not config.head, "head (fp8.head=false)"),
+            (skip, f"fp8.skip={skip}"),
+            (config.include and not any(_matches(name, pattern) for pattern in config.include), "not in fp8.include"),
+            (0 <= block < config.first_bf16, f"fp8.first_bf16={config.first_bf16}"),
+            (block >= max(0, n_blocks - config.last_bf16), f"fp8.last_bf16={config.last_bf16}"),
+            (recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
+        ) if is_so), None)
+        if recipe == "auto" and reason is None:
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
             if chosen is None:
                 reason = why
             else:
                 recipe, kernels = chosen.removesuffix(WITH_KERNELS), chosen.endswith(WITH_KERNELS)
-        elif any(n % RECIPES[recipe].multiple for n in shape):
+        if reason is None and any(n % RECIPES[recipe].multiple for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                             f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
-        is_converted = reason is None
-        layers.append(Layer(name, shape, module.weight.numel(), reason, recipe if is_converted else None, why,
-                            kernels and is_converted))
+        layers.append(Layer(name, shape, None, recipe, why, kernels) if reason is None else Layer(name, shape, reason, None))
     if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
         raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
                         f"and fp8.last_bf16 together keep every Linear in BF16; keep fewer or set fp8.recipe=off")
@@ -151,12 +151,7 @@ def by_layer(layers: list[Layer]) -> dict[str, str]:
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, then warnings."""
-    groups: dict[tuple, int] = {}
-    for layer in layers:
-        notes = ", ".join(["kernels"] * layer.kernels + [layer.why] * bool(layer.why))
-        verdict = f"kept BF16: {layer.reason}" if layer.reason else f"-> {layer.recipe}" + f" ({notes})" * bool(notes)
-        key = (_pattern(layer.name), *layer.shape, verdict)
-        groups[key] = groups.get(key, 0) + 1
+    groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
     lines = [f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}" for (pattern, k, n, verdict), count in groups.items()]
     converted = [layer for layer in layers if layer.recipe]
     share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
@@ -172,16 +167,11 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
     """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
-    if device.type != "cuda":
-        return
-    need = CAPABILITY.get(config.recipe)
+    need = CAPABILITY.get(config.recipe) if device.type == "cuda" else None
     if need and (have := torch.cuda.get_device_capability(device)) < need:
         raise UserError(f"fp8.recipe={config.recipe} needs a GPU of compute capability {need[0]}.{need[1]} or later, but "
                         f"{torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}: use fp8.recipe=off (BF16) here, or an "
                         f"H100-class GPU")
-    if config.kernels and find_spec("triton") is None:
-        raise UserError("fp8.kernels=true needs triton, which this Python lacks: install it (torch's CUDA wheels for Linux "
-                        "bring it), or fp8.kernels=false")
 
 
 def _has_mx() -> bool:
@@ -199,7 +189,6 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     has_gpu = torch.cuda.is_available()
     is_on_cpu = (device_type or ("cuda" if has_gpu else "cpu")) == "cpu"
     layers = select(model, config, torch.cuda.get_device_name() if has_gpu else None)
-    before = {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
     by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
         if layer.kernels:
@@ -217,7 +206,6 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
                                              module_filter_fn=lambda _, name, chosen=chosen: name in chosen)
     done = {name for name, module in model.named_modules() if _is_converted(module)}
     assert done == by_layer(layers).keys(), f"asked for {by_layer(layers)}, converted {done}"
-    assert before == {name: (p.shape, p.dtype) for name, p in model.named_parameters()}
     return layers
 
 
@@ -235,23 +223,16 @@ def _torchao_config(recipe: str, all_gather: bool, emulate: bool):
 
 
 def _is_converted(module: nn.Module) -> bool:
-    # By name first: a BF16 run must not import torchao to find that none of its Linears is converted.
-    return isinstance(module, QuantisedLinear | KernelLinear) or (
-        type(module).__name__ == "Float8Linear" and isinstance(module, _float8().float8_linear.Float8Linear))
+    return isinstance(module, nn.Linear) and type(module) is not Linear
 
 
 def _float8():
     """torchao.float8, imported when first needed: BF16 runs and readers of checkpoints never load it."""
-    # It warns of compiled extensions for other hardware and of a deprecated call of its own: nothing a user can change.
-    logs = {log: log.level for log in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
-    for log in logs:
-        log.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
     try:
-        import torchao.float8
         import torchao.float8.float8_linear
     finally:
-        for log, level in logs.items():
-            log.setLevel(level)
+        logging.disable(logging.NOTSET)
     return torchao.float8
 
 
@@ -305,19 +286,16 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     Both arms of a comparison are measured this way, so that a gap between them is a gap between their weights. The
     class is swapped, not the module: names, Parameters, sharding and hooks stay as they are.
     """
-    modules = [m for m in model.modules() if _is_converted(m)]
-    classes = [type(m) for m in modules]
+    classes = {module: type(module) for module in model.modules() if _is_converted(module)}
     reshard(model)      # gathered weights have lost their fp32 shards
-    for module in modules:
+    for module in classes:
+        module.__class__ = Linear
         if is_wrapped(module.weight):
-            module.shard = unwrap(module.weight)
-            module.__class__ = GatheredLinear
-        else:
-            module.__class__ = Linear
+            module.__class__, module.shard = GatheredLinear, unwrap(module.weight)
     try:
         with torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        for module, cls in zip(modules, classes, strict=True):
+        for module, cls in classes.items():
             module.__class__ = cls
             vars(module).pop("shard", None)

@@ -5,9 +5,7 @@ sum over different dimensions of the same tensors, so each tensor is needed both
 one tile once, scales, saturates, rounds to nearest even, and writes it both ways.
 
 Least bytes moved per value: cast_both 2 + 1 + 1 for BF16 (2 + 1 without rows), 4 + 1 + 1 for fp32; cross_entropy_grad
-2 + 1 + 1. In the time that 4 bytes take at 3 TB/s, an H100 SXM (132 x 4 x 32 lanes at 1.7 GHz) can issue 38 instructions;
-the code compiled for it needs 9 a value (cast_both) and 16 (cross_entropy_grad), with 16-byte accesses and no spills, so
-that memory bandwidth is the limit: modelled from the compiled code (tests/test_fp8_kernels.py); bench/kernels.py measures.
+2 + 1 + 1. bench/kernels.py measures how close they come to the memory's bandwidth.
 
 TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but Triton's interpreter rounds to FP8 wrongly
 (the tests repair it).
@@ -22,7 +20,6 @@ import triton.language as tl
 IGNORED = tl.constexpr(-100)        # target of a token without loss: torch's ignore_index
 LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
-MOST_PROGRAMS = 65_535              # along a grid's second or third axis (CUDA)
 
 
 class Tile(NamedTuple):
@@ -33,7 +30,7 @@ class Tile(NamedTuple):
     group: int = 8      # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-# Chosen by the registers and instructions of the code compiled for sm_90; bench/kernels.py times them among others.
+# Chosen by the code compiled for sm_90; bench/kernels.py times them among others.
 CAST_TILE = Tile(128, 128, 8)
 GRAD_TILE = Tile(128, 64, 8)
 
@@ -69,27 +66,20 @@ def _launch(kernel, inputs: tuple[torch.Tensor, ...], format: torch.dtype, q, qt
     assert scale.dtype == torch.float32 and scale.numel() == 1, (scale.dtype, scale.shape)
     assert q is None or (q.shape == (M, K) and q.dtype == format and q.is_contiguous())
     assert qt.shape == (K, M) and qt.dtype == format and qt.is_contiguous(), (qt.shape, qt.dtype)
-    assert tile.rows * K < 2**31 and tile.columns * M < 2**31, "offsets in a tile are int32"
-    # q (M, K) as bytes, qt (K, M / 2) as pairs of them
-    kernel[_grid(M, K, tile)](*inputs, None if q is None else q.view(torch.uint8), qt.view(torch.int16), M, K,
-                              FORMAT=FORMATS[format], LARGEST=torch.finfo(format).max, ROWS=tile.rows, COLUMNS=tile.columns,
-                              num_warps=tile.warps)
-
-
-def _grid(M: int, K: int, tile: Tile) -> tuple[int, int, int]:
-    """Programs start in the order of the first index, then the second: a group of rows at a time, column by column."""
-    tiles = -(-M // tile.rows)
+    # Programs start in the order of the first index, then the second: a group of rows at a time, column by column.
+    tiles = triton.cdiv(M, tile.rows)
     group = min(tile.group, tiles)
-    grid = group, -(-K // tile.columns), -(-tiles // group)
-    assert max(grid) <= MOST_PROGRAMS, grid
-    return grid
+    grid = group, triton.cdiv(K, tile.columns), triton.cdiv(tiles, group)
+    # q (M, K) as bytes, qt (K, M / 2) as pairs of them
+    kernel[grid](*inputs, None if q is None else q.view(torch.uint8), qt.view(torch.int16), M, K, FORMAT=FORMATS[format],
+                 LARGEST=torch.finfo(format).max, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps)
 
 
 # -------------------------------------------------------------------------------------------------------- on the device
 #
 # Even and odd rows of a tile are two tensors, so that a thread holds two values which are neighbours in the transposed
 # copy. Pairs of 16 bits are transposed in shared memory by ldmatrix; single bytes are not, and the compiler would compute
-# every value twice (counted in the code for sm_90: 35 instructions a value of the cross-entropy, not 16).
+# every value twice.
 
 @triton.jit
 def _cast_both(x, scale, q, qt, M, K, FORMAT: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):

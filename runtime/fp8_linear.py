@@ -27,21 +27,20 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from model import GPT
-from runtime.quantize import E4M3, E5M2, Operand, Recipe, cast, scale_of, scaled_mm
+from runtime.quantize import E5M2, Operand, Recipe, cast, scale_of, scaled_mm, to_float8
 
-FORMATS = {"e4m3": E4M3, "e5m2": E5M2}
-NAMES = {format: name for name, format in FORMATS.items()}
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 
 
 # ---------------------------------------------------------------------------------------------------------- the operators
 
 @torch.library.custom_op("nanofp8::cast_both", mutates_args=(), device_types="cpu")
-def cast_both(x: torch.Tensor, scale: torch.Tensor, format: str, want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) times scale (), rounded to "e4m3" or "e5m2", saturating: (q (M, K), its transpose (K, M)).
+def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
+              want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)).
 
     All are row-major; without want_rows q is empty, (0,)."""
-    q = cast(x, scale, FORMATS[format])
+    q = cast(x, scale, format)
     return q if want_rows else q.new_empty(0), q.t().contiguous()
 
 
@@ -49,7 +48,7 @@ def cast_both(x: torch.Tensor, scale: torch.Tensor, format: str, want_rows: bool
 def _(x, scale, format, want_rows=True):
     from runtime import fp8_kernels
     q, qt = _empty(x, format, want_rows)
-    fp8_kernels.cast_both(x, scale, FORMATS[format], q if want_rows else None, qt)
+    fp8_kernels.cast_both(x, scale, format, q if want_rows else None, qt)
     return q, qt
 
 
@@ -60,7 +59,7 @@ def _(x, scale, format, want_rows=True):
 
 def _empty(x, format, want_rows=True):
     M, K = x.shape
-    return (x.new_empty((M, K) if want_rows else (0,), dtype=FORMATS[format]), x.new_empty((K, M), dtype=FORMATS[format]))
+    return x.new_empty((M, K) if want_rows else (0,), dtype=format), x.new_empty((K, M), dtype=format)
 
 
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=(), device_types="cpu")
@@ -78,42 +77,37 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
 @cross_entropy_grad.register_kernel("cuda")
 def _(logits, lse, targets, grad, scale):
     from runtime import fp8_kernels
-    q, qt = _empty(logits, "e5m2")
+    q, qt = _empty(logits, E5M2)
     fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
     return q, qt
 
 
 @cross_entropy_grad.register_fake
 def _(logits, lse, targets, grad, scale):
-    return _empty(logits, "e5m2")
+    return _empty(logits, E5M2)
 
 
 # ---------------------------------------------------------------------------------------------------------- the matmuls
+#
+# Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
 
 def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
     """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
     scale = scale_of(x, operand)
-    return *cast_both(x, scale, NAMES[operand.format], want_rows), scale.reciprocal()
+    return *cast_both(x, scale, operand.format, want_rows), scale.reciprocal()
 
 
-def _rows(x: torch.Tensor, operand: Operand):
-    """x (M, K) -> its FP8 copy, the inverse () of the scale; where no matmul needs the transpose."""
-    scale = scale_of(x, operand)
-    return cast(x, scale, operand.format), scale.reciprocal()
+def _weight_forward(w, q, inverse, recipe: Recipe):
+    """The second operand of y = x w' and the inverse of its scale."""
+    q, inverse = (q, inverse) if q is not None else to_float8(w, recipe.weight)
+    return q.t(), inverse
 
 
-def _multiply(a, a_inverse, bt, b_inverse, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
-    """a (m, k), bt (n, k), both row-major -> a bt' (m, n); float8 matmuls need their second operand column-major."""
-    return scaled_mm(a, a_inverse, bt.t(), b_inverse, dtype, fast)
-
-
-def _weight_rows(w, q, inverse, recipe: Recipe):
-    return (q, inverse) if q is not None else _rows(w, recipe.weight)
-
-
-def _weight_columns(w, qt, inverse, recipe: Recipe):
-    # Without lasting copies w itself was kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
-    return (qt, inverse) if qt is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
+def _weight_backward(w, qt, inverse, recipe: Recipe):
+    """The second operand of g w and the inverse of its scale. Without lasting copies w itself was kept, not its FP8 copy: FSDP2
+    frees w between the passes, a copy would stay."""
+    qt, inverse = (qt, inverse) if qt is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
+    return qt.t(), inverse
 
 
 class KernelMatmul(torch.autograd.Function):
@@ -123,24 +117,24 @@ class KernelMatmul(torch.autograd.Function):
     def forward(ctx, x, w, q, qt, inverse, recipe):
         x = x.contiguous()
         if recipe.input_for_weight_grad.format is None:
-            (xq, x_inverse), kept = _rows(x, recipe.input), x
+            (xq, x_inverse), kept = to_float8(x, recipe.input), x
         else:
             xq, kept, x_inverse = _both(x, recipe.input)
         ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, inverse)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        return _multiply(xq, x_inverse, *_weight_rows(w, q, inverse, recipe), x.dtype, fast=True)
+        return scaled_mm(xq, x_inverse, *_weight_forward(w, q, inverse, recipe), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
         kept, x_inverse, w, qt, inverse = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
-        columns = _weight_columns(w, qt, inverse, recipe)
+        weight = _weight_backward(w, qt, inverse, recipe)
         if recipe.grad_for_weight_grad.format is None:
-            grad_x = _multiply(*_rows(g, recipe.grad), *columns, ctx.dtype)
+            grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
             return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
         gq, gt, g_inverse = _both(g, recipe.grad)
-        grad_x = _multiply(gq, g_inverse, *columns, ctx.dtype)
-        return grad_x, _multiply(gt, g_inverse, kept, x_inverse, ctx.w_dtype), None, None, None, None
+        grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype)
+        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype), None, None, None, None
 
 
 class HeadLoss(torch.autograd.Function):
@@ -149,7 +143,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, w, targets, q, qt, inverse, recipe):
         hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
-        logits = _multiply(hq, h_inverse, *_weight_rows(w, q, inverse, recipe), h.dtype, fast=True)
+        logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, inverse, recipe), h.dtype, fast=True)
         l32 = logits.float()
         largest = l32.amax(-1, keepdim=True)
         lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
@@ -165,8 +159,8 @@ class HeadLoss(torch.autograd.Function):
         scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
         gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
         g_inverse = scale.reciprocal()
-        grad_h = _multiply(gq, g_inverse, *_weight_columns(w, qt, inverse, ctx.recipe), ctx.dtype)
-        return grad_h, _multiply(gt, g_inverse, ht, h_inverse, ctx.w_dtype), None, None, None, None, None
+        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, inverse, ctx.recipe), ctx.dtype)
+        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype), None, None, None, None, None
 
 
 # ---------------------------------------------------------------------------------------------------------- the modules
@@ -181,9 +175,8 @@ class KernelLinear(nn.Linear):
         if torch.is_grad_enabled():
             y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe)
         else:                                   # no matmul will need a transpose
-            q, _, inverse = copies
-            weight = _weight_rows(self.weight, q, inverse, self.recipe)
-            y = _multiply(*_rows(rows, self.recipe.input), *weight, x.dtype, fast=True)
+            weight = _weight_forward(self.weight, copies[0], copies[2], self.recipe)
+            y = scaled_mm(*to_float8(rows, self.recipe.input), *weight, x.dtype, fast=True)
         return y.view(*x.shape[:-1], -1)
 
     def copies(self) -> tuple[torch.Tensor | None, ...]:
@@ -225,7 +218,6 @@ def refresh(model: nn.Module) -> None:
             new = _both(module.weight, module.recipe.weight)
             if module.q is None:
                 module.q, module.qt, module.inverse = new
-            else:
-                for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):
-                    old.copy_(copy)
+            for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):
+                old.copy_(copy)
             module.version = module.weight._version

@@ -51,22 +51,20 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now
                    if key not in BRANCH_FREE and before[key] != now[key]]:
         raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
-                          f"parent in run, out, budget and decay alone")
+                        f"parent in run, out, budget and decay alone")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
-        if old != new:
-            raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
-                              f"this run it would have {new:g}: {_remedy(config, parent)}")
-
-
-def _remedy(config: Config, parent: Config) -> str:
-    if {config.optim.schedule, parent.optim.schedule} != {"wsd"}:
-        return "branches need optim.schedule=wsd in both runs"
-    warmup = parent.optim.warmup_steps(parent.total_steps)
-    if warmup != config.optim.warmup_steps(config.total_steps):
-        return f"give it the same {warmup} steps of warm-up, optim.warmup_share={warmup / config.total_steps!r}"
-    stable = min(c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
-    return f"the decay has begun there; take a checkpoint of step {stable} or before"
+        if old == new:
+            continue
+        warmup, stable = parent.optim.warmup_steps(parent.total_steps), min(
+            c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
+        remedy = f"the decay has begun there; take a checkpoint of step {stable} or before"
+        if {config.optim.schedule, parent.optim.schedule} != {"wsd"}:
+            remedy = "branches need optim.schedule=wsd in both runs"
+        elif warmup != config.optim.warmup_steps(config.total_steps):
+            remedy = f"give it the same {warmup} steps of warm-up, optim.warmup_share={warmup / config.total_steps!r}"
+        raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in this "
+                        f"run it would have {new:g}: {remedy}")
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
@@ -79,11 +77,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
 
 def fill_state(optimizer: torch.optim.AdamW) -> None:
     """Create the state that AdamW would create at its first step, for a checkpoint to be loaded into."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            optimizer.state[p] = {
-                "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def state_tensors(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
     config.accumulation(size)
     if config.fp8.all_gather and shard == 1:
         raise UserError(f"fp8.all_gather=true needs several ranks that share the weights, but each of {size} has them whole: "
-                        f"set fp8.all_gather=false, or start more processes with torchrun and leave parallel.shard to them")
+                        f"set fp8.all_gather=false, or start more processes with torchrun")
     if config.fp8.all_gather and config.fp8.head and config.model.tied:
         raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
                         "fp8.head=false, model.tied=false or fp8.all_gather=false")
@@ -92,24 +92,19 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
                         f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
     if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
         raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
-    # Nodes tell an attempt's keys from those of the one before by their restart counts, which can disagree (pytorch#135712):
-    # with a store that outlives the workers the restarted job would hang.
-    if (int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
-            and _has_agent_store()):
+    # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
+    nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
+    if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UserError("torchrun --max-restarts over several nodes comes up again only with a fresh store for each attempt: "
                         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on every node before torchrun, or drop --max-restarts")
 
 
 def own_keys(store: dist.Store) -> dist.Store:
     """`store` with keys of this attempt of torchrun's own. The agent's store outlives the workers, and gloo would otherwise
-    read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and needs no prefix."""
-    if not _has_agent_store():
+    read the addresses of dead ones; a store that rank 0 hosts itself is new at each attempt, and nodes may count otherwise."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return store
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
-def _has_agent_store() -> bool:
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def finish(world: World, code: int) -> None:
@@ -198,11 +193,9 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         import torch._inductor.config as inductor
         inductor.deterministic = config.deterministic       # no kernel is chosen by a measurement
     if config.deterministic:
-        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
+        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call,
+        # where torch refuses other sizes.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        if workspace not in (":4096:8", ":16:8"):       # torch would refuse the first matmul on a GPU
-            raise UserError(f"deterministic=true needs the environment's CUBLAS_WORKSPACE_CONFIG to be :4096:8 or :16:8, not "
-                            f"{workspace!r}: set it to one of them, or unset it")
         flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, "
                      f"inductor.deterministic")
     if world.device.type == "cuda":

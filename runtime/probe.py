@@ -21,7 +21,7 @@ for NaN and infinity. Growing logits and SwiGLU outliers precede divergence in F
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -37,7 +37,7 @@ OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     #
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
 LOGITS_AT_ONCE = 2**24      # elements of the attention matrix that exist at a time: 64 MiB
 
-Seen = dict[str, dict[str, torch.Tensor]]       # module name -> statistic's name -> values, on the device
+Seen = dict[tuple[str, str], torch.Tensor]      # (module, what was measured) -> values, on the device
 
 
 class Probe:
@@ -56,24 +56,23 @@ class Probe:
 
         backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
         """
-        n = sequences(x.size(0), x.size(1), self.tokens)
-        seen: Seen = {}
+        n, seen = sequences(x.size(0), x.size(1), self.tokens), {}
         for layer, recipe in self.recipes.items():
             weight = self.model.get_submodule(layer).weight
             if is_wrapped(weight):      # the forward pass will only see its float8 copy
-                with torch.no_grad():
-                    weight = unwrap(weight).full_tensor()       # all ranks
+                weight = unwrap(weight).detach().full_tensor()      # all ranks
                 if self.path is not None:
-                    seen[layer] = {"weight": statistics(weight, recipe.weight)}
-        with torch.compiler.set_stance("force_eager"), watching(self.model, self.recipes, seen, self.path is not None):
-            try:
+                    seen[layer, "weight"] = statistics(weight, recipe.weight)
+        hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
+        try:
+            with torch.compiler.set_stance("force_eager"), hooks:
                 with torch.set_grad_enabled(bool(self.recipes)):    # block rows need no backward pass
                     loss = self.model(x[:n], y[:n]).sum() * backward_scale
                 if self.recipes:
                     loss.backward()
-            finally:
-                for p in self.model.parameters():
-                    p.grad = None
+        finally:
+            for p in self.model.parameters():
+                p.grad = None
         if self.path is not None:
             with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short
                 file.write(b"".join(map(to_line, rows(step, seen, self.recipes))))
@@ -87,44 +86,33 @@ def sequences(B: int, T: int, tokens: int) -> int:
 
 
 @contextmanager
-def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen, on: bool = True) -> Iterator[None]:
-    """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`; not `on`: no hooks.
+def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[None]:
+    """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`.
 
-    Each hook on a Linear measures its first call alone: a head in chunks is called often, and again to recompute."""
-    handles, has_gradient_hook = [], set()
+    Of each Linear the first call alone is measured: a head in chunks is called often, and again to recompute."""
+    def linear(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        if (layer, "activation") in seen:
+            return
+        seen[layer, "activation"] = statistics(inputs[0], recipe.input)
+        if (layer, "weight") not in seen:
+            seen[layer, "weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 still gathered
+        if output.requires_grad:
+            output.register_hook(lambda g: seen.__setitem__((layer, "gradient"), statistics(g, recipe.grad)))
 
-    def before(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple) -> None:
-        now = seen.setdefault(layer, {})
-        if "activation" not in now:
-            now["activation"] = statistics(inputs[0], recipe.input)
-            if "weight" not in now:
-                now["weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 gathered just now
-
-    def after(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        def on_gradient(gradient: torch.Tensor) -> None:
-            seen[layer]["gradient"] = statistics(gradient, recipe.grad)
-
-        if output.requires_grad and layer not in has_gradient_hook:
-            has_gradient_hook.add(layer)
-            handles.append(output.register_hook(on_gradient))
-
-    def attention(name: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        seen.setdefault(name, {})["attention"] = attention_logit_max(attn, output.detach()[0], model.cos, model.sin)[None]
+    def attention(block: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+        seen[block, "attention"] = attention_logit_max(attn, output.detach()[0], model.cos, model.sin)[None]
 
     @torch.no_grad()
-    def swiglu(name: str, module: nn.Module, inputs: tuple) -> None:
+    def swiglu(block: str, module: nn.Module, inputs: tuple) -> None:
         x = inputs[0]
-        seen.setdefault(name, {})["swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
+        seen[block, "swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
 
+    handles = [model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe))
+               for layer, recipe in recipes.items()]
+    for i, block in enumerate(model.layers):
+        handles.append(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
+        handles.append(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
     try:
-        if on:
-            for layer, recipe in recipes.items():
-                module = model.get_submodule(layer)
-                handles.append(module.register_forward_pre_hook(partial(before, layer, recipe)))
-                handles.append(module.register_forward_hook(partial(after, layer, recipe)))
-            for i, block in enumerate(model.layers):
-                handles.append(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
-                handles.append(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
         yield
     finally:
         for handle in handles:
@@ -133,20 +121,15 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen, on: bool = True
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     """The rows of what was seen; the only place where the host waits for the device."""
-    places = [(module, name) for module in seen for name in seen[module]]
-    if not places:
-        return []
-    flat = iter(torch.cat([seen[module][name] for module, name in places]).tolist())
-    values = {(module, name): [value if math.isfinite(value := next(flat)) else None
-                               for _ in range(seen[module][name].numel())] for module, name in places}
+    flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
+    values = {key: [value if math.isfinite(value := next(flat)) else None for _ in range(t.numel())] for key, t in seen.items()}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
                 **{name: _named(values[layer, name], getattr(recipe, field))
                    for name, field in OPERANDS.items() if (layer, name) in values}}
                for layer, recipe in recipes.items()]
-    blocks = [{"kind": "block", "step": step, "block": int(module.split(".")[1]),
-               "attention_logit_max": values[module, "attention"][0],
-               "swiglu_amax": values[module, "swiglu"][0], "swiglu_rms": values[module, "swiglu"][1]}
-              for module in seen if "attention" in seen[module]]
+    blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), "attention_logit_max": value[0],
+               **dict(zip(("swiglu_amax", "swiglu_rms"), values[block, "swiglu"], strict=True))}
+              for (block, what), value in values.items() if what == "attention"]
     return linears + blocks
 
 

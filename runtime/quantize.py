@@ -129,6 +129,12 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Ten
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
+def to_float8(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) in the operand's format, and the inverse () of its scale."""
+    scale = scale_of(x, operand)
+    return cast(x, scale, operand.format), scale.reciprocal()
+
+
 def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
               fast: bool = False) -> torch.Tensor:
     """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major.
@@ -165,7 +171,7 @@ class ConstantScaleMatmul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, recipe):
-        (qx, x_inverse), (qw, w_inverse) = _constant(x, recipe.input), _constant(w, recipe.weight)
+        (qx, x_inverse), (qw, w_inverse) = to_float8(x, recipe.input), to_float8(w, recipe.weight)
         ctx.save_for_backward(qx, x_inverse, w)     # w and not its FP8 copy: FSDP frees w between the passes
         ctx.recipe, ctx.dtype = recipe, x.dtype
         return scaled_mm(qx, x_inverse, qw.t(), w_inverse, x.dtype, fast=True)
@@ -173,19 +179,11 @@ class ConstantScaleMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         qx, x_inverse, w = ctx.saved_tensors
-        qg, g_inverse = _constant(g.contiguous(), ctx.recipe.grad)
-        qw, w_inverse = _constant(w, ctx.recipe.weight_for_input_grad)
-        grad_x = scaled_mm(qg, g_inverse, _column_major(qw), w_inverse, ctx.dtype)
-        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, _column_major(qx), x_inverse, ctx.dtype)
+        (qg, g_inverse), (qw, w_inverse) = to_float8(g.contiguous(), ctx.recipe.grad), to_float8(w, ctx.recipe.weight)
+        # A float8 matmul needs its first operand row-major, its second column-major.
+        grad_x = scaled_mm(qg, g_inverse, qw.t().contiguous().t(), w_inverse, ctx.dtype)
+        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, qx.t().contiguous().t(), x_inverse, ctx.dtype)
         return grad_x, grad_w.to(w.dtype), None
-
-
-def _constant(x, operand):
-    return cast(x, scale_of(x, operand), operand.format), torch.full((), 2.0**-operand.exponent, device=x.device)
-
-
-def _column_major(x):
-    return x.t().contiguous().t()       # float8 matmuls need their second operand so
 
 
 class EmulatedMatmul(torch.autograd.Function):
@@ -206,13 +204,12 @@ class EmulatedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
-        x, w = ctx.saved_tensors
-        recipe, dtype = ctx.recipe, ctx.dtype
+        (x, w), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
         qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
-        qg = _emulated(g, recipe.grad, dtype)
-        qg_w = qg if _serves_both(recipe.grad, recipe.grad_for_weight_grad) else _emulated(
-            g, recipe.grad_for_weight_grad, dtype, 0)
+        qg = qg_w = _emulated(g, recipe.grad, dtype)
+        if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
+            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0)
         return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None
 
 

@@ -17,10 +17,9 @@ as large in both K and N, never for a smaller one.
 """
 
 import json
-import math
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from runtime.cli import UserError
 
@@ -31,8 +30,7 @@ SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")
 PAYS = 1.03
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One Linear, timed under one recipe."""
     recipe: str
     K: int                              # inputs
@@ -42,43 +40,30 @@ class Row:
     ratio_p10: float | None = None      # of the repeats; None where published
     ratio_p90: float | None = None
 
-    def __post_init__(self):
-        if not 0 < self.ratio < math.inf:       # JSON spells NaN and infinity
-            raise ValueError(f"ratio={self.ratio} must be a positive, finite number")
 
-
-@dataclass(frozen=True)
-class Timings:
+class Timings(NamedTuple):
     """The rows of one origin."""
     origin: dict[str, str | None]       # all other keys of an entry of `gpus` or `published`
     rows: tuple[Row, ...]
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     measured: dict[str, Timings]        # by GPU name
     published: tuple[Timings, ...]
 
 
 def load_table(path: str | Path = SHIPPED) -> Table:
-    """The table at `path`. Raises UserError for a file that cannot be read as one."""
+    """The table at `path`. Raises UserError for a file that is none."""
+    def timings(entry: dict) -> Timings:
+        return Timings({key: value for key, value in entry.items() if key != "rows"}, tuple(Row(**row) for row in entry["rows"]))
+
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-        if value["format_version"] != FORMAT_VERSION:
-            raise ValueError(f"format_version is {value['format_version']}, this version reads {FORMAT_VERSION}")
-        return Table({gpu: _timings(entry) for gpu, entry in value["gpus"].items()},
-                     tuple(_timings(entry) for entry in value.get("published", [])))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read as a table of timings ({error!r:.200}): restore it, or python bench/linears.py "
-                        f"makes it anew") from error
-
-
-def read_rows(rows: list, where: str) -> tuple[Row, ...]:
-    """Rows as JSON has them; `where` names their file in a UserError."""
-    try:
-        return tuple(Row(**row) for row in rows)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{where} holds a row that is no timing of a Linear ({error}): delete the file") from error
+        return Table({gpu: timings(entry) for gpu, entry in value["gpus"].items()},
+                     tuple(map(timings, value.get("published", ()))))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is no table of timings ({error!r:.200}): restore it, or python bench/linears.py makes it "
+                        f"anew") from error
 
 
 def to_text(value: dict) -> str:
@@ -109,10 +94,6 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
     if best.ratio > PAYS:
         return best.recipe, number
     return None, f"{'BF16 is faster' if best.ratio <= 1 else 'FP8 gains too little'}: best {number}"
-
-
-def _timings(entry: dict) -> Timings:
-    return Timings({key: value for key, value in entry.items() if key != "rows"}, tuple(Row(**row) for row in entry["rows"]))
 
 
 def _evidence(rows: list[Row], K: int, N: int) -> Row | None:
