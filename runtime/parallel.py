@@ -5,7 +5,6 @@ build() fixes the order for training, planning and benchmarks: meta device, FP8 
 
 import contextlib
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -62,7 +61,7 @@ def start(config: Config) -> World:
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_dir / "flight_recorder" / "nccl_rank_"))
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
-    patience = timedelta(seconds=2 * max(config.parallel.timeout, config.parallel.start_timeout))
+    patience = timedelta(seconds=2 * config.parallel.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = own_keys(next(dist.rendezvous("env://"))[0])
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
@@ -90,8 +89,6 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise UserError(f"torchrun started a process {device.index} on this machine, which has {torch.cuda.device_count()} "
                         f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
-    if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
-        raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
     nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -169,11 +166,19 @@ def build(config: Config, world: World) -> Built:
     counts = model.counts()
     flags = set_torch_flags(config, world, fp8.by_layer(layers).values())
     if config.parallel.recompute:
-        recompute(model)
-    shard(model, world, COMPUTE_DTYPE, config.parallel.reshard)
+        for block in model.blocks():
+            block.__class__ = RecomputedBlock
+    shard(model, world, config.parallel.reshard)
     if config.parallel.compile:
         compile_model(model, world)
-    assign = materialise(model, world)
+    model.to_empty(device=world.device)
+    model.tie()
+
+    def assign(p: torch.Tensor, full: torch.Tensor) -> None:
+        if isinstance(p, DTensor):  # each rank has the same full value and keeps its part: nothing is sent
+            full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
+        p.copy_(full)
+
     optimizer = optim.build_optimizer(model, config.optim)
     optim.fill_state(optimizer)
     return Built(model, optimizer, assign, layers, counts, loss_scale, flags)
@@ -193,8 +198,7 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         import torch._inductor.config as inductor
         inductor.deterministic = config.deterministic       # no kernel is chosen by a measurement
     if config.deterministic:
-        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call,
-        # where torch refuses other sizes.
+        # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, "
                      f"inductor.deterministic")
@@ -209,7 +213,11 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
 
 
 class RecomputedBlock(Block):
-    """A Block that keeps only its input for the backward pass, and runs its forward pass again there."""
+    """A Block that keeps only its input for the backward pass, and runs its forward pass again there.
+
+    build() swaps the class, not the module: every name in the state dict stays, and FSDP2's own class goes on top. FP8 rounds
+    the same input to the same values again.
+    """
 
     def forward(self, x, cos, sin, cache=None):
         if cache is not None or not torch.is_grad_enabled():
@@ -218,18 +226,7 @@ class RecomputedBlock(Block):
         return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
 
 
-def recompute(model: nn.Module) -> None:
-    """Activation checkpointing block by block, before shard() and compile_model().
-
-    The class is swapped, not the module: every name in the state dict stays, and FSDP2's own class goes on top. FP8
-    rounds the same input to the same values again.
-    """
-    for block in model.blocks():
-        assert type(block) is Block, type(block)
-        block.__class__ = RecomputedBlock
-
-
-def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: bool = True) -> None:
+def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
     """FSDP2 over the mesh, block by block; one process needs no wrapper.
 
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
@@ -244,13 +241,13 @@ def shard(model: nn.Module, world: World, compute_dtype: torch.dtype, reshard: b
     """
     if world.size == 1:
         return
+    ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
-        if fp8.is_wrapped(p) and p.shape[0] % world.mesh["shard"].size():
+        if fp8.is_wrapped(p) and p.shape[0] % ranks:
             raise UserError(f"fp8.all_gather=true needs equal shards, but the {p.shape[0]} rows of {name} do not divide among "
-                            f"{world.mesh['shard'].size()} ranks: choose parallel.shard such that they do, or "
-                            f"fp8.all_gather=false")
+                            f"{ranks} ranks: choose parallel.shard such that they do, or fp8.all_gather=false")
     mesh = world.mesh if world.mesh["replicate"].size() > 1 else world.mesh["shard"]
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPE, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
@@ -269,19 +266,6 @@ def compile_model(model: nn.Module, world: World) -> None:
         module.compile(dynamic=False, fullgraph=True)
     if world.size > 1:
         model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
-
-
-def materialise(model: nn.Module, world: World) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Move a model from the meta device to memory, uninitialised; returns Built.assign."""
-    model.to_empty(device=world.device)
-    model.tie()
-
-    def assign(p: torch.Tensor, full: torch.Tensor) -> None:
-        if isinstance(p, DTensor):  # each rank has the same full value and keeps its part: nothing is sent
-            full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
-        p.copy_(full)
-
-    return assign
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:
