@@ -1,5 +1,5 @@
 """What the probe reports, against fp64 arithmetic written anew; and that training does not notice it. Two ranks:
-tests/test_all_gather.py; through recomputation: tests/test_parallel.py."""
+tests/test_parallel.py; through recomputation: there too."""
 
 import json
 import math
@@ -115,8 +115,6 @@ def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(recipe
             for key, value in want.items():
                 near = 2 / tensor.numel() if key in ("underflow", "saturated") else 1e-12
                 assert row[operand][key] == pytest.approx(float(value), rel=1e-4, abs=near), (name, operand, key)
-    underflows = any(row["gradient"]["underflow"] > 0 for row in linears.values())
-    assert underflows or WANTED[recipe][2][1] in ("row", "block")
 
 
 def test_statistics_of_values_made_by_hand():
@@ -205,36 +203,19 @@ def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monk
 
 def test_hooks_and_gradients_are_gone_even_when_a_pass_fails(tmp_path):
     model, recipes, x, y = build("tensorwise")
-
-    def is_clean():
-        hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) + len(m._backward_hooks) for m in model.modules())
-        return hooks == 0 and all(p.grad is None for p in model.parameters())
-
     probed(tmp_path, model, recipes, x, y)
-    assert is_clean()
-
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, g):
-            raise RuntimeError("no memory left")
-
-    broken = model.layers[0].mlp.register_forward_hook(lambda m, i, out: Fails.apply(out))
-    with pytest.raises(RuntimeError, match="no memory left"):
-        probed(tmp_path, model, recipes, x, y)
-    broken.remove()
-    assert is_clean()
     with pytest.raises(IndexError):
         probed(tmp_path, model, recipes, x + 10_000, y)
-    assert is_clean() and len(read(tmp_path / "probe.jsonl")) == 10, "a failed probe writes nothing"
+    model.layers[0].mlp.register_forward_hook(lambda m, i, out: out.register_hook(lambda g: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):      # in the backward pass
+        probed(tmp_path, model, recipes, x, y)
+    assert sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()) == 1
+    assert all(p.grad is None for p in model.parameters())
+    assert len(read(tmp_path / "probe.jsonl")) == 10, "a failed probe writes nothing"
 
 
-@pytest.mark.parametrize("recipe", list(WANTED))
-def test_nan_becomes_null(recipe, tmp_path):
-    model, recipes, x, y = build(recipe)
+def test_nan_becomes_null(tmp_path):
+    model, recipes, x, y = build("mxfp8")
     with torch.no_grad():
         model.layers[1].attn.qkv.weight[3, 5] = math.nan
     rows = {row.get("layer", row.get("block")): row for row in probed(tmp_path, model, recipes, x, y)}
@@ -310,12 +291,10 @@ def test_a_resume_goes_on_probing_and_refuses_another_choice_of_layers(tiny, tmp
     checkpoint = checkpoints(config.run_dir)[-1]
     content = json.loads((checkpoint / "manifest.json").read_text())
     state = content["state"]
-    content["state"] = state | {"data": state["data"] | {"fp8": "0" * 64}}
-    seal(checkpoint, content)
+    seal(checkpoint, content | {"state": state | {"data": state["data"] | {"fp8": "0" * 64}}})
     refused = call_train(capsys, config, tmp_path)
     assert refused.returncode == 2 and "fp8.recipe=auto chose other layers" in refused.stderr
-    content["state"] = state | {next(key for key in state if key.startswith("probe_s")): 1000.0}
-    seal(checkpoint, content)
+    seal(checkpoint, content | {"state": state | {next(key for key in state if key.startswith("probe_s")): 1000.0}})
     assert call_train(capsys, config, tmp_path).returncode == 0
     assert read(config.run_dir / "probe.jsonl") == rows + [row for row in rows if row["step"] == 6]
     assert json.loads((config.run_dir / "summary.json").read_text())["probe_s"] > 1000
