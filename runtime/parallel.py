@@ -57,9 +57,9 @@ def start(config: Config) -> World:
         return World(0, 0, 1, device)
     # NCCL and gloo keep their last 2,000 collectives (about a MB of host memory), and NCCL dumps them where a time-out ends
     # the job: names that torch 2.13 takes without a warning. runtime/watchdog.py makes the folder when there is a dump.
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(config.run_dir / "flight_recorder" / "nccl_rank_"))
+    for name, value in {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+                        "TORCH_FR_DUMP_TEMP_FILE": str(config.run_dir / "flight_recorder" / "nccl_rank_")}.items():
+        os.environ.setdefault(name, value)
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
     patience = timedelta(seconds=2 * config.parallel.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -157,7 +157,6 @@ class Built:
 
 def build(config: Config, world: World) -> Built:
     """Build on the meta device, so that no rank ever holds the whole model: swap the Linears, shard, compile, then allocate.
-
     Raises UserError where the config's fp8 or parallel does not fit this model or machine."""
     with torch.device("meta"):
         model = GPT(config.model, COMPUTE_DTYPE)
@@ -231,11 +230,8 @@ def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
 
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
     Embedding and head are gathered in fp32 and cast by the model, or the gradients of a tied matrix would be added up,
-    token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32.
-
-    reshard: drop a block's gathered weights after its forward pass and gather them again in the backward pass. If False,
-    the blocks are gathered once a step and stay in memory until its backward pass, also after a forward pass alone (an
-    evaluation): do not change weights in between.
+    token by token, in BF16. Inputs are left alone, since the RoPE tables must stay fp32. Without `reshard` a block's gathered
+    weights stay until its backward pass, also after a forward pass alone (an evaluation): do not change weights in between.
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """

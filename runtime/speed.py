@@ -42,8 +42,7 @@ class Row(NamedTuple):
 
 
 class Timings(NamedTuple):
-    """The rows of one origin."""
-    origin: dict[str, str | None]       # all other keys of an entry of `gpus` or `published`
+    origin: dict[str, str | None]       # all keys of an entry of `gpus` or `published` but its rows
     rows: tuple[Row, ...]
 
 
@@ -55,7 +54,7 @@ class Table(NamedTuple):
 def load_table(path: str | Path = SHIPPED) -> Table:
     """The table at `path`. Raises UserError for a file that is none."""
     def timings(entry: dict) -> Timings:
-        return Timings({key: value for key, value in entry.items() if key != "rows"}, tuple(Row(**row) for row in entry["rows"]))
+        return Timings(entry, tuple(Row(**row) for row in entry.pop("rows")))
 
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -17,12 +17,9 @@ def rates(steps, **changes):
 def test_schedules_by_hand():
     got = rates(100, warmup_share=0.1, min_lr_ratio=0.1)
     assert got[:11] == pytest.approx([*((i + 1) / 10 for i in range(10)), 1.0])
-    assert got[55] == pytest.approx(0.55)       # half way down from 1 to 0.1
-    assert got[99] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 89 / 90)) / 2)
-    assert got[9:] == sorted(got[9:], reverse=True)
+    assert got[10:] == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * i / 90)) / 2 for i in range(90)])
     got = rates(100, schedule="wsd", warmup_share=0.05, decay_share=0.2, min_lr_ratio=0.0)
-    assert got[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]) and got[5:80] == [1.0] * 75
-    assert got[80:] == pytest.approx([1 - (i + 1) / 20 for i in range(20)])
+    assert got == pytest.approx([0.2, 0.4, 0.6, 0.8] + [1.0] * 76 + [1 - (i + 1) / 20 for i in range(20)])
     assert all(0 < lr <= 1 for schedule in ("cosine", "wsd") for steps in (1, 2, 7) for lr in rates(steps, schedule=schedule))
 
 
