@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from runtime.quantize import scaled_mm
+from runtime.fp8 import scaled_mm
 from runtime.rows import to_line
 
 STRETCHES, STRETCH_S = 10, {"cuda": 0.02, "cpu": 0.001}      # of calls one behind the other

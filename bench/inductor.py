@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from model import GPT
-from runtime import fp8, fp8_linear
+from runtime import fp8
 from runtime.cli import UserError, field_lines, read_options
 from runtime.config import apply_overrides, load_config
 from runtime.parallel import COMPUTE_DTYPE
@@ -159,7 +159,7 @@ def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int
         passes.append(graph)
         return make_boxed_func(graph)
     with (FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)),
-          mock.patch.object(fp8_linear, "scaled_mm", on_gpu)):
+          mock.patch.object(fp8, "scaled_mm", on_gpu)):
         shape = (micro_batch, config.model.n_ctx)
         tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()

@@ -1,7 +1,7 @@
 """Store a run's Linears as float8 weights that torchao's inference loads.
 
 Each fused matrix is rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's parts: the
-float8 values, scales are those which the run's own matmuls saw (runtime/quantize.py). Activations are scaled while running,
+float8 values, scales are those which the run's own matmuls saw (runtime/fp8.py). Activations are scaled while running,
 per tensor or per row as the recipe does, by torchao's rule, which knows no powers of two. The head, like the embedding, stays
 BF16.
 
@@ -19,7 +19,7 @@ from model import GPT, GPTConfig
 from runtime import fp8
 from runtime.cli import UserError
 from runtime.config import Config
-from runtime.quantize import RECIPES, scale_of
+from runtime.fp8 import RECIPES, scale_of
 
 FORMAT = torch.float8_e4m3fn
 LINEARS = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")

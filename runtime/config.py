@@ -27,7 +27,7 @@ from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
 
 # Recipes whose weights torchao can gather as float8 with one scale per tensor.
 FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
-# Recipes that runtime/fp8_linear.py computes too: one scale per tensor, from its largest magnitude.
+# Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]

@@ -1,7 +1,7 @@
-"""Select the Linears whose matmuls run in FP8, convert them, report what was done.
+"""FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
 FP8 is a property of the run, not of the model: converting changes how a Linear multiplies, while its name, its fp32 weight
-and hence every checkpoint stay the same. The recipes, as data, are in runtime/quantize.py:
+and hence every checkpoint stay the same.
 
     recipe               output y = x w'   input gradient = g w   weight gradient = g' x   scales
     tensorwise           E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor
@@ -13,11 +13,14 @@ and hence every checkpoint stay the same. The recipes, as data, are in runtime/q
     mxfp8                E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 32 values, powers of 2
     auto                 per Linear: the recipe that runtime/speed.py's table of this GPU says is faster than BF16, or BF16
 
-All but cscale scale by the operand's current largest magnitude (dynamic scaling). amax and cscale: Training and inference of
-large language models using 8-bit floating point (2309.17224). On a GPU torchao computes the first five, or with
-fp8.kernels=true runtime/fp8_linear.py computes tensorwise, tensorwise_gw_hp and amax: the same roundings, fewer passes over
-memory. mxfp8 runs on Blackwell through torchao; other GPUs emulate its numerics in BF16. On a CPU every recipe is emulated:
-operands rounded to float8, dequantised, multiplied in fp32. The numerics are real, the speed is not.
+E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
+saturating; the matmul's result is divided by the scales. All but cscale scale by the operand's current largest magnitude
+(dynamic scaling). amax and cscale: Training and inference of large language models using 8-bit floating point (2309.17224).
+
+On a GPU torchao computes the first five, or with fp8.kernels=true the Linears on our own kernels below compute tensorwise,
+tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 runs on Blackwell through torchao; other GPUs
+emulate its numerics in BF16. On a CPU every recipe is emulated: operands rounded to float8, dequantised, multiplied in fp32.
+The numerics are real, the speed is not.
 
 With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
 of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().
@@ -26,9 +29,12 @@ of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32
 import contextlib
 import fnmatch
 import logging
+import math
+import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -36,13 +42,15 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from model import Linear
-from runtime import fp8_linear
+from model import GPT, Linear
 from runtime.cli import UserError
 from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config
-from runtime.quantize import RECIPES, QuantisedLinear, Recipe, for_loss_scale
 from runtime.speed import choose, load_table
 
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
+BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
+NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
 CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), "cscale": (8, 9), "rowwise": (9, 0),
               "rowwise_with_gw_hp": (9, 0)}
@@ -51,6 +59,140 @@ MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
 KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
 
+
+# ------------------------------------------------------------------------------------------------------------ the recipes
+
+@dataclass(frozen=True)
+class Operand:
+    """How one operand is converted to FP8."""
+    format: torch.dtype | None  # None: it stays in BF16
+    scaling: Literal["tensor", "row", "block", "constant"] = "tensor"   # which values share a scale
+    power_of_2: bool = False    # scale rounded down to a power of two: scaling itself then rounds nothing
+    exponent: int = 0           # "constant" only: the scale is 2 ** exponent
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The operands of y = x w' (input, weight), of input gradient = g w (grad, weight_for_input_grad) and of
+    weight gradient = g' x (grad_for_weight_grad, input_for_weight_grad)."""
+    name: str
+    input: Operand
+    weight: Operand
+    grad: Operand
+    weight_for_input_grad: Operand
+    input_for_weight_grad: Operand
+    grad_for_weight_grad: Operand
+
+    @property
+    def multiple(self) -> int:
+        """Inputs and outputs of a Linear must be multiples of this."""
+        return BLOCK if self.input.scaling == "block" else 16
+
+
+def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand) -> Recipe:
+    """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
+    return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
+
+
+_BF16 = Operand(None)
+_TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
+_TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
+_ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
+_GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
+# cscale: activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of
+# one token's loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's
+# activations underflow.
+_CSCALE = (Operand(E4M3, "constant", exponent=0), Operand(E4M3, "constant", exponent=6),
+           Operand(E5M2, "constant", exponent=8))
+
+RECIPES = {recipe.name: recipe for recipe in (
+    _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
+    _uniform("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, **_GW_HP),
+    _uniform("rowwise", _ROW, _ROW, _ROW),
+    _uniform("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_for_input_grad=_TENSOR_2, **_GW_HP),
+    _uniform("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
+    _uniform("cscale", *_CSCALE),
+    _uniform("mxfp8", _MX, _MX, _MX),
+)}
+
+
+def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
+    """The recipe for a loss multiplied by `loss_scale` before the backward pass, as a mean over a step's tokens is: dynamic
+    scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
+    if recipe.grad.scaling != "constant":
+        return recipe
+    grad = replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale)))
+    return replace(recipe, grad=grad, grad_for_weight_grad=grad)
+
+
+# ------------------------------------------------------------------------------------------------------- the rounding
+
+def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
+    """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the dimension that the matmul sums over."""
+    if operand.scaling == "constant":
+        return torch.full((), 2.0**operand.exponent, device=x.device)
+    magnitude, largest = x.detach().abs(), torch.finfo(operand.format).max
+    if operand.scaling == "block":
+        axis = dim % x.ndim
+        blocks = magnitude.float().unflatten(axis, (-1, BLOCK))
+        amax = blocks.amax(axis + 1, keepdim=True)
+        # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
+        exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
+        return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
+    # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
+    amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
+    scale = (largest / amax.double().clamp(min=EPS)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
+
+
+def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
+    """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies; `dim` as in scale_of()."""
+    x = x.float()
+    if operand.format is None:
+        return x
+    scale = scale_of(x, operand, dim)
+    return _round(x * scale, operand.format).mul_(scale.reciprocal())
+
+
+def _round(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    """fp32 x, overwritten: saturated, rounded to the nearest value of `format`, ties to even; NaN stays.
+
+    Equal to x.clamp(-largest, largest).to(format).float() bit for bit, which a CPU computes value by value."""
+    largest = torch.finfo(format).max
+    lowest = torch.finfo(format).smallest_normal
+    x.clamp_(-largest, largest)
+    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=lowest)     # of two, at or below |x|
+    # fp32 keeps 23 bits behind the leading one: of the sum with 1.5 * 2^23 of the format's steps, none below a step.
+    shift = power.mul_(1.5 * 2**23 * torch.finfo(format).eps)
+    return x.add_(shift).sub_(shift)
+
+
+def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+    """x * scale in `format`, saturating, rounded to nearest even."""
+    largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
+    return (x.float() * scale).clamp(-largest, largest).to(format)
+
+
+def to_float8(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) in the operand's format, and the inverse () of its scale."""
+    scale = scale_of(x, operand)
+    return cast(x, scale, operand.format), scale.reciprocal()
+
+
+def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
+              fast: bool = False) -> torch.Tensor:
+    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major.
+
+    The inverses of the scales broadcast to a and b. On a GPU torch's float8 matmul, with `fast` accumulation or without. On a
+    CPU the dequantised values in fp32: torch's own float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with
+    AMX, hundreds of times slower.
+    """
+    if a.device.type == "cpu":
+        return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
+    return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+# ------------------------------------------------------------------------------------------------------------- selection
 
 def by_name(recipe: str) -> FP8Config:
     """The settings with this label: a recipe's name, followed by WITH_KERNELS or not."""
@@ -76,8 +218,6 @@ class Layer:
         notes = ", ".join(filter(None, ["kernels" * self.kernels, self.why]))
         return f"kept BF16: {self.reason}" if self.reason else f"-> {self.recipe}" + f" ({notes})" * bool(notes)
 
-
-# ------------------------------------------------------------------------------------------------------------- selection
 
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name that `auto` looks up.
@@ -192,7 +332,7 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
         if layer.kernels:
-            fp8_linear.swap(model, layer.name, RECIPES[layer.recipe])
+            _use_kernels(model, layer.name, RECIPES[layer.recipe])
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", "mxfp8") or layer.recipe and is_on_cpu and not config.all_gather:
             module = model.get_submodule(layer.name)
@@ -238,6 +378,7 @@ def _float8():
 
 # ---------------------------------------------------------------------------------- weights: updates, shards, evaluation
 
+@torch.no_grad()
 def refresh_fp8_weights(model: nn.Module) -> None:
     """Recompute what is derived from the weights: FP8 copies, and scales of weights gathered as float8 by one all-reduce.
 
@@ -245,7 +386,14 @@ def refresh_fp8_weights(model: nn.Module) -> None:
     if any(is_wrapped(p) for p in model.parameters()):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
         precompute_float8_dynamic_scale_for_fsdp(model)
-    fp8_linear.refresh(model)
+    for module in () if isinstance(model, FSDPModule) else model.modules():     # FSDP2 frees gathered weights
+        if isinstance(module, KernelLinear):
+            new = _both(module.weight, module.recipe.weight)
+            if module.q is None:
+                module.q, module.qt, module.inverse = new
+            for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):      # into the same memory
+                old.copy_(copy)
+            module.version = module.weight._version
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -299,3 +447,275 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
         for module, cls in classes.items():
             module.__class__ = cls
             vars(module).pop("shard", None)
+
+
+# ---------------------------------------------------------------- Linears on CPUs, and by recipes that torchao's lack
+
+class QuantisedLinear(nn.Linear):
+    """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by convert()."""
+    recipe: Recipe
+    has_mx: bool = False    # the GPU multiplies MX blocks itself
+
+    def forward(self, x):
+        rows = x.reshape(-1, x.shape[-1])   # (M, K)
+        if self.recipe.input.scaling == "constant" and x.is_cuda:
+            y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
+        elif self.has_mx and x.is_cuda:
+            y = _torchao_mx(rows, self.weight)
+        else:
+            y = EmulatedMatmul.apply(rows, self.weight, self.recipe)
+        return y.view(*x.shape[:-1], -1)
+
+
+class ConstantScaleMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N) by float8 matmuls with constant scales (2309.17224, FP8-CSCALE)."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        (qx, x_inverse), (qw, w_inverse) = to_float8(x, recipe.input), to_float8(w, recipe.weight)
+        ctx.save_for_backward(qx, x_inverse, w)     # w and not its FP8 copy: FSDP frees w between the passes
+        ctx.recipe, ctx.dtype = recipe, x.dtype
+        return scaled_mm(qx, x_inverse, qw.t(), w_inverse, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        qx, x_inverse, w = ctx.saved_tensors
+        (qg, g_inverse), (qw, w_inverse) = to_float8(g.contiguous(), ctx.recipe.grad), to_float8(w, ctx.recipe.weight)
+        # A float8 matmul needs its first operand row-major, its second column-major.
+        grad_x = scaled_mm(qg, g_inverse, qw.t().contiguous().t(), w_inverse, ctx.dtype)
+        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, qx.t().contiguous().t(), x_inverse, ctx.dtype)
+        return grad_x, grad_w.to(w.dtype), None
+
+
+class EmulatedMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
+
+    On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
+    On a GPU in x's dtype, exact for the power-of-two scales of the one recipe that is emulated there (mxfp8).
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, recipe):
+        qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
+        ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
+        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad)
+        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        return (qx @ qw.t()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x, w), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
+        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
+        qg = qg_w = _emulated(g, recipe.grad, dtype)
+        if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
+            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0)
+        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None
+
+
+def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1) -> torch.Tensor:
+    """x dequantised after rounding as `operand` says: fp32 on a CPU, `dtype` on a GPU and for BF16 operands."""
+    if operand.format is None:
+        return x.to(dtype)
+    q = fake_quantise(x, operand, dim)
+    return q if x.device.type == "cpu" else q.to(dtype)
+
+
+def _serves_both(one: Operand, other: Operand) -> bool:
+    """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
+    return one == other and one.scaling in ("tensor", "constant")
+
+
+def _torchao_mx(x, w):
+    from torchao.prototype.moe_training.mxfp8_linear import _to_mxfp8_then_scaled_mm
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
+    return _to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), KernelPreference.AUTO, ScaleCalculationMode.RCEIL)
+
+
+# ------------------------------------------------------------------------------------------------- Linears on our own kernels
+#
+# fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once. Except for the head's
+# gradient, every operand has torchao's scale (largest magnitude of the tensor, fp64 division), format and rounding, bit for
+# bit; forward with fast accumulation, backward without. What differs is the memory traffic:
+#
+#     largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with the kernel that produces x
+#     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
+#     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
+#     weights                 quantised by refresh_fp8_weights() once per optimizer step, not in every micro-batch; under
+#                             FSDP2, which frees gathered weights, at every use
+#     weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
+#     the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
+#                             BF16. Its scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most
+#                             1, so no value exceeds the largest token's factor
+#
+# tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: Inductor compiles its casts. On a CPU the
+# operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on a GPU:
+# CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
+
+@torch.library.custom_op("nanofp8::cast_both", mutates_args=(), device_types="cpu")
+def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
+              want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)).
+
+    All are row-major; without want_rows q is empty, (0,)."""
+    q = cast(x, scale, format)
+    return q if want_rows else q.new_empty(0), q.t().contiguous()
+
+
+@cast_both.register_kernel("cuda")
+def _(x, scale, format, want_rows=True):
+    from runtime import fp8_kernels
+    q, qt = _empty(x, format, want_rows)
+    fp8_kernels.cast_both(x, scale, format, q if want_rows else None, qt)
+    return q, qt
+
+
+@cast_both.register_fake
+def _(x, scale, format, want_rows=True):
+    return _empty(x, format, want_rows)
+
+
+def _empty(x, format, want_rows=True):
+    M, K = x.shape
+    return x.new_empty((M, K) if want_rows else (0,), dtype=format), x.new_empty((K, M), dtype=format)
+
+
+@torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=(), device_types="cpu")
+def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
+                       scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zero rows for NO_TARGET.
+
+    logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
+    p = torch.exp(logits.float() - lse[:, None])
+    p -= F.one_hot(targets.clamp(min=0), logits.size(1))
+    q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
+    return q, q.t().contiguous()
+
+
+@cross_entropy_grad.register_kernel("cuda")
+def _(logits, lse, targets, grad, scale):
+    from runtime import fp8_kernels
+    q, qt = _empty(logits, E5M2)
+    fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
+    return q, qt
+
+
+@cross_entropy_grad.register_fake
+def _(logits, lse, targets, grad, scale):
+    return _empty(logits, E5M2)
+
+
+def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
+    """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
+    scale = scale_of(x, operand)
+    return *cast_both(x, scale, operand.format, want_rows), scale.reciprocal()
+
+
+def _weight_forward(w, q, inverse, recipe: Recipe):
+    """The second operand of y = x w' and the inverse of its scale."""
+    q, inverse = (q, inverse) if q is not None else to_float8(w, recipe.weight)
+    return q.t(), inverse
+
+
+def _weight_backward(w, qt, inverse, recipe: Recipe):
+    """The second operand of g w and the inverse of its scale. Without lasting copies w itself was kept, not its FP8 copy: FSDP2
+    frees w between the passes, a copy would stay."""
+    qt, inverse = (qt, inverse) if qt is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
+    return qt.t(), inverse
+
+
+class KernelMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), inverse (): KernelLinear.copies()."""
+
+    @staticmethod
+    def forward(ctx, x, w, q, qt, inverse, recipe):
+        x = x.contiguous()
+        if recipe.input_for_weight_grad.format is None:
+            (xq, x_inverse), kept = to_float8(x, recipe.input), x
+        else:
+            xq, kept, x_inverse = _both(x, recipe.input)
+        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, inverse)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        return scaled_mm(xq, x_inverse, *_weight_forward(w, q, inverse, recipe), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        kept, x_inverse, w, qt, inverse = ctx.saved_tensors
+        recipe, g = ctx.recipe, g.contiguous()
+        weight = _weight_backward(w, qt, inverse, recipe)
+        if recipe.grad_for_weight_grad.format is None:
+            grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
+            return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
+        gq, gt, g_inverse = _both(g, recipe.grad)
+        grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype)
+        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype), None, None, None, None
+
+
+class HeadLoss(torch.autograd.Function):
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; q, qt, inverse as for KernelMatmul."""
+
+    @staticmethod
+    def forward(ctx, h, w, targets, q, qt, inverse, recipe):
+        hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
+        logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, inverse, recipe), h.dtype, fast=True)
+        l32 = logits.float()
+        largest = l32.amax(-1, keepdim=True)
+        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, inverse)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
+        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ht, h_inverse, logits, lse, targets, w, qt, inverse = ctx.saved_tensors
+        grad = grad.contiguous()
+        scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
+        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
+        g_inverse = scale.reciprocal()
+        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, inverse, ctx.recipe), ctx.dtype)
+        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype), None, None, None, None, None
+
+
+class KernelLinear(nn.Linear):
+    """A Linear without bias that multiplies in FP8 by `recipe`; made by convert(). Its weight stays what it was."""
+    recipe: Recipe
+    version: int | None     # of the weight when its FP8 copies were made
+
+    def forward(self, x):
+        rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
+        if torch.is_grad_enabled():
+            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe)
+        else:                                   # no matmul will need a transpose
+            weight = _weight_forward(self.weight, copies[0], copies[2], self.recipe)
+            y = scaled_mm(*to_float8(rows, self.recipe.input), *weight, x.dtype, fast=True)
+        return y.view(*x.shape[:-1], -1)
+
+    def copies(self) -> tuple[torch.Tensor | None, ...]:
+        """The weight's FP8 copies (N, K) and (K, N) and the inverse () of their scale; all None where there are none."""
+        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
+            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+        return self.q, self.qt, self.inverse
+
+
+def _use_kernels(model: nn.Module, name: str, recipe: Recipe) -> None:
+    """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
+    computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
+    module = model.get_submodule(name)
+    module.__class__, module.recipe, module.version = KernelLinear, recipe, None
+    for buffer in ("q", "qt", "inverse"):
+        module.register_buffer(buffer, None, persistent=False)
+    if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
+        model.token_losses = types.MethodType(_token_losses, model)
+
+
+def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
+    the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
+    head = model.head
+    is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
+    if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
+        return GPT.token_losses(model, h, targets)
+    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe)

@@ -29,8 +29,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import is_wrapped, unwrap
-from runtime.quantize import Operand, Recipe, fake_quantise, scale_of
+from runtime.fp8 import Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
 from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe

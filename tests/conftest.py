@@ -16,7 +16,7 @@ import torch
 import train
 from model import GPTConfig
 from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
-from runtime.quantize import scaled_mm
+from runtime.fp8 import scaled_mm
 from runtime.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,7 @@ import torch
 import torch._inductor.config as inductor
 
 from model import GPT, GPTConfig, Linear, RMSNorm
-from runtime import fp8, fp8_linear, parallel, quantize, speed
+from runtime import fp8, parallel, speed
 from runtime.cli import UserError
 from runtime.config import FP8Config
 from tests.conftest import ROOT
@@ -136,7 +136,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our kernels. fake_quantise, which
     probes measure with, rounds as the matmuls do."""
     recipe = fp8.by_name(label).recipe
-    r, q = quantize.RECIPES[recipe], quantize.fake_quantise
+    r, q = fp8.RECIPES[recipe], fp8.fake_quantise
     for kind in KINDS:
         x, w, g = operands(kind)
         want, got = reference(recipe, x, w, g), passes(linear(w, label), x, g)
@@ -169,7 +169,7 @@ def test_torchs_own_float8_matmul_agrees(grad):
     one, other = torch.tensor(0.03), torch.tensor(1.7)
     theirs = torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.bfloat16)
     exact = (a.double() * one.double()) @ (b.double() * other.double())
-    for got in (theirs, quantize.scaled_mm(a, one, b, other, torch.bfloat16)):
+    for got in (theirs, fp8.scaled_mm(a, one, b, other, torch.bfloat16)):
         assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()      # BF16: half a unit of 8 bits
 
 
@@ -181,7 +181,7 @@ def test_rounding_by_fp32_addition_is_torchs_cast(format):
                         ((grid[:, None] + grid) / 2).flatten(), torch.randint(-2**31, 2**31, (10**6,)).int().view(torch.float32),
                         torch.randn(10**6) * torch.logspace(-9, 6, 10**6)))
     largest = torch.finfo(format).max
-    want, got = values.clamp(-largest, largest).to(format).float(), quantize._round(values.clone(), format)
+    want, got = values.clamp(-largest, largest).to(format).float(), fp8._round(values.clone(), format)
     assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want[~want.isnan()], got[~want.isnan()])
 
 
@@ -247,7 +247,7 @@ class Piece(torch.nn.Module):
         x, head = self.norm(x), self.head[0]
         ys = [holder(x) for holder in self.linears]
         if type(head) is not Linear:
-            ys.append(fp8_linear.HeadLoss.apply(self.kernels(x), head.weight, torch.arange(len(x)), *head.copies(), head.recipe))
+            ys.append(fp8.HeadLoss.apply(self.kernels(x), head.weight, torch.arange(len(x)), *head.copies(), head.recipe))
         return ys
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from bench import kernels as bench
-from runtime import fp8, fp8_linear
+from runtime import fp8
+from runtime.fp8 import RECIPES, fake_quantise, scale_of, scaled_mm
 from runtime.probe import Probe
-from runtime.quantize import RECIPES, fake_quantise, scale_of, scaled_mm
 from tests.conftest import ROOT
 from tests.test_fp8 import E4M3, E5M2, KERNELS, KINDS, build, distance, linear, operands, passes, tokens
 
@@ -209,6 +209,7 @@ def test_they_compile_for_an_h100(source, format, rows, launched):
     binary, = binaries
     instruction = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}[format]
     assert binary.asm["cubin"] and instruction in binary.asm["ptx"]
+    assert re.search(r"(min|max)\.NaN", binary.asm["ptx"]), "the clamp must let NaN through"
     assert re.findall(r"tt\.addptr .* : !tt\.ptr<\w+>, (i\d+)", binary.asm["ttir"]) == ["i64"] * (3 if rows else 2)
 
 
@@ -217,15 +218,15 @@ def test_they_compile_for_an_h100(source, format, rows, launched):
 def test_the_operators_are_sound_for_the_compiler():
     x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(3.0)
     entropy = (x, torch.logsumexp(x.float(), -1), torch.arange(32), torch.ones(32), scale)
-    for operator, arguments in ((fp8_linear.cast_both, (x, scale, E4M3, True)), (fp8_linear.cross_entropy_grad, entropy),
-                                (fp8_linear.cast_both, (x, scale, E4M3, False))):
+    for operator, arguments in ((fp8.cast_both, (x, scale, E4M3, True)), (fp8.cross_entropy_grad, entropy),
+                                (fp8.cast_both, (x, scale, E4M3, False))):
         torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 def without_copies(model):
     """The same model, in which weights are quantised at each use, as under FSDP2."""
     for module in model.modules():
-        if isinstance(module, fp8_linear.KernelLinear):
+        if isinstance(module, fp8.KernelLinear):
             module.q = module.qt = module.inverse = None
     return model
 
@@ -264,7 +265,7 @@ def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
         calls.append((a.dtype, b.dtype, fast, dtype))
         return scaled_mm(a, a_inverse, b, b_inverse, dtype, fast)
 
-    monkeypatch.setattr(fp8_linear, "scaled_mm", spy)
+    monkeypatch.setattr(fp8, "scaled_mm", spy)
     x, w, g = operands("random")
     for run in (lambda: passes(linear(w, "tensorwise+kernels"), x, g),
                 lambda: passes(without_copies(linear(w, "tensorwise+kernels")), x, g), lambda: head_loss(*head_case())):
@@ -295,7 +296,7 @@ def test_one_byte_a_value_is_kept_for_the_backward_pass(emulated_scaled_mm):
 
 def head_loss(h, w, targets, factors, recipe="tensorwise"):
     h, w = h.clone().requires_grad_(), w.clone().requires_grad_()
-    losses = fp8_linear.HeadLoss.apply(h, w, targets, None, None, None, RECIPES[recipe])
+    losses = fp8.HeadLoss.apply(h, w, targets, None, None, None, RECIPES[recipe])
     losses.backward(factors)
     return losses.detach(), h.grad, w.grad
 
@@ -341,8 +342,8 @@ def test_nan_and_infinity_reach_the_loss_or_its_gradient(where):
 
 def test_only_an_fp8_head_that_trains_computes_its_loss_in_one_piece(tmp_path, monkeypatch):
     """Not with BF16 weight gradients, not in BF16, not without gradients, not while a probe watches."""
-    calls, real = [], fp8_linear.HeadLoss.forward
-    monkeypatch.setattr(fp8_linear.HeadLoss, "forward", staticmethod(lambda *a: calls.append(1) or real(*a)))
+    calls, real = [], fp8.HeadLoss.forward
+    monkeypatch.setattr(fp8.HeadLoss, "forward", staticmethod(lambda *a: calls.append(1) or real(*a)))
     x, y = tokens()
     for recipe, special in (("tensorwise", 1), ("amax", 1), ("tensorwise_gw_hp", 0)):
         calls.clear()
@@ -371,7 +372,7 @@ def step(model, x, y):
 
 def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
     def copies():
-        return [copy for m in model.modules() if isinstance(m, fp8_linear.KernelLinear) for copy in (m.q, m.qt, m.inverse)]
+        return [copy for m in model.modules() if isinstance(m, fp8.KernelLinear) for copy in (m.q, m.qt, m.inverse)]
 
     (model, _), (x, y) = build("tensorwise+kernels", head=True), tokens()
     step(model, x, y)
@@ -398,10 +399,10 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
     else:
         x = torch.randint(-2**31, 2**31 - 1, (512, 2**11), dtype=torch.int32).view(torch.float32)
     for scale in (1.0, 0.37, 2.0**-100, 2.0**100):
-        q, qt = fp8_linear.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
+        q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
         want = quantised(x.cuda(), scale, format)
         assert same(q.cpu(), want.cpu()) and same(qt.cpu(), want.t().contiguous().cpu())
-        only = fp8_linear.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format, False)[1]
+        only = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format, False)[1]
         assert same(only.cpu(), qt.cpu())
 
 
@@ -409,7 +410,7 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
 def test_offsets_beyond_32_bits_on_hardware():
     M, V = 43008, 50304             # 2^31 values and a few
     x = torch.randn(M, V, device="cuda", dtype=torch.bfloat16)
-    q, qt = fp8_linear.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
+    q, qt = fp8.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
     for rows in (slice(0, 64), slice(M - 64, M)):
         want = quantised(x[rows], 100.0, E5M2).view(torch.uint8)
         assert torch.equal(q[rows].view(torch.uint8), want) and torch.equal(qt[:, rows].t().view(torch.uint8), want)
@@ -419,7 +420,7 @@ def test_offsets_beyond_32_bits_on_hardware():
 def test_the_cross_entropys_gradient_on_hardware():
     for M, V in ((48, 80), (144, 208), (1024, 50304)):
         case = entropy_case(M, V)
-        q, qt = fp8_linear.cross_entropy_grad(*(t.cuda() for t in case))
+        q, qt = fp8.cross_entropy_grad(*(t.cuda() for t in case))
         assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
     for mine, want in zip(head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True):
         assert distance(mine.cpu(), want) < 2e-2        # a sum in another order moves logits across steps of BF16

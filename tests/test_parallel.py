@@ -26,8 +26,8 @@ from runtime.checkpoint import Saver, latest, load_model, read_manifest
 from runtime.cli import UserError
 from runtime.config import FP8Config, ProbeConfig, config_from_dict
 from runtime.data import open_data
+from runtime.fp8 import RECIPES
 from runtime.probe import Probe
-from runtime.quantize import RECIPES
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, call_train, with_recipe
 

@@ -14,8 +14,8 @@ from model import GPT, GPTConfig
 from runtime import fp8, probe
 from runtime.checkpoint import checkpoints, load_model, seal
 from runtime.config import FP8Config, ProbeConfig
+from runtime.fp8 import RECIPES, Operand
 from runtime.probe import Probe, sequences, statistics
-from runtime.quantize import RECIPES, Operand
 from tests.conftest import call_train, with_recipe
 from tests.test_fp8 import E4M3, E5M2, NAMES, SIZE, rounded, tokens
 
