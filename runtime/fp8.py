@@ -52,8 +52,8 @@ EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (to
 BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
-CAPABILITY = {"tensorwise": (8, 9), "tensorwise_gw_hp": (8, 9), "amax": (8, 9), "cscale": (8, 9), "rowwise": (9, 0),
-              "rowwise_with_gw_hp": (9, 0)}
+CAPABILITY = {**dict.fromkeys(("tensorwise", "tensorwise_gw_hp", "amax", "cscale"), (8, 9)),
+              **dict.fromkeys(("rowwise", "rowwise_with_gw_hp"), (9, 0))}
 MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
@@ -99,11 +99,9 @@ _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
 _GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
-# cscale: activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of
-# one token's loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's
-# activations underflow.
-_CSCALE = (Operand(E4M3, "constant", exponent=0), Operand(E4M3, "constant", exponent=6),
-           Operand(E5M2, "constant", exponent=8))
+# Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
+# loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
+_CSCALE = (Operand(format, "constant", exponent=exponent) for format, exponent in ((E4M3, 0), (E4M3, 6), (E5M2, 8)))
 
 RECIPES = {recipe.name: recipe for recipe in (
     _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
