@@ -188,14 +188,11 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
 
     recipes: those that Linears were converted by, which fp8.recipe=auto does not tell."""
     flags = []
-    # Makes a GPU repeat its bits; an operation that cannot raises where it is called.
+    # Makes a GPU repeat its bits, Inductor choose no kernel by a measurement; an operation that cannot raises where it is called.
     torch.use_deterministic_algorithms(config.deterministic)
     # torch would also fill every new tensor, to show reads of uninitialised memory: a write of all that is ever allocated.
     torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.deterministic = config.deterministic
-    if config.deterministic or "torch._inductor.config" in sys.modules:     # importing it takes 0.7 s
-        import torch._inductor.config as inductor
-        inductor.deterministic = config.deterministic       # no kernel is chosen by a measurement
     if config.deterministic:
         # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
