@@ -101,7 +101,7 @@ _ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_
 _GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
 # Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
 # loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
-_CSCALE = (Operand(format, "constant", exponent=exponent) for format, exponent in ((E4M3, 0), (E4M3, 6), (E5M2, 8)))
+_CSCALE = tuple(Operand(format, "constant", exponent=exponent) for format, exponent in ((E4M3, 0), (E4M3, 6), (E5M2, 8)))
 
 RECIPES = {recipe.name: recipe for recipe in (
     _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
