@@ -140,8 +140,9 @@ def test_a_recomputed_deterministic_run_is_the_same_run(tiny, tmp_path, capsys, 
     ({"WORLD_SIZE": "2"}, {"fp8": {"all_gather": True, "head": True}}, "while the embedding shares its weight"),
     ({"WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}, {},
      "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+    ({"PATH": ""}, {"parallel": {"compile": True}}, "needs a C\\+\\+ compiler on a CPU: install g\\+\\+"),
 ])
-def test_ranks_that_do_not_fit_are_refused(tiny, monkeypatch, environment, changes, told):
+def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch, environment, changes, told):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     config = with_recipe(tiny, "tensorwise")
