@@ -6,17 +6,10 @@
     out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
     out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
 
-Save, on every rank alike, all but the first stage in the background:
-
-    copied       the tensors, to host memory that the next save uses again; optimizer.step() waits for this stage alone
-    written      by DCP, under a temporary name, each file synced
-    hashed       each rank its own files; rank 0 puts the hashes into the manifest, then writes DONE
-    renamed      from here on it is a checkpoint
-    pruned       what the keep policy no longer wants is deleted
-
-A stage that fails on one rank fails on all. A failed save is noted and leaves nothing behind; the next due save tries again. The
-host copies take 12 bytes for each parameter of the rank's share. On CUDA they are pinned, and torch pins whole powers of two
-(ATen's CachingHostAllocator): always less than twice as much, for configs/gpt* 1.3 to 1.5 times.
+Save, on every rank alike: the tensors are copied to host memory (12 bytes for each parameter of the rank's share, used again by
+the next save); then, in the background, DCP writes and syncs them under a temporary name, each rank hashes its own files, rank
+0 writes manifest and DONE and renames the folder, and what the keep policy no longer wants is deleted. A stage that fails on one
+rank fails on all. A failed save is noted and leaves nothing behind; the next due save tries again.
 
 Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
@@ -33,12 +26,13 @@ import os
 import pickle
 import re
 import shutil
-import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -51,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB, OUT_OF_MEMORY
+from runtime.machine import GIB
 from runtime.optim import check_branch
 from runtime.rows import write_atomically
 
@@ -59,18 +53,10 @@ FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it doe
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
 HASHERS = 4             # files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
 ATTEMPTS = 3            # failed saves in a row after which going on only burns hours that no checkpoint will hold
-OVERHEAD = 4096         # bytes per tensor and file that a save takes beyond the values, about
-REMEDY = "free some disk space or correct the folder's rights, then run the same command to resume"
-MEMORY_REMEDY = ("end other programs on that machine, raise its memory limit or train with fewer ranks on each machine, then run "
-                 "the same command to resume")
 
 
 class DamagedError(UserError):
-    """A checkpoint is not what was written; `reason` is the message without its advice."""
-
-    def __init__(self, reason: str, path: Path | None = None):     # None: unpickled, as another rank's error is
-        super().__init__(f"{reason}: move {path} away to go on from the checkpoint before it" if path else reason)
-        self.reason = reason
+    """A checkpoint is not what was written, or cannot be read."""
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
@@ -103,18 +89,13 @@ class Saver:
         self.dir, self.policy, self.world = Path(run_dir) / "checkpoints", policy, world
         self.failures: list[str] = []
         self._losses = dict(losses)
-        self._in_a_row, self._problem = 0, None     # saves failed since the last good one; the last failure and its remedy
+        self._in_a_row, self._problem = 0, None     # saves failed since the last good one, and how the last one failed
         self._pending: Future | None = None
         self._copies: dict[str, torch.Tensor] = {}
-        self._staging: threading.Event | None = None
         self._copied: torch.cuda.Event | None = None
         self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         run_on_rank0(world, self._sweep)
-
-    def prepare(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Begin to make the host buffers, so that the first save need not: 1.4 GiB of fresh pages are seconds."""
-        self._thread.submit(self._make_buffers, tensors)        # an error here comes again, and is reported, in the first save
 
     def save(self, step: int, tensors: dict[str, torch.Tensor], state: dict, config: Config) -> None:
         """Begin to save and return; staged() must come before anything that changes `tensors`. `state` is plain JSON.
@@ -127,17 +108,17 @@ class Saver:
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
-        ready = torch.cuda.current_stream(self.world.device).record_event() if self._stream else None
-        self._staging = threading.Event()
-        self._pending = self._thread.submit(self._write, tensors, ready, self._staging, manifest)
+        problem = None
+        try:
+            self._stage(tensors)
+        except Exception as error:      # told by all ranks together, in the background
+            problem = error
+        self._pending = self._thread.submit(self._write, manifest, problem)
 
     def staged(self) -> None:
-        """Wait until the tensors may change again. On CUDA the device waits, the host only until the copies are queued."""
-        if self._staging:
-            self._staging.wait()
-            if self._copied:
-                torch.cuda.current_stream(self.world.device).wait_event(self._copied)
-            self._staging = None
+        """Wait until the tensors may change again. On CUDA the device waits, the host goes on."""
+        if self._copied:
+            torch.cuda.current_stream(self.world.device).wait_event(self._copied)
 
     def validated(self, step: int, loss: float) -> None:
         """Note the validation loss after `step`: the best checkpoint among those that have one is kept."""
@@ -153,7 +134,7 @@ class Saver:
 
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
-        pending, self._pending, self._staging = self._pending, None, None
+        pending, self._pending = self._pending, None
         if pending:
             self._problem = pending.result()
             self._in_a_row = self._in_a_row + 1 if self._problem else 0
@@ -164,106 +145,83 @@ class Saver:
         if self._problem:
             raise MachineError(self._problem)
 
+    @torch.no_grad()
+    def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Copy this rank's shards to host memory: on CUDA by a stream of its own, behind what is queued now."""
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._stream):               # does nothing where there is none
+            for name, live in tensors.items():
+                if name not in self._copies:
+                    self._copies[name] = _host_buffer(live)
+                _local(self._copies[name]).copy_(_local(live), non_blocking=True)
+            self._copied = self._stream.record_event() if self._stream else None
+
     # The rest runs in the background thread of each rank.
 
-    def _write(self, tensors: dict, ready, staging: threading.Event, manifest: dict) -> str | None:
-        """All of a save; returns the failure and its remedy, in the same words on every rank, or None."""
+    def _write(self, manifest: dict, problem: Exception | None) -> str | None:
+        """All of a save but the copies; returns how it failed, in the same words on every rank, or None."""
         final = self.dir / name_of(manifest["step"])
         tmp = final.with_name(f".tmp_{final.name}")
         try:
-            self._together(lambda: self._stage(tensors, ready, staging))
-            if self._together(lambda: self.world.is_main and self._make_folder(tmp, final, manifest))[0]:
+            self._together("copying to host memory", lambda: self._await_copies(problem))
+            if self._together("making the folder", lambda: self.world.is_main and self._make_folder(tmp, final))[0]:
                 return None
-            files = self._together(lambda: self._dump(tmp))
-            self._together(lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
-        except Exception as error:      # if not _StageFailed, another rank was lost
-            lost = self.world.rank, cause(error), "run the same command to resume"
-            rank, words, remedy = error.args if isinstance(error, _StageFailed) else lost
-            who = f"rank {rank}: " if self.world.size > 1 else ""
-            problem = f"checkpoint {final.name} could not be written under {self.dir} ({who}{words})"
+            files = self._together("writing", lambda: self._dump(tmp))
+            self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
+        except Exception as error:      # not of _together(): another rank was lost
+            problem = f"checkpoint {final.name} could not be written under {self.dir} ({error}"
+            with suppress(OSError):     # where the disk is full, torch's own words do not say so
+                problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free"
+            problem += ")"
             if self.world.is_main:
                 shutil.rmtree(tmp, ignore_errors=True)
             self.failures.append(problem)
-            return f"{problem}: {remedy}"
+            return f"{problem}: correct that, then run the same command to resume"
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if self.world.is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             self._prune()
         return None
 
-    def _together(self, stage: Callable[[], object]) -> list:
-        """The stage's result on each rank. Raises _StageFailed on every rank where it failed on one."""
+    def _together(self, name: str, stage: Callable[[], object]) -> list:
+        """The stage's result on each rank. Raises RuntimeError on every rank where it failed on one."""
         result = problem = None
         try:
             result = stage()
-        except _StageFailed as error:
-            problem = error.args
-        except Exception as error:
-            problem = self.world.rank, cause(error), REMEDY
+        except (Exception, CheckpointException) as error:
+            rank = next(iter(getattr(error, "failures", ())), self.world.rank)
+            problem = f"{name}: {f'rank {rank}: ' * (self.world.size > 1)}{cause(error)}"
         outcomes = gather((result, problem), self.world)
         if problems := [problem for _, problem in outcomes if problem]:
-            raise _StageFailed(*problems[0])
+            raise RuntimeError(problems[0])
         return [result for result, _ in outcomes]
 
-    @torch.no_grad()
-    def _stage(self, tensors: dict, ready, staging: threading.Event) -> None:
-        """Copy this rank's shards to the host buffers."""
-        try:
-            self._make_buffers(tensors)
-            with torch.cuda.stream(self._stream):               # does nothing where there is none
-                if ready:
-                    self._stream.wait_event(ready)
-                for name, live in tensors.items():
-                    _local(self._copies[name]).copy_(_local(live), non_blocking=True)
-                self._copied = self._stream.record_event() if self._stream else None
-        finally:
-            staging.set()
+    def _await_copies(self, problem: Exception | None) -> None:
+        if problem:
+            raise problem
         if self._copied:
+            torch.cuda.set_device(self.world.device)        # each thread has a current device of its own
             self._copied.synchronize()
 
-    def _make_buffers(self, tensors: dict) -> None:
-        if self._stream:
-            torch.cuda.set_device(self.world.device)            # each thread has a current device of its own
-        try:
-            for name, live in tensors.items():
-                if name not in self._copies:
-                    self._copies[name] = _host_buffer(live)
-        except (RuntimeError, MemoryError) as error:
-            kind, need = "host memory", [_local(t).nbytes for t in tensors.values()]
-            if self._stream:                                    # torch pins a power of two for each
-                kind, need = "pinned host memory", [1 << (size - 1).bit_length() for size in need if size]
-            words = f"its copies need {_gib(sum(need))} of {kind} on this rank, and there is not enough: {cause(error)}"
-            raise _StageFailed(self.world.rank, words, MEMORY_REMEDY) from error
-
-    def _make_folder(self, tmp: Path, final: Path, manifest: dict) -> bool:
-        """Returns whether the checkpoint exists already, as after a resume. Raises OSError where the disk has too little room."""
+    def _make_folder(self, tmp: Path, final: Path) -> bool:
+        """Returns whether the checkpoint exists already, as after a resume."""
         if (final / "DONE").exists():
             return True
         self._sweep()
-        need = sum(math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize + OVERHEAD
-                   for shape, dtype in manifest["tensors"].values()) + OVERHEAD * (self.world.size + 3)
-        free = shutil.disk_usage(self.dir).free
-        if free < need:
-            raise OSError(f"it needs {_gib(need)}, and {_gib(free)} are free")
         tmp.mkdir()
         return False
 
     def _dump(self, tmp: Path) -> dict[str, dict]:
         """Write this rank's files; returns size and SHA-256 of each, hashed while they are in its own page cache."""
         # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
-        writer = dcp.FileSystemWriter(tmp, per_thread_copy_ahead=0)
-        try:
-            dcp.save(self._copies, storage_writer=writer, **_process_group(self.world))
-        except CheckpointException as error:    # where the disk is full, torch's own words do not say so
-            words = f"{cause(error)}; {_gib(shutil.disk_usage(self.dir).free)} are free"
-            raise _StageFailed(next(iter(error.failures), self.world.rank), words, REMEDY) from error
+        dcp.save(self._copies, storage_writer=dcp.FileSystemWriter(tmp, per_thread_copy_ahead=0), **_process_group(self.world))
         mine = [*tmp.glob(f"__{self.world.rank}_*"), *([tmp / ".metadata"] if self.world.is_main else [])]
         return {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in mine}
 
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
         manifest["files"] = {name: entry for each in files for name, entry in sorted(each.items())}
-        for name, entry in manifest["files"].items():
-            if not (tmp / name).is_file() or (tmp / name).stat().st_size != entry["bytes"]:
-                raise OSError(f"{name}, which another rank wrote, is not there on rank 0: all machines must share this folder")
+        if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
+            raise OSError(f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must share this folder")
         seal(tmp, manifest)
         if final.exists():      # a folder without DONE: never a whole checkpoint
             shutil.rmtree(final)
@@ -285,10 +243,6 @@ class Saver:
             shutil.rmtree(leftover)
 
 
-class _StageFailed(Exception):
-    """A stage of a save failed; args are the rank that it failed on, the reason and the remedy."""
-
-
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -297,19 +251,10 @@ def _host_buffer(live: torch.Tensor) -> torch.Tensor:
     """Host memory for `live`, or for this rank's shard of it; pinned for a GPU, or the copy would not be asynchronous."""
     local = _local(live)
     buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.device.type == "cuda")
-    buffer.zero_()      # or the first copy would have to wait for its pages
-    if not isinstance(live, DTensor):
-        return buffer
     # from_local() would move the buffer to the mesh's device. FSDP2 makes its CPU-offloaded parameters in this way, from
     # torch 2.11 to 2.13 alike.
-    return DTensor(buffer, live._spec, requires_grad=False)
+    return DTensor(buffer, live._spec, requires_grad=False) if isinstance(live, DTensor) else buffer
 
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.3g} GiB"
-
-
-# ----------------------------------------------------------------------------------------------------------------- keep
 
 def kept(steps: list[int], policy: CheckpointConfig, losses: dict[int, float]) -> set[int]:
     """Which of the checkpoints of `steps`, in ascending order, stay on disk.
@@ -348,32 +293,30 @@ def seal(folder: Path, manifest: dict) -> None:
 
 
 def read_manifest(path: Path) -> dict:
-    """The manifest of a checkpoint, every file it lists verified by size and hash; a format 2 state under today's names.
+    """The manifest of a checkpoint, every file it lists verified by its hash; a format 2 state under today's names.
 
     Raises DamagedError naming the file that is missing or changed, UserError for another format version.
     """
+    def check(name: str, is_same: bool) -> None:
+        if not is_same:
+            raise DamagedError(f"{path / name} differs from what was written: go on from the checkpoint before it")
+
     try:
         text = (path / "manifest.json").read_bytes()
-        if (path / "DONE").read_bytes() != hashlib.sha256(text).hexdigest().encode():
-            raise DamagedError(f"{path}/manifest.json differs from what was written (DONE holds another SHA-256)", path)
+        check("manifest.json", (path / "DONE").read_bytes() == hashlib.sha256(text).hexdigest().encode())
         manifest = json.loads(text)
         if (version := manifest["format_version"]) not in (2, FORMAT_VERSION):
             raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
                             f"use the version that wrote it, or start the run anew")
-        for name, entry in manifest["files"].items():
-            if Path(name).name != name or (path / name).is_symlink():
-                raise DamagedError(f"{path}/manifest.json lists {name!r}, which is no file of this folder's own", path)
-            if not (path / name).is_file() or (path / name).stat().st_size != entry["bytes"]:
-                raise DamagedError(f"{path / name} is missing or not {entry['bytes']} bytes long", path)
         with ThreadPoolExecutor(HASHERS) as pool:
             hashes = pool.map(lambda name: sha256_of(path / name), manifest["files"])
             for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
-                if found != entry["sha256"]:
-                    raise DamagedError(f"{path / name} differs from what was written (the manifest holds another SHA-256)", path)
+                check(name, found == entry["sha256"])
     except PermissionError as error:    # no damage
         raise UserError(f"{error.filename} may not be read: correct its rights") from error
     except OSError as error:
-        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror})", path) from error
+        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}): go on from the checkpoint before "
+                           f"it") from error
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
     return manifest
@@ -404,18 +347,15 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
     """Fill `tensors` in place from the newest checkpoint (of a step below `before`, where given) that is whole; returns its
     folder and manifest, or None where there is none. All ranks of `world` call it together and get the same.
 
-    A checkpoint whose files are not what was written, or that fails to load on any rank, is renamed to bad_step_00000400, and
-    `say`, on rank 0 alone, gets a line about it. Raises MachineError where there are only damaged ones, now or from an earlier
-    start: a run never starts over silently; UserError where the newest has another format or does not fit `tensors`. No save
-    may be under way, whose collectives would mix with these.
+    A checkpoint whose files are not what was written is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line
+    about it. Raises MachineError where there are only damaged ones, now or from an earlier start: a run never starts over
+    silently; UserError where the newest has another format or does not fit `tensors`. No save may be under way, whose
+    collectives would mix with these.
     """
-    while found := run_on_rank0(world, lambda: _newest_whole(run_dir, say, before)):
-        try:
-            load(*found, tensors, world)
-            return found
-        except DamagedError as error:       # raised on every rank or on none
-            run_on_rank0(world, partial(_set_aside, found[0], error, say))
-    return None
+    found = run_on_rank0(world, partial(_newest_whole, Path(run_dir), say, before))
+    if found:
+        load(*found, tensors, world)
+    return found
 
 
 def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None) -> tuple[Path, dict] | None:
@@ -424,31 +364,21 @@ def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None)
             try:
                 return path, read_manifest(path)
             except DamagedError as error:
-                _set_aside(path, error, say)
-    folder = Path(run_dir) / "checkpoints"
-    if bad := sorted(p.name for p in folder.glob("bad_step_*")):
-        raise MachineError(f"{folder} holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a copy of one "
-                           f"as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
+                names = (path.with_name(f"bad_{path.name}" + f"_{n}" * (n > 1)) for n in count(1))
+                bad = next(name for name in names if not name.exists())     # an earlier one of that step stays too
+                os.rename(path, bad)
+                say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {error}")
+    if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
+        raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a "
+                           f"copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
     return None
-
-
-def _set_aside(path: Path, error: DamagedError, say: Callable[[str], None]) -> None:
-    bad, count = path.with_name(f"bad_{path.name}"), 1
-    while bad.exists():     # an earlier one of that step: both stay
-        bad, count = path.with_name(f"bad_{path.name}_{count + 1}"), count + 1
-    try:
-        os.rename(path, bad)
-    except OSError as problem:      # going on with an older one would write newer ones beside this
-        raise MachineError(f"{path} is damaged ({error.reason}) and cannot be renamed ({problem.strerror}): correct the "
-                           f"folder's rights, or move it away") from problem
-    say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {error.reason}")
 
 
 def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
     """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
 
     Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; DamagedError, on
-    all ranks, where reading failed on one of them; MemoryError in the same way.
+    all ranks, where reading failed on one of them.
     """
     for name, want in describe(tensors).items():
         have = manifest["tensors"].get(name)
@@ -460,9 +390,7 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     except (Exception, CheckpointException) as error:
         failure = cause(error)
     if failures := list(filter(None, gather(failure, world))):
-        if failures[0].startswith("MemoryError") or OUT_OF_MEMORY.search(failures[0]):      # the checkpoint may be whole
-            raise MemoryError(f"{path} could not be loaded: {failures[0]}")
-        raise DamagedError(f"{path} could not be loaded ({failures[0]})", path)
+        raise DamagedError(f"{path} could not be loaded ({failures[0]})")
 
 
 def load_model(run_dir: str | Path, device: str | torch.device = "cpu",
@@ -493,14 +421,11 @@ class TensorReader(dcp.FileSystemReader):
         self.files = files
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        if ".metadata" not in self.files:
-            raise ValueError("the manifest lists no .metadata, so its hash is not known")
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
         for place in dict.values(metadata.storage_data):    # not its own attribute, which a pickle can set
-            if place.relative_path not in self.files:
-                raise ValueError(f"the checkpoint's .metadata points at {place.relative_path!r}, which the manifest does not "
-                                 f"list")
+            if place.relative_path not in self.files or Path(place.relative_path).name != place.relative_path:
+                raise ValueError(f"its .metadata points at {place.relative_path!r}, which is no verified file of this folder")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -521,8 +446,8 @@ class _Unpickler(pickle.Unpickler):
         module = "pathlib" if module == "pathlib._local" else module     # Python 3.13's name of it
         if name in self.ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        raise ValueError(f"the checkpoint's .metadata names {module}.{name}, which no checkpoint of ours contains: "
-                         f"it is refused because loading it could run code")
+        raise ValueError(f"its .metadata names {module}.{name}, which no checkpoint of ours contains: it is refused because "
+                         f"loading it could run code")
 
 
 # --------------------------------------------------------------------------------------------------------------- branch
@@ -536,7 +461,8 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
     Of a checkpoint that is_weights_only() the weights alone are filled. By all ranks of `world` together. Raises UserError
     where there is no such checkpoint, it is damaged, or it does not fit this run.
     """
-    path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
+    path = Path(config.start_from)
+    manifest = run_on_rank0(world, lambda: _branch_point(config, path, tokenizer_sha256))
     if is_weights_only(manifest):
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     load(path, manifest, tensors, world)
@@ -553,23 +479,18 @@ def origin_of(manifest: dict) -> dict | None:
     return manifest["state"].get("imported") or manifest["state"].get("origin")
 
 
-def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
-    path = Path(config.start_from)
-    run_dir = path.parent.parent
-    if config.parent[1] == 0 and not path.is_dir():     # training writes none of step 0
-        raise UserError(f"start_from={path} is not there: import the model first, python -m eval.export --from-hf DIR {run_dir}")
-    if run_dir.resolve() == config.run_dir.resolve():
-        raise UserError(f"start_from={path} is a checkpoint of this very run: leave start_from out to resume the run, or "
-                        f"choose another run=")
+def _branch_point(config: Config, path: Path, tokenizer_sha256: str) -> dict:
+    run_dir, step = path.parent.parent, config.parent[1]
     if path not in (there := checkpoints(run_dir)):
+        remedy = (f"train that run past this step with checkpoint.at={step}, or leave start_from out: the whole run ends in the "
+                  f"same weights" if step else f"import the model first, python -m eval.export --from-hf DIR {run_dir}")
         raise UserError(f"start_from={path} is no finished checkpoint; {run_dir} has "
-                        f"{', '.join(p.name for p in there) or 'none'}: train that run past this step with "
-                        f"checkpoint.at={config.parent[1]}, or leave start_from out: the whole run ends in the same weights")
+                        f"{', '.join(p.name for p in there) or 'none'}: {remedy}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
     if not is_weights_only(manifest):
         check_branch(config, parent, manifest["step"])
-        return path, manifest
+        return manifest
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
     if changes := [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
                    if key not in WEIGHTS_FREE and ours[key] != theirs[key]]:
@@ -579,7 +500,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
         raise UserError(f"start_from={path} was imported with another tokenizer than data.tokenizer={config.data.tokenizer}, so "
                         f"its ids mean other text: give data.tokenizer={run_dir / 'tokenizer'}, and shards that were prepared "
                         f"with it")
-    return path, manifest
+    return manifest
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks

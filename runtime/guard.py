@@ -22,6 +22,7 @@ import enum
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from runtime.config import GuardConfig
-from runtime.rows import metrics_rows, read_rows, write_json
+from runtime.rows import write_json
 
 # Bounds of the robust standard deviation of a logarithm, so that a quiet window does not turn noise into a spike (at threshold
 # 10: +22 % of loss, 2.7 x the norm), nor a steep start hide one (at 10: 4.5 x the loss, 20 x the norm are always one). In
@@ -205,59 +206,55 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
         modules                         the same of outputs in a new eager forward pass over x, in order of completion
         loss_anew, gradients_anew       loss of that pass in nats a token, null if not finite; if finite, its gradients
-        probe                           rows of probe.jsonl of the last probed step
     """
     found = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {}, "gradients_anew": {},
-             "loss_anew": None, "probe": [], "problems": []}
+             "loss_anew": None, "problems": []}
     path = run_dir / "diagnosis.json"
-
-    def write() -> None:
-        try:
-            if is_main:
-                rows = metrics_rows(read_rows(run_dir / "probe.jsonl"))
-                found["probe"] = [row for row in rows if row["step"] == rows[-1]["step"]]
-                write_json(path, found)
-        except OSError as error:
-            found["problems"].append(f"{path} could not be written: {_line(error)}")
-
     try:
         # A group of its own: the run's gloo group may be in the middle of a save, and waits as long as a slow disk takes.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if dist.is_initialized() else None
         share = partial(_share, group, found["problems"])
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
             own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            found[kind] = _total(share(f"counting {kind}", partial(_count, own)))
-        found["gradients"] = _total(share("counting gradients", lambda: _count(_gradients(model))))
-        write()     # in case the new passes crash or hang
+            found[kind] = _named(share(f"counting {kind}", partial(_count, own)))
+        found["gradients"] = _named(share("counting gradients", partial(_count_gradients, model)))
+        if is_main:
+            with suppress(OSError):
+                write_json(path, found)     # in case the new passes crash or hang
         _pass_again(model, x, y, backward_scale, found, share)
+        if is_main:
+            write_json(path, found)
     except Exception as error:
         found["problems"].append(_line(error))
-    write()
-    return f"{reason}: {_remedy(found)}\n{_findings(found)}\nmore in {path}"
+    return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{_findings(found)}\nmore in {path}"
 
 
-def _share(group: dist.ProcessGroup | None, problems: list[str], name: str, act: Callable) -> list:
-    """What act() returned on each rank; [] if it failed on any, a problem that every rank then lists.
+def _share(group: dist.ProcessGroup | None, problems: list[str], name: str, look: Callable) -> dict | None:
+    """The sums over the ranks of the pairs that look() returned; None if it failed on any, a problem that every rank then lists.
 
     A rank that fails, say for lack of memory, leaves the others waiting in a collective of the model. With NCCL their devices
-    wait: their hosts report here all the same, as long as no act() reads from its device. With gloo their hosts wait, until this
-    rank has waited PATIENCE for them and exits.
+    wait: their hosts report here all the same, as long as no look() reads from its device. With gloo their hosts wait, until
+    this rank has waited PATIENCE for them and exits.
     """
-    problem = result = None
+    problem, pairs = None, {}
     try:
-        result = act()
+        pairs = look() or {}
     except Exception as error:
         problem = f"{name} failed: {_line(error)}"
-    reports = [(problem, result)]
+    reports = [(problem, pairs)]
     if group is not None:
         try:
             reports = [None] * group.size()
-            dist.all_gather_object(reports, (problem and f"rank {dist.get_rank()}: {problem}", result), group=group)
+            dist.all_gather_object(reports, (problem and f"rank {dist.get_rank()}: {problem}", pairs), group=group)
         except Exception as error:
-            reports = [(problem, None), (f"the ranks could not tell each other how {name} went: {_line(error)}", None)]
+            reports = [(problem, {}), (f"the ranks could not tell each other how {name} went: {_line(error)}", {})]
     failed = [problem for problem, _ in reports if problem]
     problems += failed
-    return [] if failed else [result for _, result in reports]
+    return None if failed else {key: tuple(map(sum, zip(*(pairs[key] for _, pairs in reports), strict=True))) for key in pairs}
+
+
+def _named(pairs: dict | None) -> dict[str, dict[str, int]]:
+    return {name: {"values": round(values), "not_finite": round(bad)} for name, (values, bad) in (pairs or {}).items()}
 
 
 def _count(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
@@ -272,92 +269,63 @@ def _count(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
     return counts
 
 
-def _total(ranks: list[dict[str, tuple[float, float]]]) -> dict[str, dict[str, int]]:
-    return {name: {"values": round(sum(counts[name][0] for counts in ranks)),
-                   "not_finite": round(sum(counts[name][1] for counts in ranks))} for name in (ranks[0] if ranks else ())}
-
-
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+def _count_gradients(model: nn.Module) -> dict[str, tuple[float, float]]:
+    return _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
 def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict, share: Callable) -> None:
     """Repeat the micro-batch eagerly: a forward pass that looks at every module's output, then one for the gradients."""
     seen: dict[str, list] = {}      # module -> values of its outputs, those finite (on the device)
-    losses: list[torch.Tensor] = []
 
-    def look(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
+    def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point():
             counts = seen.setdefault(name, [0, 0])
             counts[0] += output.numel()     # adds up: a head that works in chunks is called several times
             counts[1] += output.isfinite().sum()
 
     def forward() -> None:
-        handles = [module.register_forward_hook(partial(look, name)) for name, module in model.named_modules() if name]
+        handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
         try:
             with torch.no_grad():   # keeps no activations: fits wherever training did
-                losses.append(model(x, y).double().mean() / y.size(1))
+                seen["loss"] = [1, model(x, y).double().mean() / y.size(1)]
         finally:
             for handle in handles:
                 handle.remove()
 
-    def read() -> tuple[float, dict]:
-        return losses[0].item(), {name: (n, n - finite.item()) for name, (n, finite) in seen.items()}
+    def read() -> dict[str, tuple[float, float]]:
+        return {name: (n, value.item() if name == "loss" else n - value.item()) for name, (n, value) in seen.items()}
 
     model.zero_grad()   # before the forward pass, after which FSDP2 shows the root's gathered weights, which have no gradients
     with torch.compiler.set_stance("force_eager"):
-        if share("the forward pass", forward) and (ranks := share("reading the outputs", read)):
-            found["modules"] = _total([counts for _, counts in ranks])
-            loss = sum(loss for loss, _ in ranks) / len(ranks)
-            if math.isfinite(loss):     # else the gradients would all be NaN
-                found["loss_anew"] = loss
-                if share("the backward pass", lambda: (model(x, y).sum() * backward_scale).backward()):
-                    found["gradients_anew"] = _total(share("counting gradients", lambda: _count(_gradients(model))))
-
-
-def _not_finite(counts: dict[str, dict[str, int]]) -> dict[str, str]:
-    return {name: f"{c['not_finite']:,} of {c['values']:,} values" for name, c in counts.items() if c["not_finite"]}
-
-
-def _remedy(found: dict) -> str:
-    if _not_finite(found["weights"]) or _not_finite(found["moments"]):
-        return "what the run holds in memory is damaged, go on from an older checkpoint; if it comes again, lower optim.lr"
-    return "lower optim.lr, or go on from an older checkpoint"
+        if share("the forward pass", forward) is None or (outputs := share("reading the outputs", read)) is None:
+            return
+        ranks, loss = outputs.pop("loss")
+        found["modules"] = _named(outputs)
+        if math.isfinite(loss):     # else the gradients would all be NaN
+            found["loss_anew"] = loss / ranks
+            if share("the backward pass", lambda: (model(x, y).sum() * backward_scale).backward()) is not None:
+                found["gradients_anew"] = _named(share("counting gradients", partial(_count_gradients, model)))
 
 
 def _findings(found: dict) -> str:
     """One line for people."""
     said = []
+    bad = {kind: {name: f"{c['not_finite']:,} of {c['values']:,} values" for name, c in found[kind].items() if c["not_finite"]}
+           for kind in ("weights", "moments", "gradients", "modules", "gradients_anew")}
     for kind in ("weights", "moments", "gradients"):
-        bad = _not_finite(found[kind])
-        if kind == "gradients" and len(bad) == len(found[kind]) > 1:
-            said.append("all gradients (clipping by a norm of NaN spreads it)")
-        elif bad:
-            more = f"; {len(bad) - 3} more" if len(bad) > 3 else ""
-            said.append(f"{len(bad)} of {len(found[kind])} {kind} ({'; '.join(map(': '.join, [*bad.items()][:3]))}{more})")
-    said = [f"not finite: {', '.join(said)}"] if said else ["weights, moments and gradients are finite"]
-    if bad := _not_finite(found["modules"]):
-        name, values = next(iter(bad.items()))
+        if bad[kind]:
+            said.append(f"{len(bad[kind])} of {len(found[kind])} {kind} ({'; '.join(map(': '.join, [*bad[kind].items()][:3]))})")
+    said = [f"not finite: {', '.join(said)}" if said else "weights, moments and gradients are finite"]
+    if bad["modules"]:
+        name, values = next(iter(bad["modules"].items()))
         said.append(f"in the last micro-batch the first output that is not finite is that of {name} ({values})")
-    elif bad := _not_finite(found["gradients_anew"]):   # the backward pass begins at the last
-        said.append(f"the last micro-batch alone gives gradients that are not finite: {len(bad)} of "
-                    f"{len(found['gradients_anew'])}, of these {list(bad)[-1]} is nearest to the loss")
+    elif bad["gradients_anew"]:     # the backward pass begins at the last
+        said.append(f"the last micro-batch alone gives gradients that are not finite: {len(bad['gradients_anew'])} of "
+                    f"{len(found['gradients_anew'])}, of these {list(bad['gradients_anew'])[-1]} is nearest to the loss")
     elif found["loss_anew"] is not None:
         said.append(f"the last micro-batch alone, computed anew, is finite: loss {found['loss_anew']:.4g}")
-    return "; ".join(said + _extremes(found["probe"]) + found["problems"])
-
-
-def _extremes(rows: list[dict]) -> list[str]:
-    """Of the last probe; none where there was no probe."""
-    said = []
-    for key, name in (("attention_logit_max", "attention logits"), ("swiglu_amax", "SwiGLU outputs")):
-        if known := [(row[key], row["block"]) for row in rows if row.get(key) is not None]:
-            said.append("{} up to {:.3g} (block {})".format(name, *max(known)))
-    if lost := [(part["underflow"], f"{row['layer']}'s {operand}") for row in rows for operand, part in row.items()
-                if isinstance(part, dict) and part["underflow"] is not None]:
-        said.append("{:.1%} of {} lost to underflow".format(*max(lost)))
-    return [f"last probe, of step {rows[-1]['step']}: {', '.join(said)}"] if said else []
+    return "; ".join(said + found["problems"])
 
 
 def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"[:300]
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

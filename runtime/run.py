@@ -4,7 +4,6 @@ train.py holds the step. A Run holds everything that outlives one: the folder an
 the guard, the requests to stop, the log. All ranks call its methods together.
 """
 
-import errno
 import fcntl
 import gc
 import json
@@ -12,31 +11,19 @@ import math
 import os
 import signal
 import socket
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import numpy as np
 import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import (
-    Saver,
-    branch,
-    checkpoints,
-    is_weights_only,
-    origin_of,
-    restore,
-    run_on_rank0,
-    step_of,
-)
+from runtime.checkpoint import Saver, branch, checkpoints, is_weights_only, latest, origin_of, restore, run_on_rank0, step_of
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, read_config
 from runtime.data import open_data
@@ -110,64 +97,33 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
-        run_on_rank0(world, self._lock_folder)      # no second run writes to it
         self.data = open_data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._val_sets = {source: self.data.val(source) for source in self.data.sources}
         self._built = build(config, world)
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
-        self._start()
-
-    # ------------------------------------------------------------------------------------------------------- the start
-
-    def _lock_folder(self) -> None:
-        lock = RunLock(self.config.run_dir)
-        self._cleanup.callback(lock.release)
-        if lock.warning:
-            print(lock.warning)
-
-    def _start(self) -> None:
-        """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise; then open the log."""
-        config, world, model = self.config, self.world, self.model
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
                           "fp8": digest(fp8.by_layer(self._built.layers))}
-        self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in model.named_parameters()}
-        self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, model).items()}
-        damaged: list[str] = []     # checkpoints that were damaged
-
-        def note_damaged(line: str) -> None:
-            print(line, flush=True)
-            damaged.append(line)
-
-        restored = restore(config.run_dir, self._tensors, world, say=note_damaged)     # its own win over start_from
-        is_branching = restored is None and config.start_from is not None
-        if restored is None:
-            if is_branching:
-                restored = branch(config, self.tokenizer.sha256, self._tensors, world)
-            run_on_rank0(world, lambda: refuse_to_start_over(config))
-        if restored is None:
-            model.init_weights(config.seed, self._built.assign)
-        else:
-            model.init_buffers()
-            if not is_weights_only(restored[1]):
-                self._restore_progress(*restored, is_branching)
+        self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
+        self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
+        damaged: list[str] = []     # lines about checkpoints
+        restored, is_branching = self._restore(damaged)
         self._origin = restored and origin_of(restored[1])
-        fp8.refresh_fp8_weights(model)
+        fp8.refresh_fp8_weights(self.model)
         parallel.barrier(world)     # all ranks have read the folder before one writes to it
         if world.is_main:
             write_json(config.run_dir / "config.json", config.to_dict())    # first: it marks the folder as a run
             keep_tokenizer(config.run_dir, config.data.tokenizer)
         self.saver = Saver(config.run_dir, config.checkpoint, world, validation_losses(config.run_dir / "metrics.jsonl"))
-        self.saver.prepare(self._tensors)
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
-        self._cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
-                          and self.saver.wait())
-        self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, model,
+        cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
+                     and self.saver.wait())
+        self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:
             self._open_log(restored, is_branching, damaged)
         self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
-        self._cleanup.callback(self._profiler.close)
+        cleanup.callback(self._profiler.close)
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
@@ -177,20 +133,48 @@ class Run:
             step == config.total_steps
             or is_due(config.eval.every, step) and run_on_rank0(world, lambda: not self.log.has_validation(step)))
 
-    def _restore_progress(self, checkpoint: Path, manifest: dict, is_branching: bool) -> None:
-        state = manifest["state"]
-        if changed := [key for key in self._identity if state["data"].get(key) != self._identity[key]]:
-            if changed == ["fp8"]:
-                raise UserError("fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings "
-                                "or another fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
-            raise UserError(f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore "
-                            f"the shards, or choose another run=")
-        self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
-        if is_branching:        # the parent's hours are its own
-            self.progress.seconds = self.progress.probe_seconds = 0.0
-        self._began -= self.progress.seconds
-        optim.set_updates(self.optimizer, self.progress.updates)
-        self.guard = Guard(self.config.guard, state["guard"])
+    # ------------------------------------------------------------------------------------------------------- the start
+
+    def _restore(self, damaged: list[str]) -> tuple[tuple[Path, dict] | None, bool]:
+        """Lock the folder; resume from the run's own newest whole checkpoint, else branch off start_from, else initialise.
+
+        Returns the checkpoint's folder and manifest, and whether it is another run's. `damaged` gets lines about own ones."""
+        config, world, model, parent = self.config, self.world, self.model, None
+        if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
+            parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
+            self._check_data(*parent)
+        run_on_rank0(world, self._lock)         # no second run writes to it
+        own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
+        if own is None:
+            run_on_rank0(world, lambda: refuse_to_start_over(config))
+        else:
+            self._check_data(*own)
+        if (restored := own or parent) is None:
+            model.init_weights(config.seed, self._built.assign)
+            return None, False
+        model.init_buffers()
+        manifest = restored[1]
+        if not is_weights_only(manifest):
+            state = manifest["state"]
+            self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
+            if own is None:     # the parent's hours are its own
+                self.progress.seconds = self.progress.probe_seconds = 0.0
+            self._began -= self.progress.seconds
+            optim.set_updates(self.optimizer, self.progress.updates)
+            self.guard = Guard(config.guard, state["guard"])
+        return restored, own is None
+
+    def _check_data(self, checkpoint: Path, manifest: dict) -> None:
+        before = manifest["state"].get("data", self._identity)      # an imported model has none
+        if changed := [key for key in self._identity if before.get(key) != self._identity[key]]:
+            raise UserError(
+                f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
+                f"or choose another run=" if changed != ["fp8"] else
+                "fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings or another "
+                "fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
+
+    def _lock(self) -> None:
+        self._cleanup.enter_context(lock_folder(self.config.run_dir))
 
     def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
@@ -229,6 +213,7 @@ class Run:
 
         Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
         if self._is_to_validate and not self._is_stopping:
+            self._is_to_validate = False
             self._eval_began = time.perf_counter()
             val = self._validate()
             if val is None:
@@ -238,7 +223,6 @@ class Run:
             elif self.progress.step == self.config.total_steps:
                 self._finish(val)
                 return None
-            self._is_to_validate = False
         if self._is_stopping:
             self._save_and_stop()
             return None
@@ -302,9 +286,8 @@ class Run:
 
     def _validate(self) -> ValLoss | None:
         """The validation loss, logged where it is finite; None where a stop was requested meanwhile."""
-        val = self._evaluate()
+        val, step = self._evaluate(), self.progress.step
         if val is not None and math.isfinite(val.loss):
-            step = self.progress.step
             self.saver.validated(step, val.loss)
             if self.log:
                 self.log.validation({"step": step, "tokens": step * self.config.data.tokens_per_step, "loss": val.loss,
@@ -332,11 +315,11 @@ class Run:
         step = self.progress.step
         self._at_slow("saving a checkpoint")
         self.progress.seconds = time.perf_counter() - self._began
-        progress = asdict(self.progress)
-        del progress["step"]            # the manifest's own
+        state = {**asdict(self.progress), "guard": self.guard.state(), "data": self._identity,
+                 "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin}
+        del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
-        self.saver.save(step, self._tensors, {**progress, "guard": self.guard.state(), "data": self._identity,
-                                              "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin}, self.config)
+        self.saver.save(step, self._tensors, state, self.config)
         while self.saver.failures:      # of an earlier save: training goes on, and this one tries again
             self._log_event("save_failed", step, self.saver.failures.pop(0))
 
@@ -417,65 +400,50 @@ def is_due(every: int | None, step: int) -> bool:
 # ------------------------------------------------------------------------------------------------------ the run's folder
 
 LOCK = ".lock"
-LEFT_BY_A_KILL = {LOCK, ".config.json.tmp"}      # what a run that is killed before it has a config.json may leave
 LOCK_TIMEOUT_S = 3.0        # a run that was told to stop and one that is started right after it may overlap for a moment
-# What the path itself is to blame for; any other error (no space, input/output) is the machine's and goes up as it is.
-USERS_MISTAKES = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-                  errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
-NO_LOCKS_HERE = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
-class RunLock:
-    """A run's folder, made where there is none, held by this process until release() or its death.
+def lock_folder(run_dir: Path) -> TextIO:
+    """Make a run's folder where there is none, and lock it until the returned file is closed or this process dies.
 
     The lock is POSIX's (fcntl.lockf): the kernel drops it with the process, however that dies, and no child inherits it,
     as it would with flock, where a forgotten worker keeps the folder of a dead run locked. Its trap: a process loses it by
     closing ANY descriptor of the file, so nothing in a run may open LOCK again.
 
-    Raises UserError: no folder can be made or written there, or another process has it. Raises OSError where the machine is
-    to blame, a full disk for instance. `warning`: where the file system has no locks, else None.
+    Raises UserError: no folder can be made or written there, or another process has it.
     """
-
-    def __init__(self, run_dir: Path):
-        self._run_dir = run_dir
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = open(run_dir / LOCK, "a+")       # noqa: SIM115 - the run closes it
+    except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise UserError(f"{error.filename}: {error.strerror}; a run needs a folder {run_dir} that it can make and write to: "
+                        f"choose another out= or run=, or correct the rights") from error
+    end = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            for folder in (run_dir, run_dir / "checkpoints"):
-                if folder == run_dir or folder.exists():
-                    with tempfile.TemporaryFile(dir=folder):    # a right to write is only known by writing
-                        pass
-            self._descriptor, self.warning = _lock(run_dir)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except (BlockingIOError, PermissionError) as error:     # EAGAIN, EACCES: another process has it
+            if time.monotonic() > end:
+                file.seek(0)
+                raise UserError(f"{run_dir} is being written by {file.read(200) or 'another process'}: wait for that run, stop "
+                                f"it, or choose another run=") from error
+            time.sleep(0.1)
         except OSError as error:
-            raise _unusable(run_dir, error) from error
-        try:
-            note = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(self._descriptor, 0)
-            os.pwrite(self._descriptor, json.dumps(note).encode(), 0)
-        except OSError:
-            self.release()
-            raise
-
-    def release(self) -> None:
-        """Let the folder go; one that holds nothing but the lock goes too."""
-        try:
-            if os.listdir(self._run_dir) == [LOCK]:     # the run was refused before it began
-                os.unlink(self._run_dir / LOCK)
-                os.rmdir(self._run_dir)
-        except OSError:     # gone already, or somebody was quicker: it is theirs
-            pass
-        os.close(self._descriptor)
+            print(f"{run_dir}: this file system has no locks ({error.strerror}), so nothing keeps a second run from writing "
+                  f"here: start none")
+            break
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+    file.flush()
+    return file
 
 
 def is_finished(config: Config) -> bool:
     """Whether this very run is already done. Raises UserError where its folder belongs to another run."""
     run_dir = config.run_dir
-    try:
-        names = {path.name for path in run_dir.iterdir()} - LEFT_BY_A_KILL
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise _unusable(run_dir, error) from error
-    if not names:
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if not names - {LOCK, ".config.json.tmp"}:      # what a run that is killed before it has a config.json may leave
         return False
     if "config.json" not in names:
         raise UserError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
@@ -499,51 +467,6 @@ def refuse_to_start_over(config: Config) -> None:
                           f"back, or delete the folder to start the run anew")
 
 
-def _lock(run_dir: Path) -> tuple[int, str | None]:
-    """An open, locked descriptor of the lock file; with a line instead of the lock where the file system has none."""
-    path, end = run_dir / LOCK, time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        run_dir.mkdir(exist_ok=True)    # a run that was refused may have taken it away just now
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in NO_LOCKS_HERE:
-                return descriptor, (f"{run_dir}: this file system has no locks ({os.strerror(error.errno)}), so nothing keeps a "
-                                    f"second run from writing here: start none")
-            holder = _holder(descriptor)
-            os.close(descriptor)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                raise
-            if time.monotonic() > end:
-                raise UserError(f"{run_dir} is being written by {holder}: wait for that run, stop it, or choose another "
-                                  f"run=") from error
-            time.sleep(0.1)
-            continue
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                return descriptor, None
-        os.close(descriptor)    # locked what was removed between open and lock: once more
-
-
-def _holder(descriptor: int) -> str:
-    """Who holds the lock, in words, as it noted it down itself; the note may be missing or not ours."""
-    try:
-        note = json.loads(os.pread(descriptor, 1000, 0))
-        return f"process {int(note['pid'])} on host {str(note['host'])[:80]!r}, started {str(note['started'])[:40]}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"
-
-
-def _unusable(run_dir: Path, error: OSError) -> Exception:
-    """The sentence for a folder that cannot be used, or the error itself where the user cannot help it."""
-    if error.errno not in USERS_MISTAKES:
-        error.filename = error.filename or str(run_dir)
-        return error
-    return UserError(f"{error.filename or run_dir}: {os.strerror(error.errno)}; a run needs a folder {run_dir} that it can "
-                       f"make and write to: choose another out= or run=, or correct the rights")
-
-
 # ----------------------------------------------------------------------------------------------------- requests to stop
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)      # the last is Slurm's warning
@@ -551,30 +474,20 @@ ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
 
 
 class StopRequest:
-    """Set by the first of SIGNALS; the loop reads it once a step. A second one of the same kind ends the process at once,
-    whatever it is doing: a thread counts them, because Python's own handlers wait for a collective to come back."""
+    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once."""
 
     def __init__(self):
         self.requested = False
-        self._numbers, written = socket.socketpair()
-        written.setblocking(False)
-        self._written = written         # open as long as signals are written to it
-        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        self._first: dict[int, float] = {}
         for number in SIGNALS:
             signal.signal(number, self._on_signal)
-        threading.Thread(target=self._count, name="signals", daemon=True).start()
 
     def _on_signal(self, number, frame):
         self.requested = True
-
-    def _count(self):
-        first: dict[int, float] = {}
-        while numbers := self._numbers.recv(64):
-            for number in filter(SIGNALS.__contains__, numbers):
-                if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
-                    print(f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and the same "
-                          f"command goes on from there", file=sys.stderr, flush=True)
-                    os._exit(128 + number)
+        if time.monotonic() - self._first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
+            os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and the same "
+                        f"command goes on from there\n".encode())
+            os._exit(128 + number)
 
 
 # -------------------------------------------------------------------------------------------------------- the summary

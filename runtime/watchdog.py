@@ -27,7 +27,6 @@ BEAT = 0.5          # seconds between two heartbeats
 LISTEN = 6          # heartbeats in which a rank must be heard of, or it counts as stopped or dead
 STORE_TIMEOUT = 5   # seconds that the store has for an answer: if its host is stopped there is none
 STALLED = "watchdog"    # begins the cause of a rank that its own watchdog has ended, mostly for another's fault
-NEVER = {"host": "unknown", "pid": 0, "calls": 0, "phase": "start", "step": None, "beat": 0, "ended": None}
 
 
 class Watchdog(contextlib.AbstractContextManager):
@@ -78,9 +77,9 @@ class Watchdog(contextlib.AbstractContextManager):
             still = still + 1 if self._place is place else 0
             place = self._place
             self._publish()
-            if still * BEAT > (place[3] or self.patience):
-                self._end(f"{STALLED}: rank {self.world.rank}: no progress for {place[3] or self.patience:g} s at "
-                          f"{_where(*place[1:3])}")
+            patience = place[3] or self.patience
+            if still * BEAT > patience:
+                self._end(f"{STALLED}: rank {self.world.rank}: no progress for {patience:g} s at {_where(*place[1:3])}")
 
     def _publish(self) -> None:
         self._beat += 1
@@ -88,7 +87,7 @@ class Watchdog(contextlib.AbstractContextManager):
             calls, phase, step, _ = self._place
             try:
                 self._store.set(f"rank{self.world.rank}", json.dumps({
-                    "host": socket.gethostname(), "pid": os.getpid(), "calls": calls, "phase": phase, "step": step,
+                    "host": socket.gethostname(), "pid": os.getpid(), "calls": calls, "where": _where(phase, step),
                     "beat": self._beat, "ended": self._ended}))
             except Exception:       # gone with its host, or at the job's end; training itself no longer needs it
                 self._store = None
@@ -114,7 +113,6 @@ class Watchdog(contextlib.AbstractContextManager):
         with open(stacks / f"rank_{self.world.rank}.txt", "w") as file:
             print(message, file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
-        print(f"watchdog: stacks in {stacks}", file=sys.stderr, flush=True)
         for name, dump in (("", "_dump_nccl_trace_json"), ("_gloo", "_dump_fr_trace_json")):    # two recorders
             with contextlib.suppress(Exception):    # a build without NCCL, or no collective yet
                 trace = getattr(torch._C._distributed_c10d, dump)()
@@ -122,45 +120,38 @@ class Watchdog(contextlib.AbstractContextManager):
                 (recorder / f"rank_{self.world.rank}{name}.json").write_bytes(trace)
 
     def _culprit(self, is_stalled: bool) -> str | None:
-        """The rank to blame, in words: first one without heartbeats, then one that ended by itself, then, in a stall, the one
-        that is behind, else one that its watchdog has ended. None where there is none."""
+        """The rank to blame, in words: one without heartbeats, else one that ended by itself, else, in a stall, the one that is
+        behind; without a stall also one that its watchdog has ended. None where there is none."""
         signs = []
         for wait in (0, LISTEN * BEAT):
             time.sleep(wait)
             self._publish()
-            read = _within(2 * STORE_TIMEOUT, lambda: _read(self._store, [f"rank{rank}" for rank in range(self.world.size)]))
-            if read is None:
+            signs.append(_within(2 * STORE_TIMEOUT, self._signs))
+            if signs[-1] is None:
                 self._store = None      # the call that waits holds it
                 return (f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun there, or rank 0 if it holds "
                         f"the store, is gone or stopped")
-            signs.append(read)
         before, now = signs
-        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
 
         def name(rank: int, what: str) -> str:
             sign = now[rank]
-            where = _where(sign["phase"], sign["step"])
-            return f"rank {rank} of {self.world.size} (host {sign['host']}, pid {sign['pid']}) {what} {where}"
+            return f"rank {rank} of {self.world.size} (host {sign['host']}, pid {sign['pid']}) {what} {sign['where']}"
 
+        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
         for rank in others:
             if now[rank]["ended"] is None and now[rank]["beat"] == before[rank]["beat"]:
                 return name(rank, f"has sent no heartbeat for {LISTEN * BEAT:g} s: dead or stopped, last seen at")
         ended = sorted((now[rank]["ended"].startswith(STALLED), rank) for rank in others if now[rank]["ended"])
         if ended and not (is_stalled and ended[0][0]):
             return f"{name(ended[0][1], 'ended first, at')} ({now[ended[0][1]]['ended']})"
-        calls = [sign["calls"] for sign in now]
-        if is_stalled and min(calls) < max(calls):
-            return name(calls.index(min(calls)), "is behind the others, at")
+        behind = min(range(self.world.size), key=lambda rank: now[rank]["calls"])
+        if is_stalled and now[behind]["calls"] < max(sign["calls"] for sign in now):
+            return name(behind, "is behind the others, at")
         return None
 
-
-def _read(store: dist.Store, keys: list[str]) -> list[dict]:
-    """What the ranks published, NEVER where one has not yet. Two calls where all have: hundreds of ranks may read at once, and
-    one call per key would keep the store busy for longer than they wait."""
-    if store.check(keys):
-        return [json.loads(text) for text in store.multi_get(keys)]
-    half = len(keys) // 2
-    return _read(store, keys[:half]) + _read(store, keys[half:]) if half else [NEVER]
+    def _signs(self) -> list[dict]:
+        """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began."""
+        return [json.loads(text) for text in self._store.multi_get([f"rank{rank}" for rank in range(self.world.size)])]
 
 
 def _where(phase: str, step: int | None) -> str:
