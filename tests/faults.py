@@ -117,10 +117,6 @@ class Run:
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: last_step(self.config) >= step)
 
-    def has_begun(self) -> bool:
-        """Whether it is past its start: before, metrics.jsonl is that of the run before."""
-        return any(word in self.output for word in ("starting at step 0", "resuming ", "branching off ", "on from "))
-
     def is_running(self) -> bool:
         return any(self.nursery.code(pid, 0.0) is None for pid in self.pids)
 
@@ -151,16 +147,26 @@ def torchrun(nursery: Nursery, config: Config, *overrides: str, faults: list[str
 
 # ----------------------------------------------------------------------------------------------------- what a run has left
 
-def digest(config: Config) -> str:
-    """SHA-256 over every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
-    path = max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
-    there = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    tensors = {name: torch.zeros(of.size, dtype=of.properties.dtype) for name, of in there.items()}
+def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
+    """Every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
+    reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))
+    tensors = {name: torch.zeros(of.size, dtype=of.properties.dtype)
+               for name, of in reader.read_metadata().state_dict_metadata.items()}
     with warnings.catch_warnings(action="ignore"):      # one process is no mistake
-        dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), no_dist=True)
-    hash = hashlib.sha256(path.name.encode())
-    for name in sorted(tensors):
-        hash.update(f"{name} {tensors[name].dtype} {list(tensors[name].shape)}".encode() + tensors[name].numpy().tobytes())
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def first_moments(config: Config) -> dict[str, torch.Tensor]:
+    """AdamW's first moments: after one step, a tenth of the clipped gradient."""
+    return {name: tensor for name, tensor in newest_tensors(config).items() if name.endswith("exp_avg")}
+
+
+def digest(config: Config) -> str:
+    """SHA-256 over every weight and moment of the newest checkpoint, and its step."""
+    hash = hashlib.sha256(str(saved_steps(config)[-1]).encode())
+    for name, tensor in sorted(newest_tensors(config).items()):
+        hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
     return hash.hexdigest()
 
 

@@ -5,10 +5,8 @@ the tokens, so a run that goes over the same tokens again meets it again. Nothin
 
     kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
     fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all
-    slow_copies:SECONDS         each tensor that is copied off the main thread takes so long
+    slow_steps:SECONDS          each step takes so much longer
     trace_save:FILE             appends each change that the main rank makes under checkpoints/ to FILE
-    kill_at_change:FOLDER:N     SIGKILL to the process group before the N-th change below FOLDER that is not under checkpoints/
-    trace_changes:FOLDER:FILE   appends each of those changes to FILE
     trace_data:FILE             appends step and SHA-256 of each micro-batch that is trained on to FILE.<rank>
     scale_loss:FIRST:LAST:FACTOR    the loss, and with it its gradient, times FACTOR on the data of these steps; nan is a factor
     nan_gradient:STEP:RANK      one element of one gradient on one rank is NaN
@@ -16,7 +14,6 @@ the tokens, so a run that goes over the same tokens again meets it again. Nothin
     omit_update:STEP            the optimizer is not called at this step: what a skipped step should amount to
     kill_in_step:STEP:RANK      SIGKILL to one rank between its backward pass and the gradient norm; not after a restart
     stop_in_step:STEP:RANK      SIGSTOP at the same place; not after a restart
-    clock:STEP:SECONDS          the wall clock jumps back at this step; the monotonic clock, as on any POSIX system, does not
     move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
 """
 
@@ -27,7 +24,6 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -49,8 +45,8 @@ def main(argv: list[str]) -> int:
 def inject(faults: list[str], train) -> None:
     """Build the faults into this process. Raises ValueError for one that there is not."""
     known = {call.__name__: call for call in (
-        kill_in_save, fail_in_save, slow_copies, trace_save, kill_at_change, trace_changes, trace_data, scale_loss, nan_gradient,
-        nan_weight, omit_update, kill_in_step, stop_in_step, clock, move_data)}
+        kill_in_save, fail_in_save, trace_save, trace_data, scale_loss, nan_gradient, nan_weight, omit_update, kill_in_step,
+        stop_in_step, slow_steps, move_data)}
     data = Trained(train) if faults else None
     for fault in faults:
         name, *arguments = fault.split(":")
@@ -166,6 +162,10 @@ def _signal_in_step(data: Trained, at: int, on: int, number: int) -> None:
     data.before_norm.append(call)
 
 
+def slow_steps(data: Trained, seconds: str) -> None:
+    data.before_norm.append(lambda step, parameters: time.sleep(float(seconds)))
+
+
 def trace_data(data: Trained, file: str) -> None:
     def call(step, x):
         with open(f"{file}.{rank()}", "a") as out:
@@ -176,19 +176,6 @@ def trace_data(data: Trained, file: str) -> None:
 def move_data(data: Trained, at: str, by: str) -> None:
     before = data.moved
     data.moved = lambda step: before(step) + (int(by) if step + 1 >= int(at) else 0)
-
-
-def clock(data: Trained, at: str, seconds: str) -> None:
-    real = {name: getattr(time, name) for name in ("time", "time_ns", "gmtime", "localtime")}
-    back = [0.0]
-    time.time = lambda: real["time"]() - back[0]
-    time.time_ns = lambda: real["time_ns"]() - int(back[0] * 1e9)
-    for name in ("gmtime", "localtime"):
-        setattr(time, name, lambda at=None, name=name: real[name](time.time() if at is None else at))
-
-    def call(step, parameters):
-        back[0] = float(seconds) if step >= int(at) else 0.0
-    data.before_norm.append(call)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -206,10 +193,6 @@ def kill_in_save(data: Trained, step: str, n: str) -> None:
     _on_change(_of_save(int(step)), _kill_at(int(n)))
 
 
-def kill_at_change(data: Trained, folder: str, n: str) -> None:
-    _on_change(_below(folder), _kill_at(int(n)))
-
-
 def fail_in_save(data: Trained, step: str, n: str, many: str) -> None:
     def call(count, change):
         if int(n) <= count < int(n) + int(many) and not change.startswith(("remove", "rmdir")):
@@ -217,22 +200,8 @@ def fail_in_save(data: Trained, step: str, n: str, many: str) -> None:
     _on_change(_of_save(int(step)), call)
 
 
-def slow_copies(data: Trained, seconds: str) -> None:
-    copy = torch.Tensor.copy_
-
-    def copy_slowly(*arguments, **more):
-        if threading.current_thread() is not threading.main_thread():
-            time.sleep(float(seconds))
-        return copy(*arguments, **more)
-    torch.Tensor.copy_ = copy_slowly
-
-
 def trace_save(data: Trained, file: str) -> None:
     _on_change(lambda path: "/checkpoints" in path, _append_to(file))
-
-
-def trace_changes(data: Trained, folder: str, file: str) -> None:
-    _on_change(_below(folder), _append_to(file))
 
 
 def _kill_at(n: int):
@@ -251,10 +220,6 @@ def _append_to(file: str):
         os.write(descriptor, f"{change}\n".encode())
         os.close(descriptor)
     return call
-
-
-def _below(folder: str):
-    return lambda path: folder in path and "/checkpoints" not in path
 
 
 def _of_save(step: int):
