@@ -164,8 +164,7 @@ class Saver:
         final = self.dir / name_of(manifest["step"])
         tmp = final.with_name(f".tmp_{final.name}")
         try:
-            self._together("copying to host memory", lambda: self._await_copies(problem))
-            if self._together("making the folder", lambda: self.world.is_main and self._make_folder(tmp, final))[0]:
+            if self._together("copying to host memory", lambda: self._begin(tmp, final, problem))[0]:
                 return None
             files = self._together("writing", lambda: self._dump(tmp))
             self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
@@ -196,20 +195,18 @@ class Saver:
             raise RuntimeError(problems[0])
         return [result for result, _ in outcomes]
 
-    def _await_copies(self, problem: Exception | None) -> None:
+    def _begin(self, tmp: Path, final: Path, problem: Exception | None) -> bool:
+        """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists already, as after a resume."""
         if problem:
             raise problem
         if self._copied:
             torch.cuda.set_device(self.world.device)        # each thread has a current device of its own
             self._copied.synchronize()
-
-    def _make_folder(self, tmp: Path, final: Path) -> bool:
-        """Returns whether the checkpoint exists already, as after a resume."""
-        if (final / "DONE").exists():
-            return True
-        self._sweep()
-        tmp.mkdir()
-        return False
+        is_there = (final / "DONE").exists()
+        if self.world.is_main and not is_there:
+            self._sweep()
+            tmp.mkdir()
+        return is_there
 
     def _dump(self, tmp: Path) -> dict[str, dict]:
         """Write this rank's files; returns size and SHA-256 of each, hashed while they are in its own page cache."""

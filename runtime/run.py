@@ -28,17 +28,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import Config, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
-from runtime.log import (
-    Log,
-    Meter,
-    Profiler,
-    digest,
-    pair_id,
-    peak_flops,
-    throughput,
-    validation_losses,
-    write_environment,
-)
+from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
 from runtime.machine import device_name, out_of_memory
 from runtime.parallel import World, build
 from runtime.probe import Probe
@@ -498,13 +488,14 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
     Every N and every FLOP count is named by its convention, so that nobody has to guess which one a number follows."""
     config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
     wall_s, probe_s = run.progress.seconds, run.progress.probe_seconds
-    m, steps, tokens = config.model, config.total_steps, config.total_tokens
+    m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
     name = device_name(world.device)
     peak = peak_flops(name) if world.device.type == "cuda" else None
     converted = [layer for layer in layers if layer.reason is None]
-    lr_last = optim.learning_rate(steps - 1, steps, config.optim)
+    lr_last = optim.learning_rate(steps - 1, steps, o)
+    arms = ("as_trained", as_trained), ("bf16", in_bf16)
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config),
         **lineage(config),
@@ -522,12 +513,10 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
         "tok_per_param_nonembed": tokens / counts["params_nonembed"],
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
-        "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": config.optim.beta1,
-        "beta2": config.optim.beta2, "eps": config.optim.eps, "weight_decay": config.optim.weight_decay,
-        "clip": config.optim.clip, "schedule": config.optim.schedule, "lr_peak": config.optim.lr,
-        "lr_last": lr_last, "lr_min": config.optim.lr * config.optim.min_lr_ratio,
-        "warmup_steps": config.optim.warmup_steps(steps),
-        "is_annealed": lr_last < config.optim.lr,   # the schedule has ended, or this would not be written
+        "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps,
+        "weight_decay": o.weight_decay, "clip": o.clip, "schedule": o.schedule, "lr_peak": o.lr, "lr_last": lr_last,
+        "lr_min": o.lr * o.min_lr_ratio, "warmup_steps": o.warmup_steps(steps),
+        "is_annealed": lr_last < o.lr,      # the schedule has ended, or this would not be written
         "precision": {
             "recipe": config.fp8.label,
             "layers_converted": [layer.name for layer in converted],
@@ -540,17 +529,14 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
         "sources": {source: {
-            "weight": data.weights[source], "epochs": data.epochs[source], "loss_as_trained": as_trained.source_loss(source),
-            "loss_bf16": in_bf16.source_loss(source),
-            "bpb_as_trained": bits_per_byte(as_trained.source_loss(source), data.val(source)),
-            "bpb_bf16": bits_per_byte(in_bf16.source_loss(source), data.val(source)),
-            "sequences": len(data.val(source)), "tokens": data.val(source).tokens,
-            "text_bytes": data.val(source).text_bytes,
+            "weight": data.weights[source], "epochs": data.epochs[source],
+            **{f"loss_{arm}": val.source_loss(source) for arm, val in arms},
+            **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val(source)) for arm, val in arms},
+            "sequences": len(data.val(source)), "tokens": data.val(source).tokens, "text_bytes": data.val(source).text_bytes,
         } for source in data.sources},
         "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
         "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks, "moved_on_steps": run.progress.data_offset,
-        **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"],
-                             peak[0] * world.size if peak else None),
+        **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
         "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
         "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if world.device.type == "cuda" else None,

@@ -238,12 +238,13 @@ def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
 def test_metadata_as_python_3_13_writes_it_loads_and_one_that_points_elsewhere_does_not(tiny, tmp_path):
     save(tiny, 1)
     path = latest(tiny.run_dir)
-    as_3_13 = (path / ".metadata").read_bytes().replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
+    whole = (path / ".metadata").read_bytes()
+    as_3_13 = whole.replace(b"\x8c\x07pathlib", b"\x8c\x0epathlib._local")
     forge(path, ".metadata", as_3_13.replace(as_3_13[2:11], b"\x95" + (len(as_3_13) - 11).to_bytes(8, "little"), 1))
     assert b"pathlib._local" in (path / ".metadata").read_bytes() and holds(path, 1)
     shutil.copy(path / "__0_0.distcp", tiny.run_dir / "outside")
     for name in ("../../outside", "not_in_the_manifest"):
-        metadata = pickle.loads((path / ".metadata").read_bytes())
+        metadata = pickle.loads(whole)
         for place in metadata.storage_data.values():
             place.relative_path = name
         if name.startswith(".."):
