@@ -169,14 +169,10 @@ class Saver:
             files = self._together("writing", lambda: self._dump(tmp))
             self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
         except Exception as error:      # not of _together(): another rank was lost
-            problem = f"checkpoint {final.name} could not be written under {self.dir} ({error}"
-            with suppress(OSError):     # where the disk is full, torch's own words do not say so
-                problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free"
-            problem += ")"
             if self.world.is_main:
                 shutil.rmtree(tmp, ignore_errors=True)
-            self.failures.append(problem)
-            return f"{problem}: correct that, then run the same command to resume"
+            self.failures.append(f"checkpoint {final.name} could not be written under {self.dir} ({error})")
+            return f"{self.failures[-1]}: correct that, then run the same command to resume"
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if self.world.is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             self._prune()
@@ -190,6 +186,8 @@ class Saver:
         except (Exception, CheckpointException) as error:
             rank = next(iter(getattr(error, "failures", ())), self.world.rank)
             problem = f"{name}: {f'rank {rank}: ' * (self.world.size > 1)}{cause(error)}"
+            with suppress(OSError):     # where the disk is full, torch's own words do not say so
+                problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free"
         outcomes = gather((result, problem), self.world)
         if problems := [problem for _, problem in outcomes if problem]:
             raise RuntimeError(problems[0])

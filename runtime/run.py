@@ -133,7 +133,7 @@ class Run:
         if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
             parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
             self._check_data(*parent)
-        run_on_rank0(world, self._lock)         # no second run writes to it
+        run_on_rank0(world, lambda: bool(self._cleanup.enter_context(lock_folder(config.run_dir))))    # against a second run
         own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
         if own is None:
             run_on_rank0(world, lambda: refuse_to_start_over(config))
@@ -162,9 +162,6 @@ class Run:
                 f"or choose another run=" if changed != ["fp8"] else
                 "fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings or another "
                 "fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
-
-    def _lock(self) -> None:
-        self._cleanup.enter_context(lock_folder(self.config.run_dir))
 
     def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
@@ -209,7 +206,11 @@ class Run:
             if val is None:
                 self._is_stopping = True
             elif not math.isfinite(val.loss):
-                self._reject_validation(val.loss)
+                what = f"validation loss {val.loss}"
+                if self.guard.reject_validation(self.progress.step, what, self.can_roll_back) is Verdict.STOP:
+                    source = self._val_sets[self.data.sources[0]]
+                    self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.data.micro_batch)))
+                self._roll_back()
             elif self.progress.step == self.config.total_steps:
                 self._finish(val)
                 return None
@@ -295,12 +296,6 @@ class Run:
         return evaluate(self.model, self._val_sets, self.data.weights, config.data.micro_batch, world.device, world.rank,
                         world.size, lambda t: parallel.all_concatenate(t, world), any_rank_stops)
 
-    def _reject_validation(self, loss: float) -> None:
-        if self.guard.reject_validation(self.progress.step, f"validation loss {loss}", self.can_roll_back) is Verdict.STOP:
-            source = self._val_sets[self.data.sources[0]]
-            self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.data.micro_batch)))
-        self._roll_back()
-
     def _save(self) -> None:
         step = self.progress.step
         self._at_slow("saving a checkpoint")
@@ -347,8 +342,8 @@ class Run:
         """A stop was requested."""
         self._save()
         self.saver.finish()
-        self._log_event("stopped", self.progress.step,
-                   f"stopped on request at step {self.progress.step}; saved. To go on: run the same command again")
+        step = self.progress.step
+        self._log_event("stopped", step, f"stopped on request at step {step}; saved. To go on: run the same command again")
 
     def _finish(self, as_trained: ValLoss) -> None:
         """All steps are done and validated: validate in BF16 too, wait for the last save, write the summary."""
@@ -491,21 +486,19 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
-    name = device_name(world.device)
-    peak = peak_flops(name) if world.device.type == "cuda" else None
+    name, on_gpu = device_name(world.device), world.device.type == "cuda"
+    peak = peak_flops(name) if on_gpu else None
     converted = [layer for layer in layers if layer.reason is None]
     lr_last = optim.learning_rate(steps - 1, steps, o)
     arms = ("as_trained", as_trained), ("bf16", in_bf16)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config),
-        **lineage(config),
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config), **lineage(config),
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": digest(config.to_dict()), "device": name, "n_gpu": world.size,
         "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
         "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
-        "repeat": config.repeat,
-        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
+        "repeat": config.repeat, "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
         "tokenizer": tokenizer_kind(config.data.tokenizer), "tokenizer_sha256": run.tokenizer.sha256,
         "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
         "n_kv_head": m.kv_heads, "n_embd": m.n_embd, "n_ffn": m.n_ffn, "n_ctx": m.n_ctx, "tied": m.tied,
@@ -518,13 +511,11 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "lr_min": o.lr * o.min_lr_ratio, "warmup_steps": o.warmup_steps(steps),
         "is_annealed": lr_last < o.lr,      # the schedule has ended, or this would not be written
         "precision": {
-            "recipe": config.fp8.label,
-            "layers_converted": [layer.name for layer in converted],
+            "recipe": config.fp8.label, "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
-            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
-            "compile": config.parallel.compile,
+            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32", "compile": config.parallel.compile,
         },
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
@@ -538,8 +529,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks, "moved_on_steps": run.progress.data_offset,
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
         "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s,
-        "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if world.device.type == "cuda" else None,
-        "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if world.device.type == "cuda" else None,
+        "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if on_gpu else None,
+        "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if on_gpu else None,
     }
 
 
