@@ -61,7 +61,6 @@ def train(config: Config, world: World) -> None:
                 optimizer.step()
                 run.progress.updates += 1
                 fp8.refresh_fp8_weights(model)
-                run.guard.prepare()                         # while the GPU is busy with this step
             if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
                 optimizer.zero_grad()
 

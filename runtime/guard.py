@@ -26,8 +26,8 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -77,7 +77,6 @@ class Guard:
         self.suspect_since: int | None = state.get("suspect_since")             # steps done before the first of these
         self._accepted = deque(state.get("accepted", ()), self.settings.window)     # [loss, norm] of the window's steps
         self._spikes: list[list[float]] = list(state.get("spikes", ()))         # [loss, norm] of the finite spikes in a row
-        self._cached: tuple[tuple[float, float], tuple[float, float]] | None = None     # _usual() of this window
 
     def judge(self, step: int, loss: float, grad_norm: float, can_roll_back: Callable[[int], bool]) -> Verdict:
         """The verdict on a step that comes after `step` others.
@@ -104,12 +103,6 @@ class Guard:
             return Verdict.SPIKE
         return self._skip(step, spike, can_roll_back)
 
-    def prepare(self) -> None:
-        """Compute what the next step will be compared with, while the GPU is busy with this one; judge() would spend 0.1 to
-        0.2 ms on it between the host read and the update, while the GPU waits."""
-        if self.settings.mode != "off" and self._accepted:
-            self._usual()
-
     def reject_validation(self, step: int, what: str, can_roll_back: Callable[[int], bool]) -> Verdict:
         """ROLLBACK or STOP for weights whose validation after `step` steps was not finite; can_roll_back as in judge()."""
         self.suspect_since, self.reason = step, what
@@ -129,7 +122,6 @@ class Guard:
 
     def _accept(self, steps: list[list[float]]) -> None:
         self._accepted.extend(steps)
-        self._cached = None
         self._spikes = []
         self.consecutive, self.suspect_since, self._is_back = 0, None, False
 
@@ -155,8 +147,8 @@ class Guard:
 
     def _is_new_level(self) -> bool:
         losses = [loss for loss, _ in self._spikes]
-        usual, sd = self._usual()[0]
-        if self.settings.mode == "log" or (_log(max(losses)) - usual) / sd <= self.settings.threshold:
+        middle, sd = self._usual()
+        if self.settings.mode == "log" or (_log(max(losses)) - middle[0]) / sd[0] <= self.settings.threshold:
             return True
         return self._is_back and max(losses) <= LEVEL * min(losses)
 
@@ -165,29 +157,23 @@ class Guard:
         if 2 * len(self._accepted) < self.settings.window:
             return None
         said = []
-        for name, value, (usual, sd) in zip(("loss", "gradient norm"), (loss, grad_norm), self._usual(), strict=True):
-            if (height := (_log(value) - usual) / sd) > self.settings.threshold:
-                said.append(f"{name} {value:.6g} is {value / math.exp(usual):.3g} x its median {math.exp(usual):.6g} "
+        for name, value, middle, sd in zip(("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True):
+            if (height := (_log(value) - middle) / sd) > self.settings.threshold:
+                said.append(f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median {math.exp(middle):.6g} "
                             f"({height:.1f} robust standard deviations)")
         return f"{' and '.join(said)} of the last {len(self._accepted)} accepted steps" if said else None
 
-    def _usual(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Median and robust standard deviation of the logarithm: of the window's losses, of its gradient norms."""
-        if self._cached is None:
-            losses, norms = ([_log(value) for value in column] for column in zip(*self._accepted, strict=True))
-            loss_sd = min(max(_robust_sd(losses), LOSS_SD[0]), LOSS_SD[1])
-            norm_sd = min(max(_robust_sd(norms), NORM_SD[0], NORM_SD_PER_LOSS_SD * loss_sd), NORM_SD[1])
-            self._cached = (median(losses), loss_sd), (median(norms), norm_sd)
-        return self._cached
+    def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
+        """Of the window's losses and of its gradient norms: median and robust standard deviation of the logarithm."""
+        logs = np.array([(_log(loss), _log(norm)) for loss, norm in self._accepted])
+        middle = np.median(logs, axis=0)
+        sd = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
+        loss_sd = min(max(sd[0], LOSS_SD[0]), LOSS_SD[1])
+        return middle, (loss_sd, min(max(sd[1], NORM_SD[0], NORM_SD_PER_LOSS_SD * loss_sd), NORM_SD[1]))
 
 
 def _log(value: float) -> float:
     return math.log(max(value, TINY))
-
-
-def _robust_sd(values: list[float]) -> float:
-    middle = median(values)
-    return MAD_TO_SD * median(abs(value - middle) for value in values)
 
 
 # ------------------------------------------------------------------------------------------------------------ diagnosis

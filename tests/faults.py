@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from runtime.config import Config
+from runtime.rows import read_rows
 from tests.conftest import ROOT, write_config
 from tests.nursery import children
 
@@ -40,14 +40,14 @@ class Nursery:
             env={**os.environ, "OMP_NUM_THREADS": "1"})
 
     def start(self, config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, largest_file: int | None = None,
-              env: dict[str, str] | None = None, launcher: list[str] | None = None) -> "Run":
+              launcher: list[str] | None = None) -> "Run":
         """train.py with `overrides`, as `ranks` processes; no file may grow beyond largest_file bytes. With `launcher`
         the one process is torchrun with these arguments, and the ranks are its own processes."""
         self.count += 1
         name = f"{self.count:03d}_{config.run}"
         arguments = [str(write_config(config, self.folder / f"{name}.py")), *overrides]
         ask = {"arguments": arguments, "faults": list(faults), "ranks": ranks, "log": str(self.folder / f"{name}.log"),
-               "largest_file": largest_file, "env": env or {}, "launcher": launcher, "port": free_port()}
+               "largest_file": largest_file, "launcher": launcher, "port": free_port()}
         self._process.stdin.write(json.dumps(ask) + "\n")
         return Run(self, self._read("started"), self.folder / f"{name}.log", config)
 
@@ -69,27 +69,23 @@ class Nursery:
         while True:
             if not select.select([self._process.stdout], [], [], timeout)[0]:
                 return None
-            line = self._line()
+            text = b""
+            while not text.endswith(b"\n"):     # byte by byte: what Python read ahead, select would not see
+                byte = os.read(self._process.stdout.fileno(), 1)
+                assert byte, f"the nursery is gone: {(self.folder / 'nursery.log').read_text()[-2000:]}"
+                text += byte
+            line = json.loads(text)
             if "ended" in line:
                 self._codes[line["ended"]] = line["code"]
             if want in line:
                 return line[want]
-
-    def _line(self) -> dict:
-        text = b""
-        while not text.endswith(b"\n"):     # byte by byte: what Python read ahead, select would not see
-            byte = os.read(self._process.stdout.fileno(), 1)
-            if not byte:
-                raise RuntimeError(f"the nursery is gone: {(self.folder / 'nursery.log').read_text()[-2000:]}")
-            text += byte
-        return json.loads(text)
 
 
 class Run:
     """One start of train.py. pids are its ranks, or the launcher's alone; the first leads their process group."""
 
     def __init__(self, nursery: Nursery, pids: list[int], log: Path, config: Config):
-        self.nursery, self.pids, self.log, self.config, self.started = nursery, pids, log, config, time.monotonic()
+        self.nursery, self.pids, self.log, self.config = nursery, pids, log, config
 
     @property
     def output(self) -> str:
@@ -137,12 +133,11 @@ class Run:
             assert self.nursery.code(pid, 60.0) is not None
 
 
-def torchrun(nursery: Nursery, config: Config, *overrides: str, faults: list[str] = (), ranks: int = 2,
-             restarts: int = 0, **more) -> Run:
-    """The genuine torchrun, with ranks that import everything themselves."""
-    return nursery.start(config, *overrides, faults=faults, launcher=[
-        "--standalone", f"--nproc_per_node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
-        str(ROOT / "tests/faulty_train.py"), *faults], **more)
+def torchrun(nursery: Nursery, config: Config, faults: list[str] = (), restarts: int = 0) -> Run:
+    """The genuine torchrun with two ranks that import everything themselves."""
+    return nursery.start(config, faults=faults, launcher=[
+        "--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1",
+        str(ROOT / "tests/faulty_train.py"), *faults])
 
 
 # ----------------------------------------------------------------------------------------------------- what a run has left
@@ -155,11 +150,6 @@ def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
     with warnings.catch_warnings(action="ignore"):      # one process is no mistake
         dcp.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
-
-
-def first_moments(config: Config) -> dict[str, torch.Tensor]:
-    """AdamW's first moments: after one step, a tenth of the clipped gradient."""
-    return {name: tensor for name, tensor in newest_tensors(config).items() if name.endswith("exp_avg")}
 
 
 def digest(config: Config) -> str:
@@ -185,11 +175,7 @@ def record(config: Config) -> dict:
 
 def rows(config: Config, kind: str = "train") -> list[dict]:
     """Rows of metrics.jsonl; a line that is being written is left out."""
-    try:
-        text = (config.run_dir / "metrics.jsonl").read_text()
-    except FileNotFoundError:
-        return []
-    return [row for row in map(json.loads, text[:text.rfind("\n") + 1].splitlines()) if row["kind"] == kind]
+    return [row for row in read_rows(config.run_dir / "metrics.jsonl") if row["kind"] == kind]
 
 
 def last_step(config: Config) -> int:
@@ -214,11 +200,6 @@ def flip_bit(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << at % 8
     file.write_bytes(data)
-
-
-def copy_run(config: Config, to: Config) -> Config:
-    shutil.copytree(config.run_dir, to.run_dir)
-    return to
 
 
 def free_port() -> int:

@@ -4,7 +4,8 @@ A fault is a name and numbers, joined by colons. Steps count from 1 and are step
 the tokens, so a run that goes over the same tokens again meets it again. Nothing in train.py knows of any of this.
 
     kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
-    fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all
+    fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all; on one rank: :RANK
+    fail_load:RANK              one rank alone cannot read what a checkpoint holds
     trace_save:FILE             appends each change that the main rank makes under checkpoints/ to FILE
     trace_data:FILE             appends step and SHA-256 of each micro-batch that is trained on to FILE.<rank>
     scale_loss:FIRST:LAST:FACTOR    the loss, and with it its gradient, times FACTOR on the data of these steps; nan is a factor
@@ -177,11 +178,19 @@ def kill_in_save(data: Trained, step: float, n: float) -> None:
     _on_change(_of_save(step), call)
 
 
-def fail_in_save(data: Trained, step: float, n: float, many: float) -> None:
+def fail_in_save(data: Trained, step: float, n: float, many: float, on: float | None = None) -> None:
     def call(count, change):
-        if n <= count < n + many and not change.startswith(("remove", "rmdir")):
+        if on in (None, RANK) and n <= count < n + many and not change.startswith(("remove", "rmdir")):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
     _on_change(_of_save(step), call)
+
+
+def fail_load(data: Trained, on: float) -> None:
+    def read_data(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    from runtime.checkpoint import TensorReader
+    if on == RANK:
+        TensorReader.read_data = read_data
 
 
 def trace_save(data: Trained, file: str) -> None:
@@ -211,8 +220,8 @@ def _on_change(is_counted, call) -> None:
 
 
 FAULTS = {call.__name__: call for call in (
-    kill_in_save, fail_in_save, trace_save, trace_data, scale_loss, nan_gradient, nan_weight, omit_update, kill_in_step,
-    stop_in_step, slow_steps, move_data)}
+    kill_in_save, fail_in_save, fail_load, trace_save, trace_data, scale_loss, nan_gradient, nan_weight, omit_update,
+    kill_in_step, stop_in_step, slow_steps, move_data)}
 
 
 if __name__ == "__main__":

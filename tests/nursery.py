@@ -82,7 +82,6 @@ def _become(ask: dict, rank: int, leader: int) -> None:
         os.dup2(log, descriptor)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.closerange(3, 64)
-    os.environ.update(ask["env"])
     if ask["largest_file"]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (ask["largest_file"], resource.RLIM_INFINITY))
     code = 1

@@ -1,7 +1,6 @@
 """Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is loaded. Branches, and all of
 this through train.py: tests/test_faults.py."""
 
-import errno
 import hashlib
 import io
 import json
@@ -429,115 +428,6 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
         saver.save(step, tensors(step), {"guard": {"consecutive": consecutive}}, tiny)
         saver.finish()
         assert steps_of(tiny) == there
-
-
-# ---------------------------------------------------------------------------------------------------------- two ranks
-
-RANK = """
-import json, os, sys
-root, config, rank = sys.argv[1:]
-sys.path.insert(0, root)
-from datetime import timedelta
-from pathlib import Path
-from types import SimpleNamespace
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from runtime import checkpoint
-from tests.test_checkpoint import config_from_dict, flip_bit, full, names, saver_of, tensors
-torch.set_num_threads(1)
-rank, config, out = int(rank), config_from_dict(json.loads(config)), {}
-dist.init_process_group("gloo", init_method=f"file://{config.out}/store", rank=rank, world_size=2, timeout=timedelta(minutes=5))
-mesh = init_device_mesh("cpu", (2,))
-world = SimpleNamespace(rank=rank, size=2, is_main=rank == 0, checkpoint_group=dist.new_group(backend="gloo"),
-                        device=torch.device("cpu"))
-
-def shards(step):
-    return {name: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for name, t in tensors(step).items()}
-
-def there():
-    dist.barrier()
-    return names(config)
-
-saver, live = saver_of(config, world=world), shards(1)
-saver.save(1, live, {"updates": 1}, config)
-saver.staged()
-for t in live.values():
-    t.to_local().fill_(0)
-saver.finish()
-
-# One rank alone fails in a stage: both know, nothing is left, and the next save is good.
-for number, (where, what, who) in enumerate([(checkpoint, "_host_buffer", 1), (checkpoint.dcp.FileSystemWriter, "write_data", 1),
-                                             (checkpoint, "sha256_of", 1), (checkpoint.os, "rename", 0)]):
-    real, saver = getattr(where, what), saver_of(config, world=world)
-    if rank == who:
-        setattr(where, what, full)
-    saver.save(2, shards(2), {}, config)
-    saver.wait()
-    if rank == who:
-        setattr(where, what, real)
-    out[f"failed {number}"] = saver.failures, there()
-for step in (2, 3):
-    saver.save(step, shards(step), {}, config)
-saver.finish()
-
-# A damaged file, and a checkpoint that rank 1 alone cannot load.
-if rank == 0:
-    flip_bit(config.run_dir / "checkpoints/step_00000003/__1_0.distcp", 99)
-told, filled = [], shards(0)
-path, manifest = checkpoint.restore(config.run_dir, filled, world, told.append)
-out["restored"] = path.name, all(torch.equal(filled[k].to_local(), t.to_local()) for k, t in shards(2).items())
-out["told"], out["then"] = len(told), there()
-real = checkpoint.TensorReader.read_data
-if rank == 1:
-    checkpoint.TensorReader.read_data = full
-try:
-    checkpoint.restore(config.run_dir, filled, world, told.append, before=2)
-except checkpoint.DamagedError as error:
-    out["not loaded"] = str(error)
-checkpoint.TensorReader.read_data = real
-real = os.rename        # what rank 0 meets alone, both raise
-if rank == 0:
-    os.rename = full
-try:
-    saver.roll_back(1)
-except OSError as error:
-    out["together"] = error.strerror
-os.rename = real
-dist.barrier()
-saver.roll_back(1)
-out["rolled back"] = there()
-(Path(config.out) / f"rank{rank}.json").write_text(json.dumps(out))
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-def test_two_ranks_agree_whatever_fails_on_one(tiny):
-    os.makedirs(tiny.out)
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(ROOT), json.dumps(tiny.to_dict()), str(rank)],
-                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for rank in (0, 1)]
-    try:
-        said = [rank.communicate(timeout=300) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
-    saw = [json.loads((tiny.run_dir.parent / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    for s in saw:
-        for number, who in enumerate([1, 1, 1, 0]):
-            failures, there = s[f"failed {number}"]
-            assert there == ["step_00000001"] and len(failures) == 1 and re.search(f"rank {who}: .*No space", failures[0])
-        assert s["restored"] == ["step_00000002", True]
-        assert s["then"] == ["bad_step_00000003", "step_00000001", "step_00000002"]
-        assert "step_00000001 could not be loaded (OSError: [Errno 28] No space" in s["not loaded"]
-        assert s["together"] == os.strerror(errno.ENOSPC) and s["rolled back"] == ["bad_step_00000003", "step_00000001"]
-    assert [s["told"] for s in saw] == [1, 0]       # by rank 0 alone
-    path = latest(tiny.run_dir)
-    assert {"__0_0.distcp", "__1_0.distcp"} <= read_manifest(path)["files"].keys()
-    assert holds(path, 1)         # one process reads what two wrote
 
 
 # -------------------------------------------------------------------------------------------------------- of branches
