@@ -165,7 +165,7 @@ class Guard:
 
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
         """Of the window's losses and of its gradient norms: median and robust standard deviation of the logarithm."""
-        logs = np.array([(_log(loss), _log(norm)) for loss, norm in self._accepted])
+        logs = np.log(np.maximum(np.array(self._accepted), TINY))       # (steps, 2)
         middle = np.median(logs, axis=0)
         sd = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
         loss_sd = min(max(sd[0], LOSS_SD[0]), LOSS_SD[1])
