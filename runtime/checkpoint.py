@@ -6,10 +6,10 @@
     out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
     out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
 
-Save, on every rank alike: the tensors are copied to host memory (12 bytes for each parameter of the rank's share, used again by
-the next save); then, in the background, DCP writes and syncs them under a temporary name, each rank hashes its own files, rank
-0 writes manifest and DONE and renames the folder, and what the keep policy no longer wants is deleted. A stage that fails on one
-rank fails on all. A failed save is noted and leaves nothing behind; the next due save tries again.
+Save, on every rank alike: the tensors are copied to host memory (12 bytes for each parameter of the rank's share); then, in the
+background, DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE,
+renames the folder and deletes what the keep policy no longer wants. A stage that fails on one rank fails on all. A failed save
+is noted and leaves nothing behind; the next due save tries again.
 
 Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
@@ -381,7 +381,7 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
     failure = None
     try:
-        dcp.load(tensors, storage_reader=TensorReader(path, manifest["files"]), **_process_group(world))
+        dcp.load(tensors, storage_reader=TensorReader(path), **_process_group(world))
     except (Exception, CheckpointException) as error:
         failure = cause(error)
     if failures := list(filter(None, gather(failure, world))):
@@ -409,18 +409,11 @@ def load_model(run_dir: str | Path, device: str | torch.device = "cpu",
 
 
 class TensorReader(dcp.FileSystemReader):
-    """DCP's reader, except that its pickled metadata can name nothing but tensors in the verified `files`."""
-
-    def __init__(self, path: Path, files: dict):
-        super().__init__(path)
-        self.files = files
+    """DCP's reader, except that its pickled metadata can name nothing but tensors."""
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
-        for place in dict.values(metadata.storage_data):    # not its own attribute, which a pickle can set
-            if place.relative_path not in self.files or Path(place.relative_path).name != place.relative_path:
-                raise ValueError(f"its .metadata points at {place.relative_path!r}, which is no verified file of this folder")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -17,7 +17,7 @@ import torch
 
 import prepare_data
 from model import GPTConfig
-from runtime.checkpoint import load_model, read_manifest, seal
+from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
 from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
@@ -88,12 +88,15 @@ def one_sentence(run: faults.Run) -> str:
 
 # --------------------------------------------------------------------------------------------------- kills, full disks
 
-def test_kill_9_in_saves_and_in_a_step_costs_steps_and_nothing_else(nursery, base, whole):
+def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_else(nursery, base, whole):
+    """Every second change that a save makes on disk, from its folder to the deletion of an older one; all: tests/soak.py."""
     config = replace(base, run="killed")
-    for fault, left in (("kill_in_save:4:3", 2), ("kill_in_save:6:12", 4), ("kill_in_step:11:0", 8)):
+    for at, fault in [(2 * n + 2, f"kill_in_save:{2 * n + 2}:{2 * n - 1}") for n in range(1, 9)] + [(22, "kill_in_step:21:0")]:
         run = nursery.start(config, faults=[fault])
         assert run.wait() == [-signal.SIGKILL], (fault, run.output)
-        assert saved_steps(config)[-1] >= left, "no more is lost than the save under way and the steps since"
+        assert saved_steps(config)[-1] in (at - EVERY, at), "no more is lost than the save under way and the steps since"
+        for path in checkpoints(config.run_dir):
+            read_manifest(path)         # half a deletion is no checkpoint
     finish(nursery, config)
     assert record(config) == record(whole)
 
