@@ -89,9 +89,10 @@ def one_sentence(run: faults.Run) -> str:
 # --------------------------------------------------------------------------------------------------- kills, full disks
 
 def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_else(nursery, base, whole):
-    """Every second change that a save makes on disk, from its folder to the deletion of an older one; all: tests/soak.py."""
+    """Every third of the 25 changes that a save makes on disk, from its folder to the deletion of an older checkpoint, of which
+    the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
-    for at, fault in [(2 * n + 2, f"kill_in_save:{2 * n + 2}:{2 * n - 1}") for n in range(1, 9)] + [(22, "kill_in_step:21:0")]:
+    for at, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [(22, "kill_in_step:21:0")]:
         run = nursery.start(config, faults=[fault])
         assert run.wait() == [-signal.SIGKILL], (fault, run.output)
         assert at - 2 * EVERY <= saved_steps(config)[-1] <= at, "no more is lost than the save under way and the steps since"
@@ -146,10 +147,11 @@ def test_where_all_checkpoints_are_bad_nothing_starts_over(nursery, whole2):
 
 def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(nursery, base, whole2):
     config = replace(base, run="one_rank")
-    run = nursery.start(config, ranks=2, faults=["fail_in_save:4:1:99:1", "fail_in_save:8:5:99:0", f"kill_in_step:{STEPS - 1}:0"])
-    assert run.wait() == [-signal.SIGKILL, 1], run.output
+    run = nursery.start(config, ranks=2, faults=["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))])
+    assert run.wait() == [1, 1] and "ended first" not in run.output, run.output
+    assert "3 saves in a row have failed" in one_sentence(run)
     failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
-    assert len(failed) == 2 and "rank 1: " in failed[0] and "rank 0: " in failed[1] and "No space left" in failed[0]
+    assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
     run = nursery.start(config, ranks=2, faults=["fail_load:1"])
     assert run.wait() == [2, 2] and "could not be loaded (OSError: [Errno 5]" in one_sentence(run), run.output
     finish(nursery, config, ranks=2)
