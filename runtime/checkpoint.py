@@ -168,7 +168,7 @@ class Saver:
                 return None
             files = self._together("writing", lambda: self._dump(tmp))
             self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
-        except Exception as error:      # not of _together(): another rank was lost
+        except Exception as error:      # raised by _together(), or by a collective because another rank was lost
             if self.world.is_main:
                 shutil.rmtree(tmp, ignore_errors=True)
             self.failures.append(f"checkpoint {final.name} could not be written under {self.dir} ({error})")
