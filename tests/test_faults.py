@@ -148,7 +148,7 @@ def test_where_all_checkpoints_are_bad_nothing_starts_over(nursery, whole2):
 def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(nursery, base, whole2):
     config = replace(base, run="one_rank")
     run = nursery.start(config, ranks=2, faults=["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))])
-    assert run.wait() == [1, 1] and "ended first" not in run.output, run.output
+    assert run.wait() == [1, 1] and "a collective failed" not in run.output, run.output
     assert "3 saves in a row have failed" in one_sentence(run)
     failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
     assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
