@@ -5,7 +5,7 @@
 
 Why these. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data. 125M, 250M and 350M at 10 and
 20 leave the law's prediction of 1.5B a standard error of at least 1.46 % of the loss per 0.1 % of noise a run, where the
-points of one trunk share half of it (the Cramer-Rao bound of scaling/design.py). Budgets of 5, 10, 20 and 40 and a size as
+points of one trunk share half of it (the Cramer-Rao bound of scaling/plan.py). Budgets of 5, 10, 20 and 40 and a size as
 small as 50M bring that to 0.46 %, the further seeds to 0.29 %; a branch off a trunk makes three of the four budgets nearly
 free.
 

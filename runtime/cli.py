@@ -5,6 +5,7 @@ import inspect
 import math
 import os
 import re
+import sys
 import types
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -64,6 +65,20 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
         meaning = _meanings(cls).get(missing[0], "")
         raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE{', ' * bool(meaning)}{meaning}")
     return cls(**given)
+
+
+def run_command(main, *arguments) -> int:
+    """main's exit code; 1 without a traceback where the output is closed early, as by `| head`; 130 where interrupted."""
+    try:
+        code = main(*arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes stdout once more at its end
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
 
 
 def nearest(word: str, choices: list[str]) -> str:

@@ -203,9 +203,10 @@ class Config:
         """What several sections make impossible together: number of steps, tokenizer, FP8 dimensions."""
         m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
         if self.parent and self.parent[1] >= end:
-            yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an earlier "
-                   f"checkpoint, or give more steps")
-        for key, step in [*(("checkpoint.at", step) for step in self.checkpoint.at), ("profile", (self.profile_steps or (1,))[0])]:
+            yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
+                   f"earlier checkpoint, or give more steps")
+        named = [("checkpoint.at", step) for step in self.checkpoint.at] + [("profile", (self.profile_steps or (1,))[0])]
+        for key, step in named:
             if not 1 <= step <= end:
                 yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
         if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:

@@ -1,37 +1,274 @@
-"""Draw what FP8 did to the tensors of one run: scales, underflow, outliers.
+"""Draw one run: its loss, norm and speed with all that went wrong, what FP8 did inside it, its gap to a BF16 run over training.
 
-`draw_run` reads out/RUN/probe.jsonl, the inference probes in out/RUN/eval/ and, for the gap, the neighbours of RUN;
-scaling/figures.py --fp8 is the command.
+`draw_run` and `draw_fp8` are the command scaling/figures.py; `draw_pair` is one figure of scaling/precision.py. They read
+metrics.jsonl and probe.jsonl of a finished run as well as of one that is still going or was cut short.
 """
-
 
 import itertools
 import json
 import math
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from runtime.cli import UserError
-from runtime.rows import write_atomically as write
-from scaling.figures import RC, page, render, steps_axis
+from scaling.figures import RC, render, settle, sheet, steps_axis, write_files
 from scaling.pairs import human
-from scaling.records import LARGEST, read_text
+from scaling.records import LARGEST, read_curve, read_text
 
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project
+# A shape of its own for each name; a name that is not here gets one of OTHERS.
+MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", ORANGE), "STOP": ("P", "#000000"),
+         "resume": (">", "#009E73"), "save failed": ("s", "#56B4E9"), "bad checkpoint": ("D", "#8B5A00"),
+         "stopped": ("h", "#000000"), "branch": ("<", "#444444")}
+OTHERS = (("*", "#444444"), ("p", "#777777"), ("d", "#999999"))
+GPU = ("gpu_util_pct", "gpu_mem_pct", "gpu_power_w")
+FIELDS = ("loss", "grad_norm", "lr", "tok_per_s", *GPU, "step_s", "since_start")
+LABELS = {"loss": "loss\n[nats/token]", "grad_norm": "gradient\nnorm", "lr": "learning\nrate", "tok_per_s": "speed\n[tokens/s]",
+          "gpu_util_pct": "GPU\n[%]"}
 OPERANDS = {"weight": "weights", "activation": "activations", "gradient": "gradients"}
 SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
-LAYER = re.compile(r"(?:layers\.(\d{1,6})\.)?[\w.]{1,80}", re.ASCII)
+STYLES = ((BLUE, "o"), (ORANGE, "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#000000", "P"), ("#E69F00", "v"), ("#56B4E9", "<"))
+TWINS = ("params_total", "tokens", "tokens_per_step", "lr_peak", "val_sha256")  # equal in runs that make a null band
+WINDOW = 40         # losses are smoothed over a fortieth of the steps
+STEADY = 4          # the null band's width over four times as many: one difference crosses zero where it means nothing
+
+
+def window_of(values) -> int:
+    return max(1, len(values) // WINDOW)
+
+
+def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
+    """Running mean over so many times window_of values; the window is cut where it would leave the ends."""
+    kernel = np.ones(min(times * window_of(values), len(values)))
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+# ------------------------------------------------------------------------------------------------------- a run's training
+
+
+@dataclass
+class History:
+    """A run's rows as arrays; NaN is what was not finite, or not told."""
+    train: dict[str, np.ndarray]                                        # "step", "ok", FIELDS -> a value per step that counts
+    undone: list[dict[str, np.ndarray]]                                 # the same of each stretch that a rollback took back
+    val: np.ndarray                                                     # (n, 2): step, loss
+    undone_val: np.ndarray
+    marks: dict[str, list[dict]] = field(default_factory=dict)          # name -> rows: a verdict that is not OK, an event
+    notes: list[str] = field(default_factory=list)
+
+
+def draw_run(run: Path, folder: Path) -> None:
+    """Write run.png into `folder`, say where and what was left out.
+
+    Raises UserError where the run has no step to draw, or where `folder` cannot be written."""
+    history = read_history(run)
+    with matplotlib.rc_context(RC):
+        write_files(folder, {"run.png": render(draw(history, run.resolve().name), "png")})
+    print("\n".join([*history.notes, f"wrote {folder}/: run.png"]))
+
+
+def read_history(run: Path) -> History:
+    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
+    path = run / "metrics.jsonl"
+    rows, torn = _rows(run, path.name, "the folder of a run, such as out/demo_s_fp8")
+    good = [row for row in rows if isinstance(row.get("kind"), str) and type(row.get("step")) is int and 0 <= row["step"] < 2**53]
+    history = History(_columns({row["step"]: row for row in good if row["kind"] == "train"}), [],
+                      *(_validations(good, kind) for kind in ("val", "undone_val")))
+    for is_undone, stretch in itertools.groupby(good, key=lambda row: row["kind"] in ("undone", "undone_val")):
+        steps = {row["step"]: row for row in stretch if row["kind"] == "undone"}
+        if is_undone and steps:
+            history.undone.append(_columns(steps))
+    for row in good:
+        name = row.get("event" if row["kind"] == "event" else "verdict")
+        if row["kind"] in ("event", "train", "undone") and isinstance(name, str) and name != "OK":
+            name = "ROLLBACK" if name == "rollback" else name.replace("_", " ")[:14]
+            history.marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
+    if not len(history.train["step"]) and not history.undone:
+        raise UserError(f'{path} has no step to draw yet: expected a line like {{"kind": "train", "step": 1, "loss": 5.8, ...}}')
+    if left_out := torn + len(rows) - len(good):
+        history.notes.append(f"{path}: left out {left_out} line{'s' * (left_out > 1)} that cannot be read")
+    return history
+
+
+def _rows(run: Path, name: str, expected: str) -> tuple[list[dict], int]:
+    """The objects of a file of JSON lines (or of its .gz), and how many lines are none; a cut last one is not counted."""
+    path = run / name
+    if not any(one.is_file() for one in (path, run / f"{name}.gz")):
+        raise UserError(f"{run} {f'has no {name}' if run.is_dir() else 'is no folder'}: expected {expected}")
+    lines, rows, last = read_text(path).split("\n"), [], 0
+    torn = 0
+    for line in filter(str.strip, lines):
+        try:
+            last = json.loads(line)
+        except (ValueError, RecursionError):
+            last = None
+        torn += not isinstance(last, dict)
+        rows += [last] if isinstance(last, dict) else []
+    return rows, torn - (last is None)
+
+
+def _columns(rows: dict[int, dict]) -> dict[str, np.ndarray]:
+    ordered = [rows[step] for step in sorted(rows)]
+    return {"step": np.array([row["step"] for row in ordered], dtype=float),
+            "ok": np.array([row.get("verdict", "OK") == "OK" for row in ordered], dtype=float),
+            **{key: np.array([_number(row.get(key)) for row in ordered], dtype=float) for key in FIELDS}}
+
+
+def _validations(rows: list[dict], kind: str) -> np.ndarray:
+    found = {row["step"]: _number(row.get("loss")) for row in rows if row["kind"] == kind}
+    return np.array([pair for pair in sorted(found.items()) if math.isfinite(pair[1])], dtype=float).reshape(-1, 2)
+
+
+def _number(value) -> float:
+    """A row's value, NaN where it is no number that can be drawn."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30 else math.nan
+
+
+def draw(history: History, name: str) -> Figure:
+    """The page of one run, called `name`; panels for what the rows hold."""
+    has_gpu = any(np.isfinite(history.train[key]).any() for key in GPU)
+    keys = [key for key in LABELS if key != "gpu_util_pct" or has_gpu]
+    heights = [2.3 if key == "loss" else 0.85 for key in keys]
+    steps = [int(step) for columns in (history.train, *history.undone) for step in columns["step"]]
+    window = window_of(history.train["step"])
+    caption = (f"Line: mean over {window} OK steps; faint: single steps." if window > 1 else "Line: every step that was OK.") + (
+        " Grey: steps that a rollback took back and did again on other data." * bool(history.undone)) + (
+        " Marks: verdicts at their value or at the edge, events at the foot; in brackets: how many." * bool(history.marks))
+    marks = _styled(history.marks)
+    handles = [Line2D([], [], color=BLUE, linewidth=1.4, label="training")]
+    if len(history.val):
+        handles.append(Line2D([], [], color="#000000", marker="D", markersize=3.4, markerfacecolor="white", linestyle="",
+                              label="validation"))
+    if history.undone:
+        handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
+    for mark, rows, style in marks:
+        events = sum(row["kind"] == "event" for row in rows)
+        handles.append(Line2D([], [], label=f"{mark} ({max(events, len(rows) - events):,})", **style))
+    title = f"Training of {name} (n = 1 run, steps {min(steps):,} to {max(steps):,})"
+    figure, grid = sheet((7.4, sum(heights) + 0.9 + 0.17 * (len(handles) // 5)), len(keys), 1, title, caption, handles, 5,
+                         sharex=True, height_ratios=heights)
+    panels = dict(zip(keys, grid[:, 0], strict=True))
+    for key, panel in panels.items():
+        panel.set_ylabel(LABELS[key])
+        if key == "gpu_util_pct":
+            _draw_gpu(panel, history.train)
+            continue
+        for columns in history.undone:
+            panel.plot(columns["step"], columns[key], color=GREY, linewidth=0.7, alpha=0.8, zorder=1.5)
+        _draw_line(panel, history.train, key)
+    panels["loss"].plot(*history.undone_val.T, "D", color=GREY, markersize=3.4, markerfacecolor="none", zorder=3)
+    panels["loss"].plot(*history.val.T, "D", color="#000000", markersize=3.4, markerfacecolor="white", zorder=3)
+    room = max(0.6, 0.01 * np.ptp(steps))
+    panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
+    _set_limits(panels, history)
+    for _, rows, style in marks:
+        _draw_marks(panels, rows, style)
+    steps_axis(grid[-1, 0])
+    figure.align_ylabels()
+    return settle(figure)
+
+
+def _draw_line(panel, columns, key) -> None:
+    """Single steps, faint; over them the running mean of those that were OK."""
+    if key != "lr":
+        known = np.isfinite(columns[key])
+        panel.plot(columns["step"][known], columns[key][known], color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
+    steps, values = _accepted(columns, key)
+    if len(values):
+        panel.plot(steps, running_mean(values) if key != "lr" else values, "." if len(values) == 1 else "-", color=BLUE,
+                   linewidth=1.3, zorder=2.5)
+
+
+def _accepted(columns, key) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of what was finite in the steps that were OK."""
+    known = np.isfinite(columns[key]) & (columns["ok"] > 0)
+    return columns["step"][known], columns[key][known]
+
+
+def _draw_gpu(panel, columns) -> None:
+    """Percentages on the left axis, watts on the right."""
+    right = panel.twinx()
+    right.spines["right"].set_visible(True)
+    for axis, key, color, dash, label in ((panel, "gpu_util_pct", BLUE, "-", "busy"),
+                                          (panel, "gpu_mem_pct", "#000000", (0, (4, 2)), "memory"),
+                                          (right, "gpu_power_w", ORANGE, (0, (1, 1)), "power")):
+        known = np.isfinite(columns[key])
+        if known.any():
+            axis.plot(columns["step"][known], running_mean(columns[key][known]), color=color, linestyle=dash, linewidth=1.3,
+                      label=label)
+    panel.set_ylim(0, 109)
+    right.set_ylim(0, 1.4 * max(np.nanmax([*columns["gpu_power_w"], 1]), 1))     # below the percentages
+    right.set_ylabel("power [W]")
+    panel.legend(handles=[line for axis in (panel, right) for line in axis.get_lines() if line.get_label()[0] != "_"],
+                 loc="lower right", ncols=3, framealpha=0.8, edgecolor="none", borderpad=0.2)
+
+
+def _styled(marks: dict[str, list[dict]]) -> list[tuple[str, list[dict], dict]]:
+    """(name, rows, style of its mark), known names first."""
+    others = itertools.cycle(OTHERS)
+    ordered = sorted(marks, key=lambda name: (list(MARKS).index(name) if name in MARKS else len(MARKS), name))
+    looks = [(name, MARKS.get(name) or next(others)) for name in ordered]
+    return [(name, marks[name], {"color": color, "marker": shape, "linestyle": "", "markersize": 5.5, "markeredgecolor": "white",
+                                 "markeredgewidth": 0.5, "clip_on": False, "in_layout": False, "zorder": 5})
+            for name, (shape, color) in looks]
+
+
+def _draw_marks(panels, rows, style) -> None:
+    """Verdicts at their loss and gradient norm, events at the foot of the loss with a line through all."""
+    events = [row["step"] for row in rows if row["kind"] == "event"]
+    for key, panel in panels.items():
+        low, high = panel.get_ylim()
+        for step in events:
+            panel.axvline(step, color=style["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
+        if key in ("loss", "grad_norm"):
+            verdicts = [row for row in rows if row["kind"] != "event"]
+            values = [_number(row.get(key)) for row in verdicts]
+            panel.plot([row["step"] for row in verdicts], [high if math.isnan(v) else min(max(v, low), high) for v in values],
+                       **style)
+        if key == "loss":
+            panel.plot(events, [low] * len(events), **style)
+
+
+def _set_limits(panels, history: History) -> None:
+    """Limits that one spike does not govern: what lies beyond them is cut, its mark stands at the edge."""
+    loss, norm = (_accepted(history.train, key)[1] for key in ("loss", "grad_norm"))
+    if len(loss):
+        low, high = np.quantile(loss, (0.002, 0.98))
+        ends = [low, high, running_mean(loss)[0], *history.val[:, 1]]
+        room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
+        panels["loss"].set_ylim(min(ends) - room, max(ends) + room)
+    if len(norm) and np.quantile(norm, 0.002) > 0:
+        panels["grad_norm"].set_yscale("log")
+        panels["grad_norm"].set_ylim(np.quantile(norm, 0.002) / 1.3, 2 * np.quantile(norm, 0.98))
+        _few_log_ticks(panels["grad_norm"])
+    speed = _accepted(history.train, "tok_per_s")[1]
+    panels["tok_per_s"].set_ylim(0, 1.15 * max(np.quantile(speed, 0.99), 1e-6) if len(speed) else 1)
+    panels["tok_per_s"].yaxis.set_major_locator(MaxNLocator(3))
+    panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y) if y else "0"))
+    panels["lr"].set_ylim(0, 1.12 * max(_accepted(history.train, "lr")[1].max(initial=0), 1e-12))
+    panels["lr"].yaxis.set_major_locator(MaxNLocator(3))
+    panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+
+
+def _few_log_ticks(panel) -> None:
+    """A few values in words on a log axis, whose range may be less than a decade."""
+    low, high = panel.get_ylim()
+    panel.yaxis.set_major_locator(MaxNLocator(3) if high < 4 * low else LogLocator(subs=(1, 3), numticks=5))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
+    panel.yaxis.set_minor_formatter(NullFormatter())
+
+
+# ------------------------------------------------------------------------------------------------------- what FP8 did inside
 
 
 @dataclass(frozen=True)
@@ -51,92 +288,50 @@ class Probe:
 def read_probe(path: Path) -> tuple[Probe, list[str]]:
     """One probe file, plus a line if some of its lines are no JSON; of a step that is there twice the last one counts.
 
-    Where only its .gz is there, that is read. Raises UserError naming the line where a row is not what a probe writes, or
-    where there is no row at all."""
-    linear, block, recipes, torn = {}, {}, {}, []
-    for n, line in enumerate(read_text(path).split("\n"), 1):
-        if not line.strip():
-            continue
+    Raises UserError where there is no row, or where one is not what a probe writes."""
+    rows, torn = _rows(path.parent, path.name, "the folder of a run trained with probe.every=STEPS, such as probe.every=100, "
+                                               "which writes probe.jsonl")
+    linear, block, recipes, fields = {}, {}, {}, (*SCALES, *SHARES, "error")
+    for row in rows:
         try:
-            row = json.loads(line, parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            torn.append(n)              # a run that was killed leaves half a line; its resume writes the step again
-            continue
-        at = f"{path}, line {n}"
-        kind = row.get("kind") if isinstance(row, dict) else None
-        if kind not in ("linear", "block"):
-            raise UserError(f"{at}: kind is {_shown(kind)}; expected a row of kind linear or block")
-        step = _whole(at, row, "step")
-        if kind == "block":
-            block[_whole(at, row, "block"), step] = [_measured(at, row, key, -LARGEST) for key in OUTLIERS]
-            continue
-        layer = row.get("layer")
-        if not isinstance(layer, str) or not LAYER.fullmatch(layer):
-            raise UserError(f"{at}: layer is {_shown(layer)}; expected a Linear's name such as layers.0.attn.qkv")
-        if not isinstance(row.get("recipe"), str):
-            raise UserError(f"{at}: recipe is {_shown(row.get('recipe'))}; expected a recipe's name")
-        recipes[layer] = row["recipe"]
-        linear[layer, step] = [number for operand in OPERANDS for number in _operand(at, row, operand)]
+            if row["kind"] == "block":
+                block[int(row["block"]), int(row["step"])] = [_number(row[key]) for key in OUTLIERS]
+            elif row["kind"] == "linear":
+                recipes[row["layer"]] = row["recipe"]
+                numbers = row["weight"], row["activation"], row.get("gradient") or dict.fromkeys(fields)     # none at inference
+                linear[row["layer"], int(row["step"])] = [_number(one[key]) for one in numbers for key in fields]
+            else:
+                raise ValueError("an unknown kind")
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}: {error}): the file is "
+                            "damaged or from other code; restore it, or leave it out") from None
     if not linear and not block:
         raise UserError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
     layers, steps, values = _grid(linear, lambda layer: (*place(layer), layer))
     blocks, block_steps, outliers = _grid(block, lambda block: block)
     count = [sum((layer, step) in linear for layer in layers) for step in steps.tolist()]
     last = max(i for i, n in enumerate(count) if n == max(count)) if layers else 0
-    fields = itertools.product(OPERANDS, (*SCALES, *SHARES, "error"))
-    notes = [f"{path}: skipped what is no JSON (cut off while written): line {', '.join(map(str, torn))}"] if torn else []
-    return Probe("+".join(sorted(set(recipes.values()))), layers, steps, last, dict(zip(fields, values, strict=False)),
-                 blocks, block_steps, dict(zip(OUTLIERS, outliers, strict=False))), notes
-
-
-def _operand(at: str, row: dict, name: str) -> list[float]:
-    """The fields of one operand; all NaN for the gradient of an inference row."""
-    if row.get(name) is None and name == "gradient":
-        return [math.nan] * (len(SCALES) + len(SHARES) + 1)
-    if not isinstance(row.get(name), dict):
-        raise UserError(f"{at}: {name} is {_shown(row.get(name))}; expected an object with amax, scale, underflow, ...")
-    at = f"{at}: {name}"
-    _measured(at, row[name], "amax")
-    return ([_measured(at, row[name], key) for key in SCALES] + [_measured(at, row[name], key, high=1) for key in SHARES]
-            + [_measured(at, row[name], "error")])
-
-
-def _measured(at: str, holder: dict, key: str, low: float = 0, high: float = LARGEST) -> float:
-    value = holder.get(key, "missing")
-    if value is None or isinstance(value, float) and not math.isfinite(value):
-        return math.nan
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high * (1 + 1e-6):
-        wanted = "a number" if low < 0 else "a share from 0 to 1" if high == 1 else "a number, at least 0"
-        raise UserError(f"{at}: {key} is {_shown(value)}; expected {wanted}, or null where it is not finite")
-    return float(value)
-
-
-def _whole(at: str, row: dict, key: str) -> int:
-    value = row.get(key, "missing")
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
-        raise UserError(f"{at}: {key} is {_shown(value)}; expected a whole number, at least 0")
-    return value
-
-
-def _shown(value) -> str:
-    text = json.dumps(value)
-    return text if len(text) < 60 else text[:57] + "..."
+    notes = [f"{path}: left out {torn} line{'s' * (torn > 1)} that cannot be read"] if torn else []
+    return Probe("+".join(sorted(set(recipes.values()))), layers, steps, last,
+                 dict(zip(itertools.product(OPERANDS, fields), values, strict=False)), blocks, block_steps,
+                 dict(zip(OUTLIERS, outliers, strict=False))), notes
 
 
 def _grid(rows: dict, order) -> tuple[list, np.ndarray, np.ndarray]:
     """{(key, step): numbers} as keys in order, steps, and one (keys, steps) array for each number."""
     keys, steps = sorted({key for key, _ in rows}, key=order), sorted({step for _, step in rows})
     values = np.full((len(next(iter(rows.values()), ())), len(keys), len(steps)), math.nan)
-    row_of, column_of = ({key: i for i, key in enumerate(names)} for names in (keys, steps))
     for (key, step), numbers in rows.items():
-        values[:, row_of[key], column_of[step]] = numbers
+        values[:, keys.index(key), steps.index(step)] = numbers
     return keys, np.array(steps), values
 
 
 def place(layer: str) -> tuple[float, int, str]:
-    """Block index (infinite outside the blocks), rank of the kind within the block, kind."""
-    block, kind = LAYER.fullmatch(layer)[1], layer.rsplit(".", 1)[-1]
-    return int(block) if block else math.inf, KINDS.index(kind) if kind in KINDS else len(KINDS), kind
+    """Block index of "layers.0.attn.qkv" (infinite outside the blocks), rank of the kind within the block, kind."""
+    parts = layer.split(".")
+    kind = parts[-1]
+    block = int(parts[1]) if parts[0] == "layers" and parts[1:2] and parts[1].isdigit() else math.inf
+    return block, KINDS.index(kind) if kind in KINDS else len(KINDS), kind
 
 
 def kinds_of(layers) -> dict[str, np.ndarray]:
@@ -163,190 +358,70 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
                      for column in values.T]).T
 
 
-TWINS = ("params_total", "tokens", "tokens_per_step", "lr_peak", "val_sha256")  # equal in runs that make a null band
-WINDOW = 40         # losses are smoothed over a fortieth of the steps
-STEADY = 4          # the band's width over four times as many: one difference crosses zero where it means nothing
+def draw_fp8(run: Path, folder: Path) -> None:
+    """Write the figures of a run's probes into `folder`, print the table and what was left out.
 
-
-def draw_gap(run: Path) -> tuple[Figure | None, list[str]]:
-    """Loss of `run` minus loss of its BF16 partner over steps, or None; plus lines saying what is missing and why."""
-    own = _summary(run)
-    if own is None:
-        return None, [f"fp8_gap is not drawn: {run} has no readable summary.json, so it is unfinished"]
-    others = {folder: summary for folder in sorted(run.resolve().parent.iterdir())
-              if folder != run.resolve() and (summary := _summary(folder)) and summary["precision"]["recipe"] == "bf16"}
-    same = [folder for folder, summary in others.items() if summary["pair_id"] == own["pair_id"]]
-    repeats = [folder for folder in same if others[folder].get("repeat")]
-    partners = [folder for folder in same if folder not in repeats]
-    if not partners:
-        return None, [f"fp8_gap is not drawn: beside {run} there is no BF16 run with its pair_id {own['pair_id']}"]
-    partner = partners[0]
-    notes = [f"fp8_gap: several BF16 runs have pair_id {own['pair_id']}; {partner.name} is taken"] if partners[1:] else []
-    train, val = (_difference(run, partner, kind) for kind in ("train", "val"))
-    if not len(train[0]):
-        return None, [*notes, f"fp8_gap is not drawn: {run} and {partner.name} have no logged training step in common"]
-    twins = [folder for folder, summary in others.items() if not summary.get("repeat")
-             and all(summary.get(key) is not None and summary.get(key) == own.get(key) for key in TWINS)]
-    nulls = [pair for pair in itertools.combinations(twins, 2) if others[pair[0]].get("seed") != others[pair[1]].get("seed")]
-    caption = (f"Above zero: FP8 is worse. Line: mean over {window_of(train[0])} steps of training; faint: single steps. "
-               "Diamonds: validation, each run as it was trained. ")
-    if nulls:
-        caption += (f"Grey: null band, mean |difference| of BF16 runs that differ in the seed alone (n = {len(nulls)} "
-                    f"pair{'s' * (len(nulls) > 1)}; smoothed alike, then over {STEADY} times as many steps); bars: the same "
-                    "in validation. Another seed also draws other batches. ")
-    else:
-        missing = "no two BF16 runs beside it are equal but for the seed, so there is no null band"
-        caption += f"{missing[0].upper()}{missing[1:]}: noise between seeds is not shown. "
-        notes.append(f"fp8_gap: {missing}")
-    rounding = [gap for repeat in repeats if len((gap := _difference(repeat, partner, "train"))[0])]
-    if rounding:
-        is_equal = not any(gap.any() for _, gap in rounding)
-        caption += "The BF16 run once more, same seed and data, only rounded otherwise, " + (
-            "has equal losses at each step. " if is_equal else "minus the first: dashed. ")
-    figure, panels = page(3.3, 1, 1, f"Loss of {run.resolve().name} ({own['precision']['recipe']}) minus loss of {partner.name} "
-                           f"(BF16), n = 1 pair", caption + "The first 5 % of the steps may leave the axis.", top=0.3, left=0.1)
-    panel = panels[0, 0]
-    smooth, late, reach = running_mean(train[1]), train[0] >= 0.05 * train[0][-1], [1e-6]
-    band, bars = ([_difference(*pair, kind) for pair in nulls] for kind in ("train", "val"))
-    if band := [(steps, running_mean(abs(running_mean(gap)), STEADY)) for steps, gap in band if len(steps)]:
-        # Between the steps of the shorter run nothing is made up: beyond its end there is no band.
-        band = np.array([np.interp(train[0], *pair, left=math.nan, right=math.nan) for pair in band])
-        band = np.fmax.reduce(band, axis=0)
-        panel.fill_between(train[0], -band, band, color="#BBBBBB", alpha=0.6, linewidth=0)
-        reach.append(np.fmax.reduce(band[late]))
-    for steps, gap in bars:
-        panel.vlines(steps, -abs(gap), abs(gap), color="#777777", linewidth=2.2, alpha=0.6)
-        reach += abs(gap).tolist()
-    panel.axhline(0, color="#444444", linewidth=0.8)
-    panel.plot(*train, color="#D55E00", alpha=0.25, linewidth=0.5)
-    panel.plot(train[0], smooth, color="#D55E00", linewidth=1.5)
-    for steps, gap in rounding if rounding and not is_equal else ():
-        panel.plot(steps, again := running_mean(gap), color="#000000", linewidth=1, linestyle=(0, (4, 2)))
-        reach += abs(again[steps >= 0.05 * steps[-1]]).tolist()
-    panel.plot(*val, "D", color="#0072B2", markersize=4)
-    limit = 1.25 * np.fmax.reduce([*reach, *abs(smooth[late]), *abs(val[1])])
-    panel.set(ylim=(-limit, limit), ylabel="FP8 minus BF16 [nats/token]")
-    steps_axis(panel)
-    return figure, notes
-
-
-def _summary(folder: Path) -> dict | None:
-    """summary.json of a finished run with a pair_id and a recipe; None for anything else."""
-    try:
-        summary = json.loads((folder / "summary.json").read_bytes())
-        return summary if isinstance(summary["pair_id"], str) and isinstance(summary["precision"]["recipe"], str) else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-
-
-def _difference(first: Path, second: Path, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps that both runs logged, loss of the first minus loss of the second there."""
-    one, other = _losses_of(first, kind), _losses_of(second, kind)
-    steps = sorted(one.keys() & other.keys())
-    return np.array(steps), np.array([one[step] - other[step] for step in steps])
-
-
-def _losses_of(folder: Path, kind: str) -> dict[int, float]:
-    """Step -> loss of one kind of row in metrics.jsonl; lines that cannot be read are left out."""
-    losses = {}
-    for line in read_text(folder / "metrics.jsonl").split("\n"):
-        try:
-            row = json.loads(line)
-            if row["kind"] == kind and 0 < row["loss"] < LARGEST and type(row["step"]) is int:
-                losses[row["step"]] = float(row["loss"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue
-    return losses
-
-
-def window_of(values) -> int:
-    return max(1, len(values) // WINDOW)
-
-
-def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
-    """Running mean over so many times window_of values; the window is cut where it would leave the ends."""
-    kernel = np.ones(min(times * window_of(values), len(values)))
-    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
-
-
-# Okabe-Ito, one style for each of KINDS, then two for what else there may be.
-STYLES = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#000000", "P"), ("#E69F00", "v"),
-          ("#56B4E9", "<"))
-HOLLOW = ("s", "D", "o", "^", "v", "<", ">")    # one marker for each inference recipe
-
-
-def draw_run(run: Path, folder: Path | None = None) -> None:
-    """Write the figures of one run into `folder` (run/figures by default), print the table and what was left out.
-
-    Raises UserError where the run has no probe rows, where they are damaged, or where `folder` cannot be written."""
-    folder = folder or run / "figures"
-    if not any((run / name).is_file() for name in ("probe.jsonl", "probe.jsonl.gz")):
-        what = "has no probe.jsonl" if run.is_dir() else "is no folder"
-        raise UserError(f"{run} {what}: expected the folder of a run trained with probe.every=STEPS, such as "
-                          "probe.every=100, which writes probe.jsonl")
+    Inference probes are read from run/eval/probe_*.jsonl, for the gap the neighbours of `run`. Raises UserError where the run
+    has no probe rows, where they are damaged, or where `folder` cannot be written."""
     probe, notes = read_probe(run / "probe.jsonl")
-    figures = {}
+    figures, name = {}, run.resolve().name
     with matplotlib.rc_context(RC):
         if probe.layers:
-            inference = {}
-            for path in sorted(run.glob("eval/probe_*.jsonl")):
-                inference[path.stem.removeprefix("probe_")], more = read_probe(path)
-                notes += more
-            figures["fp8_scales"] = draw_scales(probe, inference, run.resolve().name)
-            figures["fp8_underflow"] = draw_underflow(probe, run.resolve().name)
+            inference = {path.stem.removeprefix("probe_"): read_probe(path)[0] for path in sorted(run.glob("eval/probe_*.jsonl"))}
+            figures["fp8_scales"] = draw_scales(probe, inference, name)
+            figures["fp8_underflow"] = draw_underflow(probe, name)
             figures["fp8_gap"], more = draw_gap(run)
             notes += more
         else:
             notes.append(f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn")
-        figures["fp8_outliers"] = draw_outliers(probe, run.resolve().name) if probe.blocks else None
+        figures["fp8_outliers"] = draw_outliers(probe, name) if probe.blocks else None
         if not probe.blocks:
             notes.append(f"{run}/probe.jsonl has no block row: fp8_outliers is not drawn")
         files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() if figure
                  for form in ("png", "svg")}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            write(folder / name, content)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
-    print("\n".join([*notes, *(["", table(probe), ""] if probe.layers else []),
-                     f"wrote {folder}/: {', '.join(files)}"]))
+    write_files(folder, files)
+    print("\n".join([*notes, *(["", table(probe), ""] if probe.layers else []), f"wrote {folder}/: {', '.join(files)}"]))
 
 
 def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
     """Scales over depth at the last probed step (top), over training (bottom), one column for each operand."""
-    caption = (f"Top: every Linear at step {probe.steps[probe.last]}; whiskers from the smallest to the largest scale of a "
-               "tensor that has several. Bottom: median over Linears, dark band 10 to 90 %, pale band smallest to largest. "
-               "A tensor is multiplied by its scale before it is rounded to FP8.")
-    if inference:
-        caption += " Hollow: the same run's inference, at its checkpoint's step."
-    figure, panels = page(4.7, 2, 3, f"Scales of FP8 tensors in {name} ({probe.recipe}; n = {len(probe.layers)} Linears, "
-                           f"{len(probe.steps)} probed steps)", caption, top=0.62, hspace=0.42, sharey="col")
+    caption = (f"Top: every Linear at step {probe.steps[probe.last]}, whiskers from its smallest to its largest scale. Bottom: "
+               "median over Linears, bands 10 to 90 % and smallest to largest. A tensor is multiplied by its scale before FP8.")
     sources = [("", "", probe), *((f"inference, {recipe}", marker, rows) for (recipe, rows), marker
-                                  in zip(inference.items(), itertools.cycle(HOLLOW), strict=False))]
+                                  in zip(inference.items(), itertools.cycle("sDo^v<>"), strict=False))]
     layers = list(dict.fromkeys(layer for *_, source in sources for layer in source.layers))
     kinds, blocks = list(kinds_of(layers)), {place(layer)[0] for layer in layers}
     style = dict(zip(kinds, itertools.cycle(STYLES), strict=False))
     style |= {kind: STYLES[KINDS.index(kind)] for kind in kinds if kind in KINDS}
     end = max(blocks - {math.inf}, default=-1) + 1      # where the head is drawn
-    handles = {}
+    hollow = {"markersize": 4.4, "markerfacecolor": "none", "markeredgewidth": 0.6, "linestyle": "none"}
+    handles = [Line2D([], [], color=style[kind][0], marker=style[kind][1], markersize=2.4, label=kind) for kind in kinds]
+    handles += [Line2D([], [], color="#444444", marker=marker, label=label, **hollow) for label, marker, _ in sources[1:]]
+    title = f"Scales of FP8 tensors in {name} ({probe.recipe}; n = {len(probe.layers)} Linears, {len(probe.steps)} probed steps)"
+    figure, panels = sheet((7.4, 4.9), 2, 3, title, caption, handles, 8, sharey="col")
     for operand, top, bottom in zip(OPERANDS, *panels, strict=True):
         for label, marker, source in sources:
-            hollow = {"markersize": 4.4, "markerfacecolor": "none", "markeredgewidth": 0.6}
             low, middle, high = (_log2(source.linear[operand, field][:, source.last]) for field in SCALES)
             for kind, rows in kinds_of(source.layers).items():
                 shift = 0.14 * (kinds.index(kind) - (len(kinds) - 1) / 2)   # whiskers beside each other
                 x = [block + shift if (block := place(source.layers[i])[0]) < math.inf else end for i in rows]
                 colour, filled = style[kind]
                 if label:
-                    top.plot(x, middle[rows], marker, color=colour, **hollow)
+                    top.plot(x, middle[rows], marker=marker, color=colour, **hollow)
                     continue
                 top.vlines(x, low[rows], high[rows], color=colour, linewidth=0.7, alpha=0.7)
-                handles[kind] = top.plot(x, middle[rows], f"{filled}-", color=colour, markersize=2.4, linewidth=0.8)[0]
+                top.plot(x, middle[rows], f"{filled}-", color=colour, markersize=2.4, linewidth=0.8)
             if label:
-                handles[label] = bottom.plot(source.steps[[source.last]], quantiles(middle[:, None], 50)[0], marker,
-                                             color="#444444", **hollow)[0]
-        _over_training(bottom, probe.steps, *(_log2(probe.linear[operand, field]) for field in SCALES))
+                bottom.plot(source.steps[[source.last]], quantiles(middle[:, None], 50)[0], marker=marker, color="#444444",
+                            **hollow)
+        low, middle, high = (_log2(probe.linear[operand, field]) for field in SCALES)
+        for band, alpha in (((quantiles(low, 0)[0], quantiles(high, 100)[0]), 0.13), (quantiles(middle, 10, 90), 0.3)):
+            bottom.fill_between(probe.steps, *band, color="#444444", alpha=alpha, linewidth=0)
+        bottom.plot(probe.steps, quantiles(middle, 50)[0], ".-", color="#000000", markersize=2.5, linewidth=1)
+        steps_axis(bottom)
+        if np.ptp(bottom.get_ylim()) < 2:        # constant scales
+            bottom.set_ylim(np.mean(bottom.get_ylim()) + np.array([-1, 1]))
+        bottom.yaxis.set_major_locator(MaxNLocator(6, integer=True))
         if not np.isfinite(probe.linear[operand, "scale"]).any():
             top.text(0.5, 0.5, "no scale: these stay in BF16", transform=top.transAxes, ha="center")
         top.set(title=OPERANDS[operand], xlabel="block", xlim=(-0.6, end - 0.4 + (math.inf in blocks)))
@@ -355,31 +430,17 @@ def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
         top.set_xticks(ticks + [end] * (math.inf in blocks), list(map(str, ticks)) + ["head"] * (math.inf in blocks))
     for panel in panels[:, 0]:
         panel.set_ylabel("log$_2$ of the scale")
-    figure.legend(handles.values(), handles, loc="upper left", bbox_to_anchor=(0.07, 1 - 0.22 / figure.get_figheight()),
-                  ncols=8, frameon=False, columnspacing=1.4, handlelength=1.6, borderpad=0, borderaxespad=0)
-    return figure
-
-
-def _over_training(panel, steps, low, middle, high):
-    """Median over Linears (rows) at each step, a dark band from 10 to 90 %, a pale one over everything."""
-    for band, alpha in (((quantiles(low, 0)[0], quantiles(high, 100)[0]), 0.13), (quantiles(middle, 10, 90), 0.3)):
-        panel.fill_between(steps, *band, color="#444444", alpha=alpha, linewidth=0)
-    panel.plot(steps, quantiles(middle, 50)[0], ".-", color="#000000", markersize=2.5, linewidth=1)
-    steps_axis(panel)
-    if np.ptp(panel.get_ylim()) < 2:        # constant scales
-        panel.set_ylim(np.mean(panel.get_ylim()) + np.array([-1, 1]))
-    panel.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return settle(figure)
 
 
 def draw_underflow(probe: Probe, name: str) -> Figure:
     """Share of values that FP8 loses at either end: heat maps, Linears in order of depth by step."""
     n, blocks = len(probe.layers), [place(layer)[0] for layer in probe.layers]
-    height = min(max(0.052 * n, 1.3), 3.4)      # inches of one panel
     kinds = ", ".join(kinds_of([layer for layer, block in zip(probe.layers, blocks, strict=True) if block < math.inf]))
     title = f"Values that FP8 loses in {name} ({probe.recipe}; n = {n} Linears, {len(probe.steps)} probed steps)"
-    caption = (f"One row per Linear, block 0 on top; within a block from the top: {kinds}. Underflow: not zero, rounded to "
-               "zero. Saturated: beyond the format's largest value. Light grey: none at all. White: not measured.")
-    figure, panels = page(2 * height + 1.5, 2, 3, title, caption, right=0.875, hspace=0.42 / height, sharex="all", sharey="all")
+    caption = (f"A row per Linear; within a block from the top: {kinds}. Underflow: not zero, rounded to zero. Saturated: beyond "
+               "the largest value. Light grey: none at all. White: not measured.")
+    figure, panels = sheet((7.4, 2 * min(max(0.052 * n, 1.3), 3.4) + 1.3), 2, 3, title, caption, sharex=True, sharey=True)
     edges = (probe.steps[1:] + probe.steps[:-1]) / 2
     x = (np.concatenate([[2 * probe.steps[0] - edges[0]], edges, [2 * probe.steps[-1] - edges[-1]]]) if len(edges)
          else probe.steps[0] + np.array([-0.5, 0.5]))
@@ -391,313 +452,186 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
         norm = LogNorm(10.0**low, 10.0**high, clip=True)
         for panel, (operand, v) in zip(line, values.items(), strict=True):
             mesh = {"edgecolors": "none", "rasterized": True}
+            panel.grid(False)
             panel.pcolormesh(x, np.arange(n + 1), np.ma.masked_where(~(v == 0), v), cmap=ListedColormap(["#DDDDDD"]), **mesh)
             panel.pcolormesh(x, np.arange(n + 1), np.ma.masked_where(~(v > 0), v), cmap="viridis", norm=norm, **mesh)
-            for row in range(1, n):
-                if blocks[row] != blocks[row - 1]:
-                    panel.axhline(row, color="white", linewidth=0.5)
+            panel.hlines(np.flatnonzero(np.array(blocks)[1:] != blocks[:-1]) + 1, x[0], x[-1], color="white", linewidth=0.5)
             if not np.isfinite(v).any():
                 panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
             panel.set(title=f"{OPERANDS[operand]}: {share}")
-        box = [panel.get_position() for panel in line]
-        bar = figure.colorbar(ScalarMappable(norm, "viridis"), cax=figure.add_axes((0.89, box[0].y0, 0.014, box[0].height)))
-        bar.set_label(f"{share} [% of values]")
+            panel.tick_params(axis="y", length=0)
+        figure.colorbar(ScalarMappable(norm, "viridis"), ax=line, label=f"{share} [% of values]", pad=0.01, aspect=30)
         line[0].set_ylabel("block")
-    first = {block: blocks.index(block) for block in blocks}
-    each = math.ceil(len(first) * 0.125 / height)   # a label needs an eighth of an inch
-    panels[0, 0].set_yticks([(start + start + blocks.count(block)) / 2 for block, start in first.items()],
-                            ["head" if block == math.inf else f"{block}" if i % each == 0 else ""
-                             for i, block in enumerate(first)])
+    shown = list(dict.fromkeys(blocks))
+    shown = shown[::math.ceil(len(shown) / 16)]
+    panels[0, 0].set_yticks([blocks.index(block) + blocks.count(block) / 2 for block in shown],
+                            ["head" if block == math.inf else f"{block}" for block in shown])
     panels[0, 0].set_ylim(n, 0)
-    for panel in panels.flat:
-        panel.tick_params(axis="y", length=0)
     for panel in panels[1]:
         steps_axis(panel)
-    return figure
+    return settle(figure)
 
 
 def draw_outliers(probe: Probe, name: str) -> Figure:
     """Largest attention logit and SwiGLU outliers over training, a line for each block."""
     title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.block_steps)} probed steps)"
-    caption = ("A line per block, from dark (first) to light (last). Labelled: the first, the last, the one that ends "
-               "highest. SwiGLU: the product that enters mlp.down.")
-    figure, panels = page(3.1, 1, 2, title, caption, top=0.3, right=0.91, wspace=0.5)
+    caption = "A line per block, its number by colour. SwiGLU: the product that enters mlp.down."
+    figure, panels = sheet((7.4, 3.1), 1, 2, title, caption)
     ratio = probe.block["swiglu_amax"] / np.where(probe.block["swiglu_rms"] > 0, probe.block["swiglu_rms"], math.nan)
-    colours = [matplotlib.colormaps["viridis"](0.82 * i / max(len(probe.blocks) - 1, 1)) for i in range(len(probe.blocks))]
+    norm = matplotlib.colors.Normalize(min(probe.blocks), max(max(probe.blocks), min(probe.blocks) + 1) / 0.82)
     for panel, values, label in zip(panels[0], (probe.block["attention_logit_max"], ratio), (
             "largest attention logit", "largest / rms of SwiGLU product"), strict=True):
-        for line, colour in zip(values, colours, strict=True):
-            panel.plot(probe.block_steps, line, ".-", color=colour, linewidth=0.9, markersize=2)
+        for line, block in zip(values, probe.blocks, strict=True):
+            panel.plot(probe.block_steps, line, ".-", color=matplotlib.colormaps["viridis"](norm(block)), linewidth=0.9,
+                       markersize=2)
         known = values[np.isfinite(values)]
         if len(known) and known.min() > 0 and known.max() / known.min() > 20:
             panel.set_yscale("log")
-            panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if known.max() < 1e3 * known.min() else (1,)))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
-            panel.yaxis.set_minor_formatter(NullFormatter())
+            _few_log_ticks(panel)
         panel.set_ylabel(label)
         steps_axis(panel)
-        panel.autoscale_view()      # transData is of no use before
-        ends = {i: line[np.isfinite(line)][-1] for i, line in enumerate(values) if np.isfinite(line).any()}
-        labelled = sorted({min(ends), max(ends), max(ends, key=ends.get)} if ends else (), key=ends.get)
-        heights = [panel.transAxes.inverted().transform(panel.transData.transform((probe.block_steps[-1], ends[i])))[1]
-                   for i in labelled]
-        for j in range(1, len(heights)):        # labels must not lie on each other
-            heights[j] = max(heights[j], heights[j - 1] + 0.08)
-        over = max(0, *heights, 1) - 1
-        for i, y in zip(labelled, heights, strict=True):
-            panel.text(1.02, y - over, f"block {probe.blocks[i]}", color=colours[i], transform=panel.transAxes, va="center",
-                       fontsize=7)
-    return figure
+    figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, label="block", pad=0.01,
+                    boundaries=np.arange(min(probe.blocks), max(probe.blocks) + 2) - 0.5, ticks=MaxNLocator(6, integer=True))
+    return settle(figure)
 
 
 def _log2(values: np.ndarray) -> np.ndarray:
     return np.log2(np.where(values > 0, values, math.nan))
 
 
-# Okabe-Ito, a shape of its own for each name; a name that is not here gets one of OTHERS.
-MARKS = {"SKIP": ("v", "#E69F00"), "SPIKE": ("^", "#CC79A7"), "ROLLBACK": ("X", "#D55E00"), "STOP": ("P", "#000000"),
-         "resume": (">", "#009E73"), "save failed": ("s", "#56B4E9"), "bad checkpoint": ("D", "#8B5A00"),
-         "stopped": ("h", "#000000"), "branch": ("<", "#444444")}
-OTHERS = (("*", "#444444"), ("p", "#777777"), ("d", "#999999"))
-TRAIN, UNDONE = "#0072B2", "#999999"
-GPU = ("gpu_util_pct", "gpu_mem_pct", "gpu_power_w")
-FIELDS = ("loss", "grad_norm", "lr", "tok_per_s", *GPU, "step_s", "since_start")
-LABELS = {"loss": "loss\n[nats/token]", "grad_norm": "gradient\nnorm", "lr": "learning\nrate", "tok_per_s": "speed\n[tokens/s]",
-          "gpu_util_pct": "GPU\n[%]"}
-HEIGHTS = {"loss": 2.3}     # inches, of the others 0.85
-COLUMNS = 5                 # of the legend
+# ----------------------------------------------------------------------------------------------------- a gap over training
 
 
-@dataclass
-class History:
-    """A run's rows as arrays; NaN is what was not finite, or not told."""
-    train: dict[str, np.ndarray]                                        # "step", "ok", FIELDS -> a value per step that counts
-    undone: list[dict[str, np.ndarray]]                                 # the same of each stretch that a rollback took back
-    val: np.ndarray                                                     # (n, 2): step, loss
-    undone_val: np.ndarray
-    marks: dict[str, list[dict]] = field(default_factory=dict)          # name -> rows: a verdict that is not OK, an event
-    notes: list[str] = field(default_factory=list)
+def draw_gap(run: Path) -> tuple[Figure | None, list[str]]:
+    """Loss of `run` minus loss of its BF16 partner over steps, or None; plus lines saying what is missing and why.
+
+    Runs are found among the sibling folders: the partner by its pair_id, the null band's runs by TWINS. A repeat (the
+    partner's training once more with other rounding) is no partner; it shows what rounding alone does."""
+    own = _summary(run)
+    if own is None:
+        return None, [f"fp8_gap is not drawn: {run} has no readable summary.json, so it is unfinished"]
+    others = {folder: summary for folder in sorted(run.resolve().parent.iterdir())
+              if folder != run.resolve() and (summary := _summary(folder)) and summary["precision"]["recipe"] == "bf16"}
+    same = [folder for folder, summary in others.items() if summary["pair_id"] == own["pair_id"]]
+    repeats = [folder for folder in same if others[folder].get("repeat")]
+    partner = next((folder for folder in same if folder not in repeats), None)
+    if partner is None:
+        return None, [f"fp8_gap is not drawn: beside {run} there is no BF16 run with its pair_id {own['pair_id']}"]
+    train, val = (_difference(run, partner, kind) for kind in ("train", "val"))
+    if not len(train[0]):
+        return None, [f"fp8_gap is not drawn: {run} and {partner.name} have no logged training step in common"]
+    twins = [folder for folder, summary in others.items() if not summary.get("repeat")
+             and all(summary.get(key) is not None and summary.get(key) == own.get(key) for key in TWINS)]
+    nulls = [pair for pair in itertools.combinations(twins, 2) if others[pair[0]].get("seed") != others[pair[1]].get("seed")]
+    notes = [] if nulls else ["fp8_gap: no two BF16 runs beside it are equal but for the seed, so there is no null band"]
+    handles = [Line2D([], [], color=ORANGE, label=f"training, mean of {window_of(train[0])} steps"),
+               Line2D([], [], color=BLUE, marker="D", markersize=4, linestyle="none", label="validation")]
+    if nulls:
+        handles.append(Line2D([], [], color="#BBBBBB", linewidth=5, label=f"BF16, other seed ({len(nulls)} "
+                                                                          f"pair{'s' * (len(nulls) > 1)})"))
+    rounding = [gap for repeat in repeats if len((gap := _difference(repeat, partner, "train"))[0])]
+    if rounding:
+        same_bits = not any(gap.any() for _, gap in rounding)
+        handles.append(Line2D([], [], color="#000000", linewidth=1, linestyle=(0, (4, 2)),
+                              label="BF16, same seed, other rounding" + " (equal losses)" * same_bits))
+    caption = ("Above zero: FP8 is worse. Faint: single steps, of which the first 5 % may leave the axis. Grey: mean absolute "
+               "difference of BF16 runs that differ in the seed alone, which also draws other batches." if nulls else
+               "Above zero: FP8 is worse. Faint: single steps, of which the first 5 % may leave the axis. Noise between seeds is "
+               "not shown: no two BF16 runs beside it differ in the seed alone.")
+    figure, panels = sheet((7.4, 3.4), 1, 1, f"Loss of {run.resolve().name} ({own['precision']['recipe']}) minus loss of "
+                           f"{partner.name} (BF16), n = 1 pair", caption, handles, 4)
+    panel, reach = panels[0, 0], [1e-6]
+    band, bars = ([_difference(*pair, kind) for pair in nulls] for kind in ("train", "val"))
+    if band := [(steps, running_mean(abs(running_mean(gap)), STEADY)) for steps, gap in band if len(steps)]:
+        # Between the steps of the shorter run nothing is made up: beyond its end there is no band.
+        band = np.array([np.interp(train[0], *pair, left=math.nan, right=math.nan) for pair in band])
+        band = np.fmax.reduce(band, axis=0)
+        panel.fill_between(train[0], -band, band, color="#BBBBBB", alpha=0.6, linewidth=0)
+        reach.append(np.fmax.reduce(band[_late(train[0])]))
+    for steps, gap in bars:
+        panel.vlines(steps, -abs(gap), abs(gap), color="#777777", linewidth=2.2, alpha=0.6)
+        reach += abs(gap).tolist()
+    reach += _draw_difference(panel, *train)
+    for steps, gap in rounding:
+        panel.plot(steps, again := running_mean(gap), color="#000000", linewidth=1, linestyle=(0, (4, 2)))
+        reach += abs(again[_late(steps)]).tolist()
+    panel.plot(*val, "D", color=BLUE, markersize=4)
+    limit = 1.25 * np.fmax.reduce([*reach, *abs(val[1])])
+    panel.set(ylim=(-limit, limit), ylabel="FP8 minus BF16 [nats/token]")
+    steps_axis(panel)
+    return settle(figure), notes
 
 
-def draw_history(run: Path, folder: Path | None = None) -> None:
-    """Write run.png into `folder` (run/figures by default), say where and what was left out.
+def _draw_difference(panel, x, gap) -> list[float]:
+    """A gap over training: single steps faint, their running mean; returns its size after the first 5 %."""
+    smooth = running_mean(gap)
+    panel.axhline(0, color="#444444", linewidth=0.8)
+    panel.plot(x, gap, color=ORANGE, alpha=0.25, linewidth=0.5)
+    panel.plot(x, smooth, color=ORANGE, linewidth=1.5)
+    return abs(smooth[_late(x)]).tolist()
 
-    Raises UserError where the run has no step to draw, or where `folder` cannot be written."""
-    folder = folder or run / "figures"
-    history = read_history(run)
-    with matplotlib.rc_context(RC):
-        content = render(draw(history, run.resolve().name), "png")
+
+def _late(x) -> np.ndarray:
+    return x >= 0.05 * x[-1]
+
+
+def _summary(folder: Path) -> dict | None:
+    """summary.json of a finished run with a pair_id and a recipe; None for anything else."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / "run.png", content)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
-    print("\n".join([*history.notes, f"wrote {folder}/: run.png"]))
-
-
-def read_history(run: Path) -> History:
-    """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
-    path = run / "metrics.jsonl"
-    if not any((run / name).is_file() for name in (path.name, f"{path.name}.gz")):
-        raise UserError(f"{run} {'has no metrics.jsonl' if run.is_dir() else 'is no folder'}: expected the folder of a run, "
-                          f"such as out/demo_s_fp8")
-    lines = read_text(path).split("\n")
-    rows = [row for row in map(_row, lines) if row]
-    torn = [i for i, line in enumerate(lines, 1) if line and not _row(line)]
-    history = History(_columns({row["step"]: row for row in rows if row["kind"] == "train"}), [],
-                      *(_losses(rows, kind) for kind in ("val", "undone_val")))
-    stretch = {}
-    for row in [*rows, {"kind": "end"}]:
-        if stretch and row["kind"] not in ("undone", "undone_val"):
-            history.undone.append(_columns(stretch))
-            stretch = {}
-        if row["kind"] == "undone":
-            stretch[row["step"]] = row
-    for row in rows:
-        name = row.get("event" if row["kind"] == "event" else "verdict")
-        if row["kind"] in ("event", "train", "undone") and isinstance(name, str) and name != "OK":
-            name = "ROLLBACK" if name == "rollback" else name.replace("_", " ")[:14]
-            history.marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
-    if not len(history.train["step"]) and not history.undone:
-        raise UserError(f"{path} has no step to draw yet: expected a line like "
-                          f'{{"kind": "train", "step": 1, "loss": 5.8, ...}}')
-    if torn and torn[-1] == len(lines):
-        torn.pop()      # the run is being written, or was cut there
-    if torn:
-        history.notes.append(f"{path}: left out {len(torn)} line{'s' * (len(torn) > 1)} that cannot be read, "
-                             f"the first is line {torn[0]}")
-    return history
-
-
-def draw(history: History, name: str) -> Figure:
-    """The page of one run, called `name`; panels for what the rows hold."""
-    has_gpu = any(np.isfinite(history.train[key]).any() for key in GPU)
-    keys = [key for key in LABELS if key != "gpu_util_pct" or has_gpu]
-    heights = [HEIGHTS.get(key, 0.85) for key in keys]
-    title = f"Training of {name} (n = 1 run, steps {min(_steps(history)):,} to {max(_steps(history)):,})"
-    lines = -(-(3 + len(history.marks)) // COLUMNS)     # of the legend
-    figure, panels = page(sum(heights) + 1.2 + 0.16 * lines, len(keys), 1, title, _caption(history), top=0.3 + 0.16 * lines,
-                          left=0.115, right=0.925 if has_gpu else 0.985, hspace=0.2, sharex=True,
-                          gridspec_kw={"height_ratios": heights})
-    panels = dict(zip(keys, panels[:, 0], strict=True))
-    for key, panel in panels.items():
-        for columns in history.undone if key != "gpu_util_pct" else ():
-            panel.plot(columns["step"], columns[key], color=UNDONE, linewidth=0.7, alpha=0.8, zorder=1.5)
-        if key != "gpu_util_pct":
-            _draw_line(panel, history.train, key)
-        panel.set_ylabel(LABELS[key])
-        panel.grid(True, color="#EEEEEE", linewidth=0.5)
-        panel.set_axisbelow(True)
-    panels["loss"].plot(*history.undone_val.T, "D", color=UNDONE, markersize=3.4, markerfacecolor="none", zorder=3)
-    panels["loss"].plot(*history.val.T, "D", color="#000000", markersize=3.4, markerfacecolor="white", zorder=3)
-    _set_axes(panels, history)
-    if has_gpu:
-        _draw_gpu(panels["gpu_util_pct"], history.train)
-    handles = [Line2D([], [], color=TRAIN, linewidth=1.4, label="training"),
-               *([Line2D([], [], color="#000000", marker="D", markersize=3.4, markerfacecolor="white", linestyle="",
-                         label="validation")] if len(history.val) else []),
-               *([Line2D([], [], color=UNDONE, linewidth=1, label="undone")] if history.undone else []),
-               *_draw_marks(panels, history)]
-    legend = figure.legend(handles=handles, loc="upper left", bbox_to_anchor=(0.115, 1 - 0.24 / figure.get_figheight()),
-                           ncols=COLUMNS, frameon=False, columnspacing=1.3, handlelength=1.5, borderpad=0, borderaxespad=0)
-    for text in legend.get_texts():
-        text.set_parse_math(False)      # an event's name is data
-    figure.align_ylabels()
-    FigureCanvasAgg(figure).draw()
-    return figure
-
-
-def _draw_line(panel, columns, key) -> None:
-    """Single steps, faint; over them the running mean of those that were OK."""
-    if key != "lr":
-        known = np.isfinite(columns[key])
-        panel.plot(columns["step"][known], columns[key][known], color=TRAIN, linewidth=0.5, alpha=0.35, zorder=2)
-    steps, values = _accepted(columns, key)
-    if len(values):
-        panel.plot(steps, running_mean(values) if key != "lr" else values, "." if len(values) == 1 else "-", color=TRAIN,
-                   linewidth=1.3, zorder=2.5)
-
-
-def _draw_gpu(panel, columns) -> None:
-    """Percentages on the left axis, watts on the right."""
-    right = panel.twinx()
-    right.spines["right"].set_visible(True)
-    for axis, key, color, dash, label in ((panel, "gpu_util_pct", TRAIN, "-", "busy"),
-                                          (panel, "gpu_mem_pct", "#000000", (0, (4, 2)), "memory"),
-                                          (right, "gpu_power_w", "#D55E00", (0, (1, 1)), "power")):
-        known = np.isfinite(columns[key])
-        if known.any():
-            axis.plot(columns["step"][known], running_mean(columns[key][known]), color=color, linestyle=dash, linewidth=1.3,
-                      label=label)
-    panel.set_ylim(0, 109)
-    right.set_ylim(0, 1.4 * max(np.nanmax([*columns["gpu_power_w"], 1]), 1))     # below the percentages
-    right.set_ylabel("power [W]")
-    panel.legend(handles=[line for axis in (panel, right) for line in axis.get_lines() if line.get_label()[0] != "_"],
-                 loc="lower right", ncols=3, framealpha=0.8, edgecolor="none", borderpad=0.2)
-
-
-def _draw_marks(panels, history: History) -> list[Line2D]:
-    """Verdicts at their loss and gradient norm, events at the foot of the loss with a line through all; legend handles."""
-    others, handles, taken = iter(OTHERS * len(history.marks)), [], {}
-    ordered = sorted(history.marks, key=lambda name: (list(MARKS).index(name) if name in MARKS else len(MARKS), name))
-    for name in ordered:
-        (shape, color), rows = MARKS.get(name) or next(others), history.marks[name]
-        style = {"color": color, "marker": shape, "linestyle": "", "markersize": 5.5, "markeredgecolor": "white",
-                 "markeredgewidth": 0.5, "clip_on": False, "zorder": 5}
-        for key, panel in panels.items():
-            verdicts = [row for row in rows if row["kind"] != "event"] if key in ("loss", "grad_norm") else []
-            low, high = panel.get_ylim()
-            heights = [min(max(value if math.isfinite(value := _number(row.get(key))) else high, low), high) for row in verdicts]
-            panel.plot([row["step"] for row in verdicts], heights, **style)
-            events = [row["step"] for row in rows if row["kind"] == "event"]
-            for step in events:
-                panel.axvline(step, color=color, linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
-            if key == "loss":       # marks that would hide each other stand on each other
-                width = max(1, 0.013 * np.ptp(panel.get_xlim()))
-                levels = [taken.setdefault((name, step), sum(abs(step - other) < width for _, other in taken)) for step in events]
-                panel.plot(events, [low + 0.07 * min(level, 12) * (high - low) for level in levels], **style)
-        events = sum(row["kind"] == "event" for row in rows)
-        handles.append(Line2D([], [], label=f"{name} ({max(events, len(rows) - events):,})", **style))
-    return handles
-
-
-def _set_axes(panels, history: History) -> None:
-    """Limits that one spike does not govern: what lies beyond them is cut, its mark stands at the edge."""
-    steps = _steps(history)
-    room = max(0.6, 0.01 * np.ptp(steps))
-    panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
-    for key, panel in panels.items():
-        values = _accepted(history.train, key)[1]
-        if key in ("loss", "grad_norm") and len(values):
-            low, high = np.quantile(values, (0.002, 0.98))
-            if key == "loss":
-                ends = [low, high, running_mean(values)[0], *history.val[:, 1]]
-                room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
-                panel.set_ylim(min(ends) - room, max(ends) + room)
-            elif low > 0:
-                panel.set_yscale("log")
-                low, high = panel.set_ylim(low / 1.3, high * 2)
-                ticks = [m * 10.0**e for e in range(-30, 30) for m in (1, 1.5, 2, 3, 5, 7) if low <= m * 10.0**e <= high]
-                while len(ticks) > 4:
-                    ticks = ticks[::2]
-                panel.yaxis.set_major_locator(FixedLocator(ticks))
-                panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
-                panel.yaxis.set_minor_locator(NullLocator())
-        elif key == "tok_per_s":
-            panel.set_ylim(0, 1.15 * max(np.quantile(values, 0.99), 1e-6) if len(values) else 1)
-            panel.yaxis.set_major_locator(MaxNLocator(3))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y) if y else "0"))
-        elif key == "lr":
-            panel.set_ylim(0, 1.12 * max(values.max(initial=0), 1e-12))
-            panel.yaxis.set_major_locator(MaxNLocator(3))
-            panel.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    steps_axis(list(panels.values())[-1])
-
-
-def _accepted(columns, key) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of what was finite in the steps that were OK."""
-    known = np.isfinite(columns[key]) & (columns["ok"] > 0)
-    return columns["step"][known], columns[key][known]
-
-
-def _caption(history: History) -> str:
-    window = window_of(history.train["step"])
-    parts = [f"Line: mean over {window} OK steps; faint: single steps." if window > 1 else "Line: every step that was OK."]
-    if len(history.val):
-        parts.append("Diamonds: validation.")
-    if history.undone:
-        parts.append("Grey: steps that a rollback took back; their steps were done again on other data.")
-    if history.marks:
-        parts.append("Marks: verdicts that were not OK stand at their value, or at the edge where it is beyond the axis or not "
-                     "finite; events on the foot of the loss, with a dashed line. In brackets: how many.")
-    return " ".join(parts)
-
-
-def _steps(history: History) -> list[int]:
-    return [int(step) for columns in (history.train, *history.undone) for step in columns["step"]]
-
-
-def _row(line: str) -> dict | None:
-    """A line's row, or None where it is none: not JSON, no kind, no step that a run could have."""
-    try:
-        row = json.loads(line)
-        return row if isinstance(row["kind"], str) and type(row["step"]) is int and 0 <= row["step"] < 2**53 else None
-    except (ValueError, KeyError, TypeError, RecursionError):
+        summary = json.loads((folder / "summary.json").read_bytes())
+        return summary if isinstance(summary["pair_id"], str) and isinstance(summary["precision"]["recipe"], str) else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _columns(rows: dict[int, dict]) -> dict[str, np.ndarray]:
-    ordered = [rows[step] for step in sorted(rows)]
-    return {"step": np.array([row["step"] for row in ordered], dtype=float),
-            "ok": np.array([row.get("verdict", "OK") == "OK" for row in ordered], dtype=float),
-            **{key: np.array([_number(row.get(key)) for row in ordered], dtype=float) for key in FIELDS}}
+def _difference(first: Path, second: Path, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps that both runs logged, loss of the first minus loss of the second there."""
+    one, other = ({row["step"]: row["loss"] for row in _rows(folder, "metrics.jsonl", "a run")[0]
+                   if row.get("kind") == kind and type(row.get("step")) is int and 0 < _number(row.get("loss")) < LARGEST}
+                  if any(folder.glob("metrics.jsonl*")) else {} for folder in (first, second))
+    steps = sorted(one.keys() & other.keys())
+    return np.array(steps), np.array([one[step] - other[step] for step in steps], dtype=float)
 
 
-def _losses(rows: list[dict], kind: str) -> np.ndarray:
-    found = {row["step"]: _number(row.get("loss")) for row in rows if row["kind"] == kind}
-    return np.array([pair for pair in sorted(found.items()) if math.isfinite(pair[1])], dtype=float).reshape(-1, 2)
+def draw_pair(pair) -> tuple[Figure | None, list[str]]:
+    """Smoothed training loss of both arms of a pairs.Pair over tokens, their difference below; or None with a note."""
+    curves = [dict(zip(*_whole_curve(record), strict=True)) for record in (pair.bf16, pair.fp8)]
+    tokens = np.array(sorted(curves[0].keys() & curves[1].keys()))
+    if len(tokens) < 2:
+        return None, [f"pair.png is not drawn: {pair.fp8.run_id} and {pair.bf16.run_id} have no training step in common in "
+                      "metrics.jsonl"]
+    loss = [np.array([curve[t] for t in tokens]) for curve in curves]
+    window = window_of(tokens)
+    caption = (f"Lines: mean over {window} step{'s' * (window > 1)}; faint: single steps. Same data in the same order, so the "
+               "batches' own difficulty cancels below. Diamonds: validation at the end, in BF16 (filled), as trained (hollow).")
+    looks = ({"color": BLUE, "linewidth": 2.4}, {"color": ORANGE, "linewidth": 1.1, "linestyle": (0, (3.2, 1.6))})
+    with matplotlib.rc_context(RC):
+        title = f"Training loss of {human(pair.fp8.params_total)} parameters in BF16 and FP8 {pair.fp8.recipe} (n = 1 pair)"
+        names = f"BF16: {pair.bf16.run_id}", f"FP8: {pair.fp8.run_id}"
+        handles = [Line2D([], [], label=name, **look) for name, look in zip(names, looks, strict=True)]
+        figure, panels = sheet((7.4, 3.9), 2, 1, title, caption, handles, 2, sharex=True, height_ratios=(1.5, 1))
+        top, below = panels[:, 0]
+        for values, look in zip(loss, looks, strict=True):
+            top.plot(tokens, running_mean(values), **look)
+        ends = [running_mean(values)[_late(tokens)] for values in loss]
+        low, high = min(map(np.min, ends)), max(map(np.max, ends))
+        top.set(ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)), ylabel="training loss\n[nats/token]")
+        reach = _draw_difference(below, tokens, loss[1] - loss[0])
+        for nats, face in ((pair.in_bf16.nats, BLUE), (pair.as_trained.nats, "none")):
+            below.plot(tokens[-1], nats, "D", color=BLUE, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=4)
+        limit = 1.3 * max([*reach, abs(pair.in_bf16.nats), abs(pair.as_trained.nats), 1e-9])
+        below.set(ylim=(-limit, limit), ylabel="FP8 − BF16\n[nats/token]")
+        steps_axis(below)
+        below.set_xlabel("training tokens")
+        figure.align_ylabels()
+        return settle(figure), []
 
 
-def _number(value) -> float:
-    """A row's value, NaN where it is no number that can be drawn."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e30 else math.nan
+def _whole_curve(record):
+    """read_curve, before a branch's first step continued by the run that it branched off, where that lies beside it."""
+    tokens, loss = read_curve(record)
+    if record.parent_run is None or not len(tokens):
+        return tokens, loss
+    earlier, height = read_curve(replace(record, folder=record.folder.parent / record.parent_run, parent_run=None))
+    before = earlier < tokens[0]
+    return np.concatenate([earlier[before], tokens]), np.concatenate([height[before], loss])

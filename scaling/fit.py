@@ -8,9 +8,9 @@
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4 dataset=rw --where lr=0.003 --out DIR
 
-Prints the headline first, then every law with its certificate, the counting conventions and what other choices would have
-given; writes figure.png, figure.svg, then law.json. A table is comma-, tab-, semicolon- or |-separated text with a header;
-its losses are taken as nats per token, its counts as they stand, and nothing is converted or guessed.
+Prints the headline and what to beware of; with --all every law with its certificate, the counting conventions, what other
+choices would have given, the pairs. Writes figure.png, figure.svg, then law.json. A table is comma-, tab-, semicolon- or
+|-separated text with a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted.
 """
 
 import os
@@ -22,19 +22,18 @@ if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, grid
+from runtime.cli import UserError, field_lines, grid, read_options, run_command
 from scaling import predict
-from scaling.command import read_words, run
-from scaling.figures import KIND, draw, write_with
-from scaling.intervals import robustness, with_bootstrap
+from scaling.figures import draw, write_with
+from scaling.intervals import lack_of_fit, robustness, with_bootstrap
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, unfitted
-from scaling.pairs import freedom, human, pairs
+from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
-from scaling.predict import forecast
 from scaling.records import (
     CONVENTIONS,
     LAW_FOLDER,
@@ -47,161 +46,158 @@ from scaling.records import (
     without_repeats,
 )
 
-RUNS = {
-    "out": f"DIR that receives law.json, figure.png and figure.svg (default for one folder of runs: its {LAW_FOLDER}/)",
-    "n": "total or nonembed: which parameters N counts (default: what study.json says beside the runs, else total)",
-    "loss": "bf16 (default: weights evaluated through BF16 matmuls) or as_trained",
-    "seed_sd": "standard deviation of ln(loss) between seeds, a floor under the residuals in the intervals (default: estimated "
-               "from runs that differ in the seed alone)",
-    "predict": "NAME of a run to come: freezes its prediction in DIR",
-    "commit": "HASH of this code, which the prediction names where there is no git",
-    "score": "no value: compares the predictions in DIR with the runs that have come",
+LINES = 40                  # of text, without --all
+PAIRS = 6                   # more of them than these fill the screen; precision.py is the command for them
+RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
+FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
+# Ways to count. N is fitted as the records' convention says, C as the first says; the others are in the tables of conventions.
+COUNTS = {
+    "N": ("params_total", "params_nonembed", "params_matmul"),
+    "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
+          "flops_per_token_6n_matmul"),
 }
-TABLE = {
-    "points": "FILE with one header line and a line for each point, instead of runs",
-    "n": "its column of parameter counts (required)",
-    "loss": "its column of losses in nats per token (required); rows where it is empty or not finite are left out",
-    "d": "its column of training tokens: C = 6 N D",
-    "c": "its column of training FLOPs: D = C / (6 N). Not both; with neither only the power law in N is fitted",
-    "where": "COLUMN=VALUE ... keeps rows with that value; two values for one column keep either. Numbers compare as numbers",
-    "drop_highest": "how many of the highest losses to leave out (default 0)",
-    "cluster": "its column that names the training run: points of one run are not independent, so intervals count runs",
-    "out": "DIR that receives law.json, figure.png and figure.svg (required)",
-}
-FLAGS = {"score"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    paths: tuple[str, ...] = ()     # run folders such as out/RUN, or folders that hold them
+    out: str = ""                   # folder for law.json, figure.png, figure.svg (one folder of runs: its law/)
+    n: str = ""                     # runs: total or nonembed, which parameters N counts (as the study does). Table: N's column
+    loss: str = ""                  # runs: bf16 (through BF16 matmuls; the default) or as_trained. Table: the column of losses
+    seed_sd: float | None = None    # runs: SD of ln(loss) between seeds, a floor in the intervals (estimated from seeds)
+    predict: str = ""               # runs: a run to come, whose prediction is frozen in out
+    commit: str = ""                # runs: of this code, which the prediction names where there is no git
+    score: bool = False             # runs: compare the predictions in out with the runs that have come
+    points: str = ""                # a table with a header line, instead of runs
+    d: str = ""                     # table: column of training tokens; C = 6 N D
+    c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
+    cluster: str = ""               # table: column that names the training run; its points are not independent
+    drop_highest: int = 0           # table: how many of the highest losses to leave out
+    insist: bool = False            # headline L(N, D) even where it does not fit
+    all: bool = False               # print everything
+
+    POSITIONAL: ClassVar = ("paths",)
 
 
 def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the data or the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
-        for title, options in (("Options for runs", RUNS), ("Options for a table", TABLE)):
-            print(f"{title}, as name=value or --name value:")
-            print("\n".join(f"    {name.replace('_', '-'):12} {meaning}" for name, meaning in options.items()))
+        print(__doc__, "Options, as name=value or --name value:", *field_lines("", Options),
+              f"  {'where':24} {'COLUMN=VALUE ...':39}  table: keep rows with it; two values of one column keep either", sep="\n")
         return 0
     try:
-        paths, options = _parse(arguments)
+        words, where = _conditions(arguments)
+        options = read_options(Options, words)
+        _check(options, where)
         # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
         with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            if "points" in options:
-                _fit_table(options)
-            else:
-                _fit_runs(paths, options)
+            _fit_table(options, where) if options.points else _fit_runs(options)
     except UserError as error:
         print(f"scaling/fit.py: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-# --------------------------------------------------------------------------------------------------- the command line
+def _conditions(words) -> tuple[list[str], list[str]]:
+    """(the other words, the conditions): after --where as many COLUMN=VALUE as come, until an option's own name."""
+    names, rest, where, is_open = Options.__dataclass_fields__, [], [], False
+    for word in words:
+        if word == "--where":
+            is_open = True
+        elif word.startswith(("--where=", "where=")):
+            is_open = True
+            where.append(word.split("=", 1)[1])
+        elif is_open and "=" in word and not word.startswith("--") and word.split("=")[0] not in names:
+            where.append(word)
+        else:
+            is_open = False
+            rest.append(word)
+    return rest, where
 
 
-def _parse(words) -> tuple[list[str], dict]:
-    """Paths and {option: value}; `where` is a list, flags are True."""
-    is_table = any(word.removeprefix("--").split("=")[0] == "points" for word in words)
-    meanings = RUNS | TABLE if is_table else RUNS | TABLE | RUNS    # n, loss and out mean something in both
-    paths, options = read_words(words, meanings, flags=FLAGS, lists=("where",))
-    _check(paths, options)
-    return paths, options
-
-
-def _check(paths, options) -> None:
-    """Refuse what does not go together, and fill in defaults; numbers become numbers."""
-    is_table = "points" in options
-    for key in options:
-        if key not in (TABLE if is_table else RUNS):
-            raise UserError(f"{key.replace('_', '-')} is for {'runs' if is_table else 'a table of points (--points FILE)'}: "
-                              f"{(RUNS | TABLE)[key]}")
+def _check(o: Options, where) -> None:
+    """Refuse what does not go together."""
+    is_table, given = bool(o.points), [one.name for one in fields(Options) if getattr(o, one.name) != one.default]
+    for names, of_table in ((("seed_sd", "predict", "commit", "score"), False), (("d", "c", "cluster", "drop_highest"), True)):
+        if wrong := next((name for name in names if name in given and is_table != of_table), None):
+            raise UserError(f"{wrong} is for {'a table of points (--points FILE)' if of_table else 'runs'}, not for the other")
+    if where and not is_table:
+        raise UserError("where is for a table of points (--points FILE), not for runs")
     if is_table:
-        if paths:
-            raise UserError(f"{paths[0]!r} stands beside --points: give runs or one table, not both; conditions and names "
-                              "with spaces want quotes")
-        for key in ("n", "loss"):
-            if not options.get(key):
-                raise UserError(f"{key}=COLUMN is missing: {TABLE[key]}")
-        named = [options[key] for key in ("n", "loss", "d", "c") if key in options]
+        if o.paths:
+            raise UserError(f"{o.paths[0]!r} stands beside --points: give runs or one table, not both; conditions and names "
+                            "with spaces want quotes")
+        if missing := next((name for name in ("n", "loss") if name not in given), None):
+            raise UserError(f"{missing}=COLUMN is missing: a table wants its columns of N and of losses")
+        named = [name for name in (o.n, o.loss, o.d, o.c) if name]
         if twice := next((name for name in named if named.count(name) > 1), None):
             raise UserError(f"column {twice!r} is given for two things: N, tokens or compute, loss are a column each")
-        if "d" in options and "c" in options:
-            raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
-        options["drop_highest"] = _number(options, "drop_highest", "0", int, TABLE)
+        if o.drop_highest < 0:
+            raise UserError(f"drop_highest={o.drop_highest} must be at least 0")
     else:
-        if not paths:
+        if not o.paths:
             raise UserError("no runs given: name run folders such as out/<run>, a folder that holds them, or a table with "
-                              "--points FILE")
-        for path in paths:
-            if Path(path).is_file():
-                raise UserError(f"{path} is a file: a table of points is given as --points {path} --n COL --loss COL, runs as "
-                                  "their folders")
-        if "n" in options and options["n"] not in CONVENTIONS:
-            raise UserError(f"n={options['n']!r} must be total or nonembed; as a column it wants its table, --points FILE")
-        if "commit" in options and "predict" not in options:
-            raise UserError(f"commit={options['commit']} wants --predict NAME: only a prediction names its commit")
-        options.setdefault("loss", "bf16")
-        if options["loss"] not in ("bf16", "as_trained"):
-            raise UserError(f"loss={options['loss']!r} must be bf16 or as_trained")
-        if "seed_sd" in options:
-            options["seed_sd"] = _number(options, "seed_sd", "0", float, RUNS)
-        if "out" not in options and len(paths) == 1 and not (Path(paths[0]) / "summary.json").exists():
-            options["out"] = str(Path(paths[0]) / LAW_FOLDER)
-    if not options.get("out"):
+                            "--points FILE")
+        if table := next((path for path in o.paths if Path(path).is_file()), None):
+            raise UserError(f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL, runs as "
+                            "their folders")
+        if o.n not in ("", *CONVENTIONS):
+            raise UserError(f"n={o.n!r} must be total or nonembed; as a column it wants its table, --points FILE")
+        if o.commit and not o.predict:
+            raise UserError(f"commit={o.commit} wants --predict NAME: only a prediction names its commit")
+        if o.loss not in ("", "bf16", "as_trained"):
+            raise UserError(f"loss={o.loss!r} must be bf16 or as_trained")
+        if o.seed_sd is not None and not 0 <= o.seed_sd < math.inf:
+            raise UserError(f"seed_sd={o.seed_sd} must be a number, at least 0")
+    if not _folder(o):
         raise UserError("out=DIR is missing: name the folder that receives law.json and the figure")
-    if Path(options["out"]).exists() and not Path(options["out"]).is_dir():
-        raise UserError(f"out={options['out']} is a file: name a folder")
+    if Path(_folder(o)).is_file():
+        raise UserError(f"out={o.out} is a file: name a folder")
 
 
-def _number(options, key, default, kind, meanings):
-    text = options.get(key, default)
-    try:
-        value = kind(text)
-    except ValueError:
-        value = -1
-    if not 0 <= value < float("inf"):
-        raise UserError(f"{key}={text!r} must be a {'whole ' if kind is int else ''}number, at least 0: {meanings[key]}")
-    return value
+def _folder(options: Options) -> str:
+    """Where law.json goes; "" where that is not said."""
+    alone = len(options.paths) == 1 and not (Path(options.paths[0]) / "summary.json").exists()
+    return options.out or (str(Path(options.paths[0]) / LAW_FOLDER) if alone else "")
 
 
 # ------------------------------------------------------------------------------------------------------- the two inputs
 
 
-def _fit_table(options) -> None:
-    chosen = read_points(options["points"], options["n"], options["loss"], options.get("d"), options.get("c"),
-                         options.get("where", ()), options["drop_highest"], options.get("cluster"))
-    group, folder = fit_points(chosen.points, Path(options["points"]).name, chosen.axes), Path(options["out"])
+def _fit_table(o: Options, where) -> None:
+    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, where, o.drop_highest, o.cluster or None)
+    group, folder = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist), Path(o.out)
     if all(fit.objective is None for fit in group.laws.values()):
-        raise UserError(f"{options['points']}: {len(group.loss)} point{'s' * (len(group.loss) > 1)} carry no law "
-                          f"({group.laws['power_n'].reason}): give points of several sizes")
+        raise UserError(f"{o.points}: {len(group.loss)} point{'s' * (len(group.loss) > 1)} carry no law "
+                        f"({group.laws['power_n'].reason}): give points of several sizes")
     rows = _variants(group)
     ray = ray_of(group.points) if "D" in group.x else None
     law = {"format_version": 2, "source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes,
            **_ray_json(ray), **_group_json(group, rows)}
-    figure = draw([group], [], "loss", ray if on_one_ray(ray) else None)
-    write_with(figure, folder, "figure", law, "law.json")
-    _print(["\n".join(chosen.notes)], [group], {group.recipe: rows}, [_wrote(folder)])
+    write_with(draw([group], [], "loss", ray if on_one_ray(ray) else None), folder, "figure", law, "law.json")
+    _print([group], chosen.notes, [], {group.recipe: rows}, folder, o.all)
 
 
-def _fit_runs(paths, options) -> None:
-    folder, loss_key = Path(options["out"]), f"loss_{options['loss']}"
-    records, notes = read_runs(paths)
-    records, left_out = usable(records)
-    records, continued = from_scratch(records)
-    records, repeats = without_repeats(records)
-    records = counted_as(records, options.get("n"))
+def _fit_runs(o: Options) -> None:
+    folder, loss_key = Path(_folder(o)), f"loss_{o.loss or 'bf16'}"
+    records, notes = read_runs(o.paths)
+    for sieve in (usable, from_scratch, without_repeats):
+        records, left_out = sieve(records)
+        notes += left_out
+    records = counted_as(records, o.n or None)
     check_comparable(records)
-    roots = {Path(path) for path in paths} | {record.folder.parent for record in records}
+    roots = {Path(path) for path in o.paths} | {record.folder.parent for record in records}
     predictions, named = predict.load(folder), predict.named_held_out(roots)
     everything, records = records, [r for r in records if not predict.is_held(r, predictions, named)]
-    notes += left_out + continued + repeats
     notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
-    print("".join(note + "\n" for note in notes), end="")
     if not records:
-        raise UserError("no run is left to fit")
+        raise UserError("\n".join(["no run is left to fit", *notes]))
     seed_sd, degrees = seed_noise(records, loss_key)
-    noise = {"estimate": seed_sd, "degrees_of_freedom": degrees, "used": options.get("seed_sd", seed_sd or 0.0)}
+    noise = {"estimate": seed_sd, "degrees_of_freedom": degrees, "used": (seed_sd or 0.0) if o.seed_sd is None else o.seed_sd}
     recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
     groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, noise["used"],
-                        predict.held_of(recipe, everything, predictions, named, loss_key)) for recipe in recipes]
+                        predict.held_of(recipe, everything, predictions, named, loss_key), insist=o.insist) for recipe in recipes]
     try:
         found, alone = pairs(records)
     except UserError as error:        # the laws do not need the losses of single sequences
@@ -223,15 +219,16 @@ def _fit_runs(paths, options) -> None:
                       "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
                       "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found]}
     figure = draw(groups, found, loss_key, ray if on_one_ray(ray) else None)
-    more = [seeds_line(noise), pairs_table(found), _wrote(folder)]
-    if "predict" in options:
-        frozen = predict.freeze(options["predict"], groups, folder, loss_key, roots=roots, commit=options.get("commit"))
-        more.append("\n".join(predict.describe(frozen)))
-    if "score" in options:
-        more.append("\n".join(predict.score(folder, everything)))
+    said = [_seeds(noise), _pairs(found, o.all)]
+    if o.predict:
+        frozen = predict.freeze(o.predict, groups, folder, loss_key, roots=roots, commit=o.commit or None)
+        lines = predict.describe(frozen)
+        said.append("\n".join(lines if o.all else [*lines[:2], lines[-1]]))
+    if o.score:
+        said.append("\n".join(predict.score(folder, everything)))
     write_with(figure, folder, "figure", law, "law.json")
-    shown = alone if len(alone) <= PAIRS else [f"{len(alone)} runs without a partner of the other precision (law.json)"]
-    _print(["\n".join(shown)], groups, variants, more)
+    alone = alone if len(alone) <= PAIRS else [f"{len(alone)} runs without a partner of the other precision (law.json)"]
+    _print(groups, notes + alone, said, variants, folder, o.all)
 
 
 def _variants(group) -> list[dict]:
@@ -241,52 +238,40 @@ def _variants(group) -> list[dict]:
     return robustness(group.points, group.headline, counts, human)
 
 
-# ----------------------------------------------------------------------------------------------------- what comes out
-
-
-def _print(before, groups, variants, after) -> None:
-    parts = [*before, *(headline_lines(group) for group in groups), laws_table(groups), conventions_table(groups),
-             variants_table(groups, variants), *after]
-    print("\n\n".join(part for part in parts if part))
-
-
-def _wrote(folder: Path) -> str:
-    return f"wrote {folder / 'law.json'}, figure.png, figure.svg"
-
-
 def _ray_json(ray) -> dict:
     return {"delta": DELTA, "tokens_per_param": None if ray is None else list(ray), "one_ray": on_one_ray(ray)}
 
 
 def _group_json(group, rows) -> dict:
-    return {"runs": list(group.names), "n": len(group.loss),
-            "headline": {"form": group.headline, "reason": group.headline_reason},
+    lack = group.lack_of_fit and group.lack_of_fit | {
+        "left_out": [_name(group, i) for i in group.lack_of_fit["left_out"]],
+        "without": group.lack_of_fit["without"] and group.lack_of_fit["without"].plain()}
+    return {"runs": [record.run_id for record in group.records], "n": len(group.loss),
+            "headline": {"form": group.headline, "reason": group.headline_reason}, "lack_of_fit": lack,
             "laws": {form: fit.plain() for form, fit in group.laws.items()},
             "band": {axis: [fit.plain() for fit in forms] for axis, forms in group.bands.items()},
             "gammas_left_out": group.gammas_left_out, "form_doubt": group.form_doubt, "slopes": group.slopes,
             "allocation": allocation(group),
             "by_convention": {name: fit.plain() for name, fit in group.by_convention.items()}, "robustness": rows}
 
-# ------------------------------------------------------------------------------------- one group of points and its laws
+
+def _name(group, i: int) -> str:
+    """A point in words: its run, or what tells the table's rows apart (its line, where no column names runs)."""
+    return group.records[i].run_id if group.records else str(group.points.cluster[i])
 
 
-RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
-FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
-# Ways to count. N is fitted as the records' convention says, C as the first says; the others are in the tables of conventions.
-COUNTS = {
-    "N": ("params_total", "params_nonembed", "params_matmul"),
-    "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
-          "flops_per_token_6n_matmul"),
-}
+# --------------------------------------------------------------------------------------- one group of points, its laws
 
 
 @dataclass(frozen=True)
 class Group:
-    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,)."""
+    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,).
+
+    Its headline is Chinchilla's L(N, D) where the points identify it and it fits them, else the ray law where they lie on
+    one ray and identify that, else a power law."""
 
     recipe: str                         # a table's file name where there are no runs
     records: tuple                      # of Record; () for a table
-    names: tuple[str, ...]              # of the runs; () for a table
     points: Points
     x: dict[str, np.ndarray]            # "C" training FLOPs, "N" parameters, "D" tokens; a table may give N alone
     loss: np.ndarray                    # nats per token
@@ -300,10 +285,10 @@ class Group:
     slopes: dict[str, float | None]     # convention -> -d ln L / d ln x of the power law
     by_convention: dict[str, Fit]       # convention of N, the fitted one first -> Chinchilla's law
     curves: list                        # (tokens, loss) of each run's training
-    flops_per_token: np.ndarray | None  # None for a table
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     held_out: tuple = ()                # of predict.Held: in no fit
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
+    lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
 
     @property
     def convention(self) -> str | None:
@@ -311,7 +296,8 @@ class Group:
         return self.records[0].convention if self.records else None
 
 
-def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000) -> Group:
+def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
+              insist: bool = False) -> Group:
     """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
 
     seed_sd: standard deviation of ln(loss) between seeds; None estimates it from runs that differ in the seed alone.
@@ -323,29 +309,30 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     points = Points(N=_axis(records, "N"), D=_axis(records, "tokens"), C=_axis(records, "flops_per_token"),
                     loss=np.array([getattr(record, loss_key) for record in records]),
                     cluster=np.array([record.trunk for record in records]))
-    group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples)
+    group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, tuple(records), insist)
     counts = {name: _axis(records, name) for name in COUNTS["N"] + COUNTS["C"]}
     slopes = {name: fit_form("power_c", replace(points, C=values)).parameters["gamma"] for name, values in counts.items()}
     own = f"params_{records[0].convention}"
     by_convention = {own: group.laws["chinchilla"]}
     by_convention |= {name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples)
                       for name in COUNTS["N"] if name != own}
-    return replace(group, records=tuple(records), names=tuple(record.run_id for record in records), counts=counts, slopes=slopes,
-                   by_convention=by_convention, curves=[read_curve(record) for record in records],
-                   flops_per_token=np.array([record.flops_per_token for record in records]), held_out=tuple(held))
+    return replace(group, counts=counts, slopes=slopes, by_convention=by_convention,
+                   curves=[read_curve(record) for record in records], held_out=tuple(held))
 
 
-def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000) -> Group:
+def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000, records=(),
+               insist: bool = False) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
-    fitted then, and D and C of the points are not looked at."""
+    fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
     x = {axis: getattr(points, axis) for axis in axes}
     laws = {form: _fitted(form, points, seed_sd, resamples) if form == "power_n" or len(axes) > 1 else unfitted(
         form, len(points.loss), "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
     ray = ray_of(points) if "D" in x else None
-    headline, reason = _headline(laws, ray)
+    lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
+    headline, reason = _headline(laws, ray, lack and not insist)
     lines, bands, left_out = _lines(laws, headline, x, points, seed_sd, ray)
-    return Group(name, (), (), points, x, points.loss, laws, headline, reason, lines, bands, left_out, {}, {}, {}, [], None,
-                 seed_sd, form_doubt=_form_doubt(points, seed_sd) if headline == "chinchilla" else None)
+    return Group(name, records, points, x, points.loss, laws, headline, reason, lines, bands, left_out, {}, {}, {}, [], seed_sd,
+                 form_doubt=_form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack_of_fit=lack)
 
 
 def _fitted(form: str, points: Points, seed_sd: float, resamples: int) -> Fit:
@@ -363,7 +350,7 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
     grow = math.sqrt(10 * points.C.max() / points.C[at])
     target = (points.N[at] * grow, points.D[at] * grow, 10 * points.C.max())
     try:
-        said = forecast(points, target, seed_sd)
+        said = predict.forecast(points, target, seed_sd)
     except UserError:
         return None
     low, high = said["parts"]["model_form"]
@@ -404,13 +391,14 @@ def _axis(records, name: str) -> np.ndarray:
     return np.array([getattr(r, name) * (r.tokens if name in COUNTS["C"] else 1) for r in records], dtype=float)
 
 
-def _headline(laws, ray) -> tuple[str, str]:
+def _headline(laws, ray, is_misfit) -> tuple[str, str]:
     if ray is None:
         return "power_n", "the table gives N alone, so only the power law in N can be fitted"
-    if laws["chinchilla"].identified:
+    if laws["chinchilla"].identified and not is_misfit:
         return "chinchilla", "the points identify L(N, D)"
     why = "one tokens-per-parameter ray does not determine alpha and beta" if on_one_ray(ray) else laws["chinchilla"].reason
-    reason = f"L(N, D) is not identified ({why})"
+    reason = "L(N, D) does not fit the points (--insist headlines it all the same)" if is_misfit else (
+        f"L(N, D) is not identified ({why})")
     if laws["ray"].identified:
         return "ray", f"{reason}: ray law instead"
     if on_one_ray(ray):
@@ -436,22 +424,53 @@ def _lines(laws, headline, x, points, seed_sd, ray):
             bands[axis], left_out = fit_band(x[axis], points.loss, axis.lower(), factor)
     return lines, bands, left_out
 
-# -------------------------------------------------------------------------------------------------- text for a terminal
+
+# --------------------------------------------------------------------------------------------------- text for a terminal
 
 
-SHOWN = ("E", "A", "B", "K", "alpha", "beta", "gamma", "a")
-SCALES = ("N_c", "D_c", "C_c")      # Kaplan's way to write the factor of a power law: in law.json, twice here
-PAIRS = 6                           # more of them than these fill the screen; precision.py is the command for them
-MEANINGS = {"a": "N* ~ C^a, C = 6 N D", "b": "D* ~ C^b, C = 6 N D"}
+def _print(groups, notes, said, variants, folder: Path, everything: bool) -> None:
+    """Headlines with their warnings, notes, what else is `said`, the tables where everything is wanted; else at most LINES."""
+    parts = [_warnings(group) for group in groups] + [_headlined(group, len(groups) <= 2 or everything) for group in groups]
+    wrote = f"wrote {folder / 'law.json'}, figure.png, figure.svg" + "; --all prints every law and table" * (not everything)
+    if everything:
+        parts += [_laws(groups), _conventions(groups), _choices(groups, variants)]
+    elif len(notes) > 4:
+        notes = [*notes[:3], f"... and {len(notes) - 3} more such notes in law.json"]
+    lines = "\n\n".join(part for part in [*parts, "\n".join(notes), *said] if part).split("\n")
+    if not everything and len(lines) > LINES - 2:
+        lines = [*lines[:LINES - 3], f"... {len(lines) - LINES + 3} more lines with --all"]
+    print("\n".join([*lines, "", wrote]))
 
 
-def headline_lines(group) -> str:
+def _warnings(group) -> str:
+    """What is wrong with the headline or with L(N, D), in sentences that look like warnings; "" where nothing is."""
+    fit, lack, lines = group.laws[group.headline], group.lack_of_fit, []
+    if not fit.identified:
+        lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")
+    if lack:
+        worst = max(lack["by_ratio"], key=lambda one: abs(one["mean_percent"]))
+        lines.append(
+            f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['residual_rms']:.2g} % against noise of "
+            f"{100 * lack['noise']:.2g} % (of {lack['noise_of']}); the losses at {worst['low']:.3g} to {worst['high']:.3g} "
+            f"tokens per parameter lie {worst['mean_percent']:+.2g} % off it" + ("" if group.headline != "chinchilla" else
+                                                                      "; headlined all the same, because of --insist"))
+        if less := lack["without"]:
+            names, what = [_name(group, i) for i in lack["left_out"]], "runs" if group.records else "points"
+            lines += [f"  without the {len(names)} {what} below {lack['below']:.3g} tokens per parameter ({', '.join(names[:8])}"
+                      f"{', ...' * (len(names) > 8)}): {less.formula()}, residuals {100 * less.residual_rms:.2g} %, " + ", ".join(
+                          f"{name} {less.parameters[name]:.3g} ({less.ci95[name][0]:.3g} to {less.ci95[name][1]:.3g})"
+                          for name in ("alpha", "beta", "a") if name in (less.ci95 or {}))]
+        else:
+            lines.append("  and leaving out early points, up to half of all, does not mend it: another form is needed")
+    return "\n".join(lines)
+
+
+def _headlined(group, is_full: bool) -> str:
     """A group's headlined law with its intervals, what it rests on, and why it is this form; several lines."""
     fit = group.laws[group.headline]
     n, clusters = len(group.loss), len(set(group.points.cluster))
-    what = f"{group.recipe}: {n} {'runs' if group.records else 'points'}"
-    what += f" of {clusters} trajectories" if clusters < n else ""
     kind = KIND[group.convention]
+    what = f"{group.recipe}: {n} {'runs' if group.records else 'points'}" + f" of {clusters} trajectories" * (clusters < n)
     what += f", {kind}N {_span(group.x['N'].min(), group.x['N'].max(), human)}"
     if "D" in group.x:
         what += f", {_span(*ray_of(group.points), '{:.3g}'.format)} tokens per {kind}parameter"
@@ -459,11 +478,13 @@ def headline_lines(group) -> str:
     law = fit.formula(group.headline[-1].upper() if "power" in group.headline else "C") if fit.objective is not None else ""
     lines = [what, f"  {group.headline}: {law}" + ("" if fit.identified else f" (not identified: {fit.reason})" if law
                                                    else f"not fitted: {fit.reason}")]
-    for name, (low, high) in (fit.ci95 or {}).items():
-        if name in SCALES:
-            continue
+    shown = {name: ends for name, ends in (fit.ci95 or {}).items() if not name.endswith("_c")}      # Kaplan's scales: the factor
+    if not is_full:
+        return "\n".join([*lines, "    " + ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in shown.items())])
+    for name, (low, high) in shown.items():
         lines.append(f"    {name:6} {fit.parameters[name]:<10.5g} 95 % {low:.4g} to {high:.4g}   "
-                     f"(standard error {fit.se[name]:.3g})" + (f"   {MEANINGS[name]}" if name in MEANINGS else ""))
+                     f"(standard error {fit.se[name]:.3g})" + {
+                         "a": "   N* ~ C^a, C = 6 N D", "b": "   D* ~ C^b, C = 6 N D"}.get(name, ""))
     if fit.ci95:
         made = {"t": "t-intervals of the residuals" + f" or of the seeds' SD {100 * group.seed_sd:.3f} %" * (group.seed_sd > 0),
                 "cluster": f"cluster-robust t-intervals over {fit.clusters} trajectories",
@@ -477,8 +498,7 @@ def headline_lines(group) -> str:
                      f"largest compute, {doubt['D'] / doubt['N']:.3g} tokens per {kind}parameter, {doubt['low']:.4g} to "
                      f"{doubt['high']:.4g}")
     if forms := group.bands.get("C"):
-        far = 10 * group.x["C"].max()
-        values = sorted(float(form.predict(far)) for form in forms)
+        values = sorted(float(form.predict(10 * group.x["C"].max())) for form in forms)
         kept = [form.parameters["gamma"] for form in forms[1:]]
         lines.append("  doubt in the form (power law" + (
             f", rays with gamma {min(kept):.2f} to {max(kept):.2f}" if kept else "") + (
@@ -488,8 +508,8 @@ def headline_lines(group) -> str:
     return "\n".join(lines)
 
 
-def laws_table(groups) -> str:
-    """Markdown table of every law of every group with its certificate; under it what is not identified, and why."""
+def _laws(groups) -> str:
+    """Table of every law of every group with its certificate; under it what is not identified, and why."""
     lines = [["points", "law", "n", "fitted", "exponents, 95 %", "rms %", "starts at best", "gradient", "singular values"]]
     lacking = {}
     for group in groups:
@@ -497,32 +517,31 @@ def laws_table(groups) -> str:
             if not fit.identified:
                 name = f"{group.recipe} {form}" if len(groups) > 1 else form
                 lacking.setdefault(f"not {'fitted' if fit.objective is None else 'identified'}: {fit.reason}", []).append(name)
-            if fit.objective is None and form != "isoflop" or fit.parameters.get("a", 0) is None:
+            if fit.objective is None:
                 continue
-            exponents = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit.ci95 or {}).items()
-                         if name in ("alpha", "beta", "gamma") or form == "isoflop" and name in "ab"]
+            names = "ab" if form == "isoflop" else ("alpha", "beta", "gamma")
+            exponents = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit.ci95 or {}).items() if name in names]
+            cells = [group.recipe if len(groups) > 1 else "", form + " *" * (not fit.identified), str(fit.n),
+                     fit.formula("C" if form == "ray" else form[-1].upper()), ", ".join(exponents)]
             if form == "isoflop":       # its residuals are of ln N*, and a straight line has no starts
                 good = sum(budget["reason"] is None for budget in fit.budgets)
-                lines.append([group.recipe if len(groups) > 1 else "", form, str(fit.n),
-                              f"{fit.formula()} ({good} of {len(fit.budgets)} budgets)", ", ".join(exponents), *[""] * 4])
-                continue
-            lines.append([
-                group.recipe if len(groups) > 1 else "", form + ("" if fit.identified else " *"), str(fit.n),
-                fit.formula("C" if form == "ray" else form[-1].upper()), ", ".join(exponents),
-                "" if fit.residual_rms is None else f"{100 * fit.residual_rms:.3f}",
-                "" if fit.starts is None else f"{fit.starts_at_best} of {fit.starts}",
-                "" if fit.gradient_norm is None else f"{fit.gradient_norm:.0e}",
-                " ".join(f"{value:.2g}" for value in fit.singular_values or ())])
+                used = next((one["window"] for one in fit.windows if one["a"] == fit.parameters["a"]), None)
+                cells[3] += f" ({good} of {len(fit.budgets)} budgets, " + (
+                    f"sizes within {used}x of each minimum)" if used else "all their sizes)")
+                lines.append(cells + [""] * 4)
+            else:
+                lines.append([*cells, "" if fit.residual_rms is None else f"{100 * fit.residual_rms:.3f}",
+                              f"{fit.starts_at_best} of {fit.starts}", f"{fit.gradient_norm:.0e}",
+                              " ".join(f"{value:.2g}" for value in fit.singular_values)])
     notes = [f"{', '.join(names)} {reason}" for reason, names in lacking.items()]
     if any("D" in group.x and not on_one_ray(ray_of(group.points)) for group in groups):
         notes.append("with several ratios of tokens per parameter a power law in N, D or C alone mixes the effects of size "
                      "and of data: its exponent belongs to this design")
-    shown = grid(lines) if len(lines) > 1 else "no law could be fitted"
-    return "\n".join([shown, *([""] if notes else []), *(f"* {note}" for note in notes)])
+    return "\n".join([grid(lines), *([""] if notes else []), *(f"* {note}" for note in notes)])
 
 
-def conventions_table(groups) -> str:
-    """Markdown table of the exponents under each way of counting parameters and FLOPs, the fitted one first; "" without runs."""
+def _conventions(groups) -> str:
+    """Table of the exponents under each way of counting parameters and FLOPs, the fitted one first; "" without runs."""
     groups = [group for group in groups if group.slopes]
     if not groups:
         return ""
@@ -540,31 +559,38 @@ def conventions_table(groups) -> str:
                           "Compare exponents only within one convention.")
 
 
-def variants_table(groups, rows) -> str:
-    """Markdown table of robustness (by recipe) for the first group; the others' are in law.json."""
+def _choices(groups, rows) -> str:
+    """Table of the robustness rows (by recipe) of the first group; the others' are in law.json."""
     first, *others = groups
-    if first.laws[first.headline].objective is None:
+    found = rows[first.recipe]
+    if found[0]["objective"] is None:
         return ""
-    lines = [f"{first.recipe}, {first.headline} under other choices (* not identified)" + "".join(
-        f"; {group.recipe}: in law.json" for group in others) + ":", grid(_variant_cells(rows[first.recipe]))]
-    return "\n".join(lines)
+    names = [name for name in ("E", "A", "B", "K", "alpha", "beta", "gamma", "a") if name in found[0]]
+    lines = [["variant", "n", *names, "error on what is left out: mean, largest [%]"]]
+    for row in found:
+        error = "" if "error_percent" not in row else f"{row['error_percent']:+.2f}, {row['largest_error_percent']:+.2f}"
+        lines.append([f"{row['variant']} {row['value']}".strip() + " *" * (not row["identified"]), str(row["n"]),
+                      *("" if row.get(name) is None else f"{row[name]:.4g}" for name in names),
+                      error if row["objective"] is not None else f"not fitted: {row['reason']}"])
+    return f"{first.recipe}, {first.headline} under other choices (* not identified)" + "".join(
+        f"; {group.recipe}: in law.json" for group in others) + ":\n" + grid(lines)
 
 
-def seeds_line(noise) -> str:
+def _seeds(noise) -> str:
     """What is known of the noise between seeds: estimated and how well, or given."""
     estimate, degrees, used = noise["estimate"], noise["degrees_of_freedom"], noise["used"]
     said = "unknown, no two runs differ in the seed alone" if estimate is None else (
-        f"SD {100 * estimate:.3f} % of the loss, from runs that differ in the seed alone ({freedom(degrees)})")
+        f"SD {100 * estimate:.3f} % of the loss, from runs that differ in the seed alone ({degrees} "
+        f"degree{'s' * (degrees != 1)} of freedom)")
     return f"Seed noise: {said}; intervals rest on " + (
         f"at least {100 * used:.3f} %." if used else "the residuals alone (seed_sd=0.001 would set a floor of 0.1 %).")
 
 
-def pairs_table(found) -> str:
-    """Markdown table of BF16 against FP8, a line per pair, with what the standard error does and does not hold; of many
-    pairs a sentence."""
+def _pairs(found, everything: bool) -> str:
+    """BF16 against FP8 in a sentence, or in a table with a line per pair where there are few and everything is wanted."""
     if not found:
         return "No BF16/FP8 pair among these runs."
-    if len(found) > PAIRS:
+    if len(found) > PAIRS or not everything:
         gaps = sorted(pair.in_bf16.percent for pair in found)
         return (f"{len(found)} BF16/FP8 pairs, single gaps from {gaps[0]:+.3f} to {gaps[-1]:+.3f} % evaluated in BF16; what they "
                 "say together, beside the null, is for scaling/precision.py")
@@ -585,21 +611,5 @@ def _span(low, high, shown) -> str:
     return shown(low) if shown(low) == shown(high) else f"{shown(low)} to {shown(high)}"
 
 
-def _variant_cells(found: list[dict]) -> list[list[str]]:
-    """The rows as cells of text under a heading; parameters are those that the law has."""
-    names = [name for name in SHOWN if name in found[0]]
-    lines = [["variant", "n", *names, "error on what is left out: mean, largest [%]"]]
-    for row in found:
-        lacking = "" if row["objective"] is not None else f"not fitted: {row['reason']}"
-        error = "" if "error_percent" not in row else f"{row['error_percent']:+.2f}, {row['largest_error_percent']:+.2f}"
-        lines.append([f"{row['variant']} {row['value']}".strip() + ("" if row["identified"] else " *"), str(row["n"]),
-                      *(_short(row.get(name)) for name in names), lacking or error])
-    return lines
-
-
-def _short(value) -> str:
-    return "" if value is None else f"{value:.4g}"
-
-
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_command(main))

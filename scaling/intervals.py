@@ -1,4 +1,4 @@
-"""Intervals of a law when points share trajectories.
+"""Intervals of a law when points share trajectories, whether it fits at all, and how much of it is choice.
 
 Points that branch off one run share its fate, so runs are drawn, not points. All resamples descend together from the
 fit's optimum: a resample is a row of weights, and numpy does a thousand of them in the time of a few solver calls. Few
@@ -26,6 +26,14 @@ from scaling.laws import (
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
+MISSES = 0.01, 2.0          # a law does not fit whose residuals are above this, in ln L, and above so many times the noise
+SHARES = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)        # of the points, earliest first, that a law may have to do without
+
+DROPS = (1, 3, 5, 10)
+DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
+MOST_SIZES = 10                     # more sizes than these are left out in as many groups of neighbours
+RESAMPLES = 100                     # of a variant: enough to tell whether an exponent's interval holds 0
+MANY = 2000                         # points: a quarter of the resamples must do
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,6 @@ class Bootstrap:
     se: dict[str, float]
     ci95: dict[str, tuple[float, float]]
     covariance: np.ndarray      # (p, p) of theta
-    resamples: int
     failed: int                 # resamples without a converged fit, left out
     clusters: int
 
@@ -70,8 +77,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and
     McCaffrey 2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    logs = [np.log(x) - centre for x, centre in zip(points.axes(fit.form), best.centres, strict=True)]
-    log_loss, jacobian = log_law(fit.form, best.theta, logs, best.gamma)
+    log_loss, jacobian = log_law(fit.form, best.theta, _logs(fit, points), best.gamma)
     residual = np.log(points.loss) - log_loss
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
@@ -98,8 +104,7 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     counts = np.zeros((resamples, len(labels)))
     np.add.at(counts, (np.arange(resamples)[:, None], drawn), 1)
     best = fit.optimum
-    logs = [np.log(x) - centre for x, centre in zip(points.axes(fit.form), best.centres, strict=True)]
-    thetas, _, _, converged = descend(np.tile(best.theta, (resamples, 1)), *terms(fit.form, logs, best.gamma),
+    thetas, _, _, converged = descend(np.tile(best.theta, (resamples, 1)), *terms(fit.form, _logs(fit, points), best.gamma),
                                       np.log(points.loss), best.delta, counts[:, member])
     samples = {name: [] for name in fit.parameters}
     for theta in thetas[converged]:
@@ -109,22 +114,74 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     with np.errstate(invalid="ignore", over="ignore"):          # a scale may overflow; law.json then has null
         se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
     ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
-    return Bootstrap(se, ci95, np.cov(thetas[converged].T), resamples, int((~converged).sum()), len(labels))
-
-# ----------------------------------------------------------------------------------------------------------- robustness
+    return Bootstrap(se, ci95, np.cov(thetas[converged].T), int((~converged).sum()), len(labels))
 
 
-DROPS = (1, 3, 5, 10)
-DELTAS = (1e-4, 1e-2, None)         # beside the declared 1e-3; None is plain squares of ln L
-MOST_SIZES = 10                          # more sizes than these are left out in as many groups of neighbours
-VARIANT_RESAMPLES = 100                     # enough to tell whether an exponent's interval holds 0
-MANY = 2000                         # points: a quarter of the resamples must do
+def _logs(fit: Fit, points: Points) -> list[np.ndarray]:
+    return [np.log(x) - centre for x, centre in zip(points.axes(fit.form), fit.optimum.centres, strict=True)]
+
+
+# --------------------------------------------------------------------------------------------------------- lack of fit
+
+
+def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
+    """How Chinchilla's law misses its points, and the same law without the earliest of them; None where it fits.
+
+    It misses them where its residuals exceed MISSES: a law that is off by less than a per cent is of use, whatever the test.
+    Noise is the seeds' standard deviation where that is known, else that of repeats (equal N and D), else of neighbours: what
+    the residuals of a point and of the nearest one of another trajectory differ by, half of which is the law's own error only
+    where the grid is coarse. Early points (few tokens per parameter) lie above any such law, so the fewest of them that let
+    the rest fit are named: {residual_rms, noise, noise_of, by_ratio, below, left_out (indices), without (Fit)}."""
+    least, times = MISSES
+    if fit.residual_rms is None or fit.residual_rms <= least:
+        return None
+    residual = np.log(points.loss / fit.predict(points.N, points.D))
+    noise, noise_of = _noise(points, residual, seed_sd)
+    limit = max(least, times * noise)
+    if fit.residual_rms <= limit:
+        return None
+    order, ratio = np.argsort(points.D / points.N, kind="stable"), points.D / points.N
+    by_ratio = [{"low": float(ratio[some].min()), "high": float(ratio[some].max()), "n": len(some),
+                 "mean_percent": float(100 * np.expm1(residual[some].mean()))} for some in np.array_split(order, 6) if len(some)]
+    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "by_ratio": by_ratio, "below": None,
+             "left_out": [], "without": None}
+    for share in SHARES:
+        below = ratio[order[round(share * len(order))]]
+        some = np.flatnonzero(ratio >= below * (1 - 1e-9))
+        less = fit_form("chinchilla", points.take(some), seed_sd)
+        if less.identified and less.residual_rms <= limit:
+            return found | {"below": float(below), "left_out": np.setdiff1d(order, some).tolist(),
+                            "without": with_bootstrap(less, points.take(some), RESAMPLES)}
+    return found
+
+
+def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
+    """Standard deviation of one run's ln L, and what it was taken from."""
+    if seed_sd > 0:
+        return seed_sd, "seeds"
+    x = np.log([points.N, points.D])
+    _, same = np.unique(np.round(x, 6), axis=1, return_inverse=True)
+    counts = np.bincount(same.ravel())
+    if (freedom := len(residual) - len(counts)) >= 5:
+        means = np.bincount(same.ravel(), residual) / counts
+        return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
+    _, label = np.unique(points.cluster, return_inverse=True)
+    differences = []
+    for i in range(len(residual)):
+        away = np.where(label == label[i], np.inf, np.hypot(*(x - x[:, i:i + 1])))
+        differences.append(residual[i] - residual[away.argmin()])
+    return float(np.median(np.abs(differences)) / 0.6745 / np.sqrt(2)), "neighbours"       # the median: outliers are no noise
+
+
+# ---------------------------------------------------------------------------------------------------------- robustness
 
 
 def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format) -> list[dict]:
-    """The declared fit and every variant of it; strict JSON, a variant that cannot be fitted has its reason.
+    """The declared fit and every variant of it, to show how much of a law is choice: the k highest losses left out, Huber's
+    threshold, another way of counting, each size left out (with the error of predicting it). Strict JSON; a variant that
+    cannot be fitted has its reason.
 
-    counts: convention -> N of shape (n,), for laws in N; or C for laws in C."""
+    counts: convention -> N of shape (n,), for laws in N; or C for laws in C. say: a size in words."""
     found = [_row("declared", "", points, fit_form(form, points))]
     order = np.argsort(-points.loss, kind="stable")
     for k in DROPS:
@@ -137,10 +194,10 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None =
     for name, values in (counts or {}).items():
         some = replace(points, **{axis: values})
         found.append(_row(f"count {axis} as", name, some, fit_form(form, some)))
-    for label, left_out in sizes(points.N, say):
-        some, rest = points.take(~left_out), points.take(left_out)
+    for left_out in sizes(points.N):
+        some, rest, N = points.take(~left_out), points.take(left_out), points.N[left_out]
         fit = fit_form(form, some)
-        row = _row("leave out N", label, some, fit)
+        row = _row("leave out N", say(N.min()) if N.max() / N.min() < 1.01 else f"{say(N.min())} to {say(N.max())}", some, fit)
         if fit.objective is not None:
             errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
             row |= {"error_percent": float(errors.mean()), "largest_error_percent": float(errors[np.abs(errors).argmax()])}
@@ -148,28 +205,20 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None =
     return found
 
 
-def sizes(N, say="{:.3g}".format) -> list[tuple[str, np.ndarray]]:
-    """(label, mask of shape (n,)) of each size, or of MOST_SIZES groups of neighbours where there are more; none of one size.
+def sizes(N) -> list[np.ndarray]:
+    """A mask of shape (n,) for each size, or for each of MOST_SIZES groups of neighbours where there are more; none of one size.
 
     Sizes within 1 % count as one: counts read off a figure are not exact."""
     order = np.argsort(N, kind="stable")
-    steps = np.r_[False, np.diff(np.log(N[order])) > 0.01]
     index = np.empty(len(N), dtype=int)
-    index[order] = np.cumsum(steps)
+    index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])
     found = int(index.max()) + 1
-    if found < 2:
-        return []
     if found > MOST_SIZES:
         index = index * MOST_SIZES // found
-    return [(_label(N[index == i], say), index == i) for i in range(index.max() + 1)]
+    return [index == i for i in range(index.max() + 1)] if found > 1 else []
 
 
 def _row(variant: str, value: str, points: Points, fit: Fit) -> dict:
-    plain = with_bootstrap(fit, points, VARIANT_RESAMPLES if len(points.loss) < MANY else VARIANT_RESAMPLES // 4).plain()
+    plain = with_bootstrap(fit, points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4).plain()
     kept = {key: plain[key] for key in (*fit.parameters, "objective", "starts", "starts_at_best", "identified", "reason")}
     return {"variant": variant, "value": value, "n": len(points.loss)} | kept
-
-
-def _label(N, say) -> str:
-    low, high = float(N.min()), float(N.max())
-    return say(low) if high / low < 1.01 else f"{say(low)} to {say(high)}"

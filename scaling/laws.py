@@ -1,8 +1,9 @@
-"""Fit a law's parameters to arrays of points, with a certificate that the optimum was found.
+"""Fit scaling laws to arrays of points, with a certificate that the optimum was found.
 
-The objective is Huber's loss on log-loss residuals, summed (Hoffmann et al. 2022, appendix D.3), in logarithms of the
-factors with each abscissa's logarithm centred: uncentred, a factor and its exponent are almost one parameter and
-solvers stall. Many tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 in the shell.
+Every law is a sum of power laws, so ln L is the log-sum-exp of terms that are linear in theta = (ln factors at the centre of
+ln x, exponents): one value and one gradient for all forms. The objective is Huber's loss on log-loss residuals, summed
+(Hoffmann et al. 2022, appendix D.3). Uncentred, a factor and its exponent are almost one parameter and solvers stall. Many
+tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 in the shell.
 """
 
 import math
@@ -10,8 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 from scipy.optimize import least_squares
-from scipy.special import erf, logsumexp
-from scipy.stats import t as student
+from scipy.special import erf, fdtri, logsumexp, stdtrit
 
 from runtime.cli import UserError
 
@@ -20,6 +20,63 @@ NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B",
          "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
 SCALE = {"power_n": "N_c", "power_d": "D_c", "power_c": "C_c"}      # Kaplan's L = (N_c/N)^alpha
 FACTORS = {"E", "A", "B", "K", *SCALE.values()}     # positive, so solved for and given intervals on the logarithm
+AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
+
+DELTA = 1e-3                # Huber's threshold on log-loss residuals
+GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
+CONVERGED = 1e-6            # gradient norm over its largest, n delta, below which a fit counts as converged
+SINGULAR = 1e-9             # smallest over largest singular value of the Jacobian, below which points do not separate parameters
+ONE_RAY = 1.05              # tokens-per-parameter ratios within 5 % count as one
+RISING = 1e-9               # an exponent this small is 0: the loss does not fall
+COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
+
+SPREAD = 2                  # largest over smallest tokens per parameter for chinchilla: nearer, alpha and beta trade places
+FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
+FLOORS, SLOPES = (0.3, 0.6, 0.9), (0.15, 0.35, 0.7)     # its starts: E as a share of the lowest loss; alpha, beta
+
+NEAR = 5                    # steps by plain squares before the descent
+STEPS = 300                 # of one descent, before it counts as failed
+FLAT = 1e-10                # relative fall of the objective that ends a descent
+ROUNDING = 1e-20            # an objective over delta^2 this small is 0
+FEW = 30                    # problems: the starts of a fit. More are multiplied at once, five times faster and rounded otherwise
+BLOCK = 24_000              # points times problems at once: what stays in the cache
+
+SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
+SIZES = 5                   # distinct sizes that a budget needs
+BUDGETS = 3                 # usable budgets that a slope with an interval needs
+WINDOWS = (math.inf, 30, 10, 5)     # isoflop fits sizes within this factor of the minimum
+ALLOCATION, IS_LOG = ("a", "k_n", "b", "k_d"), np.array([False, True, False, True])      # factors by their logarithm
+BENT = 0.05                 # chance of refusing a window in which the cubic holds
+
+
+# ------------------------------------------------------------------------------------------------- what a fitted law is
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label.
+
+    Raises UserError where a value is not finite or not above zero."""
+
+    N: np.ndarray
+    D: np.ndarray
+    C: np.ndarray
+    loss: np.ndarray
+    cluster: np.ndarray
+
+    def __post_init__(self):
+        for name in ("N", "D", "C", "loss"):
+            object.__setattr__(self, name, checked(name, getattr(self, name)))
+        object.__setattr__(self, "cluster", np.asarray(self.cluster))
+        assert all(getattr(self, name).shape == self.loss.shape for name in ("N", "D", "C", "cluster"))
+
+    def axes(self, form: str) -> tuple[np.ndarray, ...]:
+        """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
+        return (getattr(self, AXIS[form]),) if form in AXIS else (self.N, self.D)
+
+    def take(self, index) -> "Points":
+        """The points at `index`, which numpy must accept as one."""
+        return Points(*(getattr(self, one.name)[index] for one in fields(self)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,11 +118,11 @@ class Fit:
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
+    windows: tuple[dict, ...] | None = None     # isoflop: window (None: all sizes), a, is_bent; the first unbent one is used
     optimum: Optimum | None = field(default=None, repr=False, compare=False)
 
     def predict(self, *x):
         """The law's loss (nats per token) at x, of x's shape; x is N, D for chinchilla, else the form's one abscissa."""
-        assert self.form in NAMES, self.form
         p, x = self.parameters, [np.asarray(values, dtype=float) for values in x]
         if self.form.startswith("chinchilla"):
             return p["E"] + p["A"] * x[0] ** -p["alpha"] + p["B"] * x[1] ** -p["beta"]
@@ -83,7 +140,7 @@ class Fit:
                 for values, centre in zip(x, best.centres, strict=True)]
         log_loss, gradient = log_law(self.form, best.theta, logs, best.gamma)
         variance = np.einsum("ni,ij,nj->n", gradient, best.covariance, gradient) + new_run * best.sigma**2
-        width = student.ppf(0.975, best.dof) * np.sqrt(variance)
+        width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
 
     def formula(self, symbol: str = "C") -> str:
@@ -100,6 +157,8 @@ class Fit:
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
+        if self.form != "isoflop":
+            del content["windows"]
         return _strict(content | self.parameters)
 
 
@@ -111,7 +170,239 @@ def _strict(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ------------------------------------------------------------------------------------------------- a law in its own terms
+def unfitted(form: str, n: int, reason: str) -> Fit:
+    """A Fit that says why there is none."""
+    names = ("a", "b") if form == "isoflop" else NAMES[form]
+    return Fit(form, dict.fromkeys(names), n, False, reason)
+
+
+# ---------------------------------------------------------------------------------------------------------- the laws
+
+
+def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
+    """Any form fitted to the points; where they cannot carry it, a Fit that says why.
+
+    seed_sd: standard deviation of ln L between seeds, a floor under the residuals when intervals are drawn.
+    delta: Huber's threshold on ln L, None for plain squares; isoflop has none."""
+    try:
+        if form == "chinchilla":
+            return fit_chinchilla(points.N, points.D, points.loss, seed_sd=seed_sd, delta=delta)
+        if form == "isoflop":
+            return fit_isoflop(points)
+        if form != "ray":
+            return fit_power(*points.axes(form), points.loss, form[-1], seed_sd=seed_sd, delta=delta)
+        fit, (low, high) = fit_ray(points.C, points.loss, seed_sd=seed_sd, delta=delta), ray_of(points)
+        if on_one_ray((low, high)):
+            return fit
+        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
+            f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
+    except UserError as error:
+        return unfitted(form, len(points.loss), str(error))
+
+
+def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
+    """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed.
+
+    seed_sd and delta as in fit_form. Raises UserError for points that are not finite, not positive, or fewer than the
+    parameters."""
+    logs, y, centres = centred_logs((C,), L, distinct=3 if gamma is None else 2)
+    starts = []
+    for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
+        floor = share * np.exp(y.min())
+        height = np.mean(np.log(np.exp(y) - floor))
+        for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
+            starts.append([np.log(floor), height, g][:3 if gamma is None else 2])
+    return solve("ray", logs, y, centres, starts, seed_sd, delta, gamma)
+
+
+def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
+    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
+
+    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises UserError as fit_ray does."""
+    logs, y, centres = centred_logs((x,), L, distinct=2)
+    slope, height = np.polyfit(logs[0], y, 1)
+    starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
+    return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
+
+
+def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> tuple[list[Fit], list[float]]:
+    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS.
+
+    Also gives the gammas left out because they would need E below zero. The spread of these forms beyond the points is
+    the honest uncertainty of few points; residuals know nothing of it."""
+    rays = {gamma: fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS}
+    left_out = [gamma for gamma, fit in rays.items() if fit.parameters["E"] < COLLAPSED * np.min(L)]
+    return [fit_power(x, L, axis), *(fit for gamma, fit in rays.items() if gamma not in left_out)], left_out
+
+
+def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
+                   raw: bool = False) -> Fit:
+    """Fit E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3) to N, D, L of shape (n,).
+
+    tied: beta = alpha, as in Gadre et al. 2024 and Kumar et al. 2024. raw: squares of L itself instead of Huber's loss of
+    ln L, Gadre's objective (scipy's curve_fit); the objective is then in nats squared.
+
+    Adds N* ~ C^a, D* ~ C^b and L* - E ~ C^-gamma of the frontier, C = 6 N D. seed_sd and delta as in fit_form. Raises
+    UserError as fit_ray does; a design that cannot identify the law is fitted and says so."""
+    form = "chinchilla_tied" if tied else "chinchilla"
+    logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)
+    loss, starts = np.exp(y), []
+    # A and B such that the reducible loss is right on average, half by either term.
+    for floor in FLOORS:
+        e = np.log(floor * loss.min())
+        height = np.mean(np.log(loss - np.exp(e))) - np.log(2)
+        for alpha in SLOPES:
+            starts += [[e, height, height, alpha]] if tied else [[e, height, height, alpha, beta] for beta in SLOPES]
+    return solve(form, logs, y, centres, starts, seed_sd, None if raw else delta, lacking=_design(N, D, tied), raw=raw)
+
+
+def frontier(fit: Fit, C):
+    """(N*, D*, L*) of C's shape: where Chinchilla's law is lowest on C = 6 N D FLOPs."""
+    p, C = fit.parameters, np.asarray(C, dtype=float)
+    G = (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / (p["alpha"] + p["beta"]))
+    N = G * (C / 6) ** p["a"]
+    D = C / (6 * N)
+    return N, D, fit.predict(N, D)
+
+
+def _design(N, D, tied) -> str | None:
+    """Why such N and D cannot separate Chinchilla's two terms, or None."""
+    N, D = np.asarray(N, dtype=float), np.asarray(D, dtype=float)
+    ratio = D / N
+    if ratio.max() <= ONE_RAY * ratio.min():
+        return (f"all points lie on one ray of {np.median(ratio):.3g} tokens per parameter, where A/N^alpha and B/D^beta "
+                "are one curve: alpha and beta need runs at other ratios")
+    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
+        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, nearly one ray: alpha and beta "
+                f"need ratios at least {SPREAD}x apart")
+    needed = 2 if tied else 3
+    for name, values, factor, exponent in (("N", N, "A", "alpha"), ("D", D, "B", "beta")):
+        levels = []
+        for value in np.sort(values):
+            if not levels or value > ONE_RAY * levels[-1]:
+                levels.append(value)
+        if len(levels) < needed:
+            return (f"the points hold {len(levels)} distinct {name}: {factor} and {exponent} cannot be told from E with fewer "
+                    f"than {needed}")
+    if not tied and (points := len(np.unique([N, D], axis=1).T)) < FEWEST:
+        return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
+    return None
+
+
+def ray_of(points: Points) -> tuple[float, float]:
+    """Smallest and largest tokens per parameter."""
+    ratios = points.D / points.N
+    return float(ratios.min()), float(ratios.max())
+
+
+def on_one_ray(ray: tuple[float, float] | None) -> bool:
+    """Whether these smallest and largest tokens per parameter count as one ratio."""
+    return ray is not None and ray[1] / ray[0] <= ONE_RAY
+
+
+# ----------------------------------------------------------------------------------------------- one optimum, certified
+
+
+def checked(name: str, values) -> np.ndarray:
+    """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
+    try:
+        values = np.asarray(values, dtype=float)
+    except (TypeError, ValueError):
+        raise UserError(f"{name} must be numbers; a law needs finite values above zero") from None
+    if values.ndim != 1:
+        raise UserError(f"{name} must be a list of numbers; found shape {values.shape}")
+    for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
+        raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
+    return values
+
+
+def centred_logs(axes, L, distinct: int):
+    """([ln x - centre per axis], ln L, centres). Raises UserError as `checked`, and for too few distinct points."""
+    axes, L = [checked("point", x) for x in axes], checked("loss", L)
+    for x in axes:
+        if x.shape != L.shape:
+            raise UserError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
+    if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
+        raise UserError(f"{found} distinct point(s); this law needs at least {distinct}")
+    logs = [np.log(x) for x in axes]
+    centres = tuple(float(x.mean()) for x in logs)
+    return [x - centre for x, centre in zip(logs, centres, strict=True)], np.log(L), centres
+
+
+def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, lacking=None, raw=False) -> Fit:
+    """The best of many starts for the sum of Huber_delta(ln law - y), or for squares of law - exp(y) where `raw`, as a
+    certified Fit. `lacking`: a sentence that is known beforehand to make the parameters unidentified."""
+    slopes, offsets = terms(form, logs, gamma)
+    theta, jac, left, certificate = minimise(slopes, offsets, y, np.array(starts, dtype=float), delta, raw)
+    n, p = jac.shape
+    singular = np.linalg.svd(jac, compute_uv=False)
+    values = natural(form, theta, centres, gamma)
+    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
+    stuck = _stuck(certificate, n * (delta or DELTA))
+    why = lacking or _lacking(form, values, y, n, p) or stuck       # a valley without a minimum is the cause, not the solver
+    if why is None and singular[-1] < SINGULAR * singular[0]:
+        why = "the points do not separate the parameters (singular Jacobian)"
+    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms)
+    fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
+              singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
+    if n <= p or singular[-1] < SINGULAR * singular[0]:
+        return fit
+    sigma = max(rms, seed_sd)
+    covariance = sigma**2 * inefficiency(sigma, delta) * np.linalg.inv(jac.T @ jac)
+    return with_covariance(replace(fit, optimum=replace(optimum, sigma=sigma)), covariance, n - p, "t")
+
+
+def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
+    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t of dof degrees.
+
+    An unidentified fit keeps none; one whose exponents' intervals hold 0 becomes unidentified."""
+    best = replace(fit.optimum, covariance=covariance, dof=dof)
+    fit = replace(fit, optimum=best)
+    if not fit.identified:
+        return fit
+    quantile, se, ci95 = stdtrit(dof, 0.975), {}, {}
+    for name, (value, gradient) in natural(fit.form, best.theta, best.centres, best.gamma).items():
+        if not gradient.any():              # held fixed
+            continue
+        width = float(np.sqrt(gradient @ covariance @ gradient))
+        se[name] = width * fit.parameters[name] if name in FACTORS else width
+        ci95[name] = tuple(back(name, value + side * quantile * width) for side in (-1, 1))
+    fit = replace(fit, se=se, ci95=ci95, interval=interval)
+    return judged(fit)
+
+
+def judged(fit: Fit) -> Fit:
+    """The fit, unidentified where an exponent's interval holds 0: its term is then a constant, as E is."""
+    for name in exponents(fit.form):
+        if name in fit.ci95 and fit.ci95[name][0] <= 0:
+            so = "so E is not determined" if "E" in fit.parameters else "so the points do not show that the loss falls"
+            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0, {so}")
+    return fit
+
+
+def _stuck(certificate, largest) -> str | None:
+    """Why the solver's answer is no optimum, or None."""
+    if certificate.pop("stuck"):
+        return f"the best of {certificate['starts']} starts is a start itself: the solver did not move"
+    if certificate["gradient_norm"] > CONVERGED * largest:
+        return f"the best of {certificate['starts']} starts did not converge"
+    return None
+
+
+def _lacking(form, values, y, n, p) -> str | None:
+    """What the points lack to determine the parameters, or None."""
+    if n <= p:
+        return f"{n} points for {p} parameters leave 0 degrees of freedom"
+    if "E" in values and values["E"][0] < y.min() + math.log(COLLAPSED):
+        return "E runs to zero: the points fall at least as fast as a pure power law"
+    for name in exponents(form):
+        if name in values and values[name][0] <= RISING:
+            axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
+            return f"{name} is not above zero: the loss does not fall with {axis}"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------- a law in its own terms
 
 
 def terms(form: str, logs, gamma: float | None = None):
@@ -175,15 +466,8 @@ def back(name: str, value: float) -> float:
         return float(value)
     return math.exp(value) if value < 709 else math.inf
 
-# ------------------------------------------------------------------------------------------- one optimum by many starts
 
-
-DELTA = 1e-3                # Huber's threshold on log-loss residuals
-NEAR = 5                    # steps by plain squares before the descent
-STEPS = 300                 # of one descent, before it counts as failed
-FALLEN = 1e-10                # relative fall of the objective that ends a descent
-ROUNDING = 1e-20            # an objective over delta^2 this small is 0
-BLOCK = 250                 # problems at once: 250 x 240 points x 5 parameters stay in the cache
+# -------------------------------------------------------------------------------------------------- many starts at once
 
 
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
@@ -237,25 +521,26 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
 
 def descend(starts, slopes, offsets, y, delta: float | None, weights, steps: int = STEPS):
     """(theta (B, p), objective over delta^2 (B,), steps (B,), converged (B,)) of Huber sums with weights (B, n)."""
-    done = [_descend(starts[i:i + BLOCK], slopes, offsets, y, delta, weights[i:i + BLOCK], steps)
-            for i in range(0, len(starts), BLOCK)]
+    block, are_few = max(8, BLOCK // len(y)), len(starts) <= FEW
+    done = [_descend(starts[i:i + block], slopes, offsets, y, delta, weights[i:i + block], steps, are_few)
+            for i in range(0, len(starts), block)]
     return tuple(np.concatenate(parts) for parts in zip(*done, strict=True))
 
 
-def _descend(starts, slopes, offsets, y, delta, weights, limit):
+def _descend(starts, slopes, offsets, y, delta, weights, limit, are_few):
     B, p = starts.shape
     theta, end_cost, steps = starts.copy(), np.full(B, np.inf), np.zeros(B, int)
     converged, alive, damping = np.zeros(B, bool), np.arange(B), np.full(B, 1e-3)
-    state = _quadratic(theta, slopes, offsets, y, delta, weights)
+    state = _quadratic(theta, slopes, offsets, y, delta, weights, are_few)
     for _ in range(limit):
         steps[alive] += 1
         cost, gradient, curvature, size = state
         damped = curvature + ((damping[:, None] * size)[:, :, None] + 1e-300) * np.eye(p)
         step = -np.linalg.solve(damped, gradient[..., None])[..., 0]
         trial = theta[alive] + np.clip(step, -5, 5)
-        new = _quadratic(trial, slopes, offsets, y, delta, weights[alive])
+        new = _quadratic(trial, slopes, offsets, y, delta, weights[alive], are_few)
         better = new[0] <= cost * (1 + 1e-12) + ROUNDING
-        end = better & (np.abs(cost - new[0]) <= FALLEN * cost + ROUNDING) & (damping <= 1e-2)
+        end = better & (np.abs(cost - new[0]) <= FLAT * cost + ROUNDING) & (damping <= 1e-2)
         theta[alive[better]] = trial[better]
         for old, one in zip(state, new, strict=True):
             old[better] = one[better]
@@ -270,21 +555,25 @@ def _descend(starts, slopes, offsets, y, delta, weights, limit):
     return theta, end_cost, steps, converged
 
 
-def _quadratic(theta, slopes, offsets, y, delta, weights):
+def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
     """(cost (B,), gradient (B, p), Gauss-Newton curvature (B, p, p), size (B, p)) of sum w Huber(r / delta).
 
     Where Huber is linear it has no curvature; size is the diagonal of plain squares, the measure of a step."""
+    n, terms, p = slopes.shape
     unit = delta or 1.0
-    parts = np.matmul(slopes[None], theta[:, None, :, None])[..., 0] + offsets      # (B, n, terms)
-    top = parts.max(axis=2, keepdims=True)
-    share = np.exp(parts - top)
-    total = share.sum(axis=2, keepdims=True)
-    share /= total
-    r = ((np.log(total) + top)[..., 0] - y) / unit
-    jacobian = np.matmul(share[:, :, None, :], slopes[None])[:, :, 0] / unit        # (B, n, p)
-    inside = np.abs(r) <= 1 if delta else np.ones_like(r, bool)
-    cost = (weights * np.where(inside, r * r / 2, np.abs(r) - 0.5)).sum(axis=1)
-    pull = weights * np.where(inside, r, np.sign(r))
+    share = offsets + (np.matmul(slopes[None], theta[:, None, :, None])[..., 0] if are_few else
+                       (theta @ slopes.reshape(n * terms, p).T).reshape(len(theta), n, terms))      # (B, n, terms)
+    top = np.maximum.reduce([share[..., i] for i in range(terms)])      # four times faster than max over the last axis
+    np.exp(share - top[..., None], out=share)
+    total = sum(share[..., i] for i in range(terms))
+    share /= total[..., None]
+    r = (np.log(total) + top - y) / unit
+    jacobian = (np.matmul(share[:, :, None, :], slopes[None])[:, :, 0] if are_few else
+                np.matmul(share.transpose(1, 0, 2), slopes).transpose(1, 0, 2)) / unit      # (B, n, p)
+    away = np.abs(r)
+    inside = away <= 1 if delta else np.ones_like(r, bool)
+    cost = (weights * np.where(inside, r * r / 2, away - 0.5)).sum(axis=1)
+    pull = weights * (np.clip(r, -1, 1) if delta else r)
     gradient = np.matmul(pull[:, None, :], jacobian)[:, 0]
     curvature = np.matmul((jacobian * (weights * inside)[..., None]).transpose(0, 2, 1), jacobian)
     return cost, gradient, curvature, np.matmul(weights[:, None, :], jacobian**2)[:, 0]
@@ -299,431 +588,142 @@ def inefficiency(sigma: float, delta: float | None) -> float:
     squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
     return float(squares / inside**2)
 
-# ------------------------------------------------------------------------------------------- points, ray and power laws
 
-
-GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
-CONVERGED = 1e-6            # gradient norm over its largest, n delta, below which a fit counts as converged
-SINGULAR = 1e-9             # smallest over largest singular value of the Jacobian, below which points do not separate parameters
-ONE_RAY = 1.05              # tokens-per-parameter ratios within 5 % count as one
-FLAT = 1e-9                 # an exponent this small is 0: the loss does not fall
-COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: the points ask for a plain power law
-AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
-
-
-@dataclass(frozen=True, eq=False)
-class Points:
-    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label.
-
-    Raises UserError where shapes differ or a value is not finite or not above zero."""
-
-    N: np.ndarray
-    D: np.ndarray
-    C: np.ndarray
-    loss: np.ndarray
-    cluster: np.ndarray
-
-    def __post_init__(self):
-        for name in ("N", "D", "C", "loss"):
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
-        object.__setattr__(self, "cluster", np.asarray(self.cluster))
-        for name in ("N", "D", "C", "cluster"):
-            if getattr(self, name).shape != self.loss.shape:
-                raise UserError(f"{name} has {getattr(self, name).size} values for {self.loss.size} losses; a point "
-                                  "needs one of each")
-
-    def axes(self, form: str) -> tuple[np.ndarray, ...]:
-        """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
-        return (getattr(self, AXIS[form]),) if form in AXIS else (self.N, self.D)
-
-    def take(self, index) -> "Points":
-        """The points at `index`, which numpy must accept as one."""
-        return Points(*(getattr(self, one.name)[index] for one in fields(self)))
-
-
-# ---------------------------------------------------------------------------------------------------------- the laws
-
-
-def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed.
-
-    seed_sd: standard deviation of ln L between seeds, a floor under the residuals when intervals are drawn.
-    delta: Huber's threshold on ln L; None for plain squares.
-    Raises UserError for points that are not finite, not positive, or fewer than the parameters."""
-    logs, y, centres = centred_logs((C,), L, distinct=3 if gamma is None else 2)
-    starts = []
-    for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
-        floor = share * np.exp(y.min())
-        height = np.mean(np.log(np.exp(y) - floor))
-        for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
-            starts.append([np.log(floor), height, g][:3 if gamma is None else 2])
-    return solve("ray", logs, y, centres, starts, seed_sd, delta, gamma)
-
-
-def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
-
-    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises UserError as fit_ray does."""
-    logs, y, centres = centred_logs((x,), L, distinct=2)
-    slope, height = np.polyfit(logs[0], y, 1)
-    starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
-    return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
-
-
-def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> tuple[list[Fit], list[float]]:
-    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS.
-
-    Also gives the gammas left out because they would need E below zero. The spread of these forms beyond the points is
-    the honest uncertainty of few points; residuals know nothing of it."""
-    forms, left_out = [fit_power(x, L, axis)], []
-    for gamma in GAMMAS:
-        fit = fit_ray(x, L, gamma=factor * gamma)
-        if fit.parameters["E"] < COLLAPSED * np.min(L):
-            left_out.append(gamma)
-        else:
-            forms.append(fit)
-    return forms, left_out
-
-
-def unfitted(form: str, n: int, reason: str) -> Fit:
-    """A Fit that says why there is none."""
-    names = ("a", "b") if form == "isoflop" else NAMES[form]
-    return Fit(form, dict.fromkeys(names), n, False, reason)
-
-
-# -------------------------------------------------------------------------------------------- one optimum, certified
-
-
-def checked(name: str, values) -> np.ndarray:
-    """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
-    try:
-        values = np.asarray(values, dtype=float)
-    except (TypeError, ValueError):
-        raise UserError(f"{name} must be numbers; a law needs finite values above zero") from None
-    if values.ndim != 1:
-        raise UserError(f"{name} must be a list of numbers; found shape {values.shape}")
-    for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
-        raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
-    return values
-
-
-def centred_logs(axes, L, distinct: int):
-    """([ln x - centre per axis], ln L, centres). Raises UserError as `checked`, and for too few distinct points."""
-    axes, L = [checked("point", x) for x in axes], checked("loss", L)
-    for x in axes:
-        if x.shape != L.shape:
-            raise UserError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
-    if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
-        raise UserError(f"{found} distinct point(s); this law needs at least {distinct}")
-    logs = [np.log(x) for x in axes]
-    centres = tuple(float(x.mean()) for x in logs)
-    return [x - centre for x, centre in zip(logs, centres, strict=True)], np.log(L), centres
-
-
-def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, lacking=None, raw=False) -> Fit:
-    """The best of many starts for the sum of Huber_delta(ln law - y), or for squares of law - exp(y) where `raw`, as a
-    certified Fit. `lacking`: a sentence that is known beforehand to make the parameters unidentified."""
-    slopes, offsets = terms(form, logs, gamma)
-    theta, jac, left, certificate = minimise(slopes, offsets, y, np.array(starts, dtype=float), delta, raw)
-    n, p = jac.shape
-    singular = np.linalg.svd(jac, compute_uv=False)
-    values = natural(form, theta, centres, gamma)
-    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
-    stuck = _stuck(certificate, n * (delta or DELTA))
-    why = lacking or _lacking(form, values, y, n, p) or stuck       # a valley without a minimum is the cause, not the solver
-    if why is None and singular[-1] < SINGULAR * singular[0]:
-        why = "the points do not separate the parameters (singular Jacobian)"
-    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms)
-    fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
-              singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
-    if n <= p or singular[-1] < SINGULAR * singular[0]:
-        return fit
-    sigma = max(rms, seed_sd)
-    covariance = sigma**2 * inefficiency(sigma, delta) * np.linalg.inv(jac.T @ jac)
-    return with_covariance(replace(fit, optimum=replace(optimum, sigma=sigma)), covariance, n - p, "t")
-
-
-def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
-    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t of dof degrees.
-
-    An unidentified fit keeps none; one whose exponents' intervals hold 0 becomes unidentified."""
-    best = replace(fit.optimum, covariance=covariance, dof=dof)
-    fit = replace(fit, optimum=best)
-    if not fit.identified:
-        return fit
-    quantile, se, ci95 = student.ppf(0.975, dof), {}, {}
-    for name, (value, gradient) in natural(fit.form, best.theta, best.centres, best.gamma).items():
-        if not gradient.any():              # held fixed
-            continue
-        width = float(np.sqrt(gradient @ covariance @ gradient))
-        se[name] = width * fit.parameters[name] if name in FACTORS else width
-        ci95[name] = tuple(back(name, value + side * quantile * width) for side in (-1, 1))
-    fit = replace(fit, se=se, ci95=ci95, interval=interval)
-    return judged(fit)
-
-
-def judged(fit: Fit) -> Fit:
-    """The fit, unidentified where an exponent's interval holds 0: its term is then a constant, as E is."""
-    for name in exponents(fit.form):
-        if name in fit.ci95 and fit.ci95[name][0] <= 0:
-            so = "so E is not determined" if "E" in fit.parameters else "so the points do not show that the loss falls"
-            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0, {so}")
-    return fit
-
-
-def _stuck(certificate, largest) -> str | None:
-    """Why the solver's answer is no optimum, or None."""
-    if certificate.pop("stuck"):
-        return f"the best of {certificate['starts']} starts is a start itself: the solver did not move"
-    if certificate["gradient_norm"] > CONVERGED * largest:
-        return f"the best of {certificate['starts']} starts did not converge"
-    return None
-
-
-def _lacking(form, values, y, n, p) -> str | None:
-    """What the points lack to determine the parameters, or None."""
-    if n <= p:
-        return f"{n} points for {p} parameters leave 0 degrees of freedom"
-    if "E" in values and values["E"][0] < y.min() + math.log(COLLAPSED):
-        return "E runs to zero: the points fall at least as fast as a pure power law"
-    for name in exponents(form):
-        if name in values and values[name][0] <= FLAT:
-            axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
-            return f"{name} is not above zero: the loss does not fall with {axis}"
-    return None
-
-# ----------------------------------------------------------------------------------------------------- Chinchilla's law
-
-
-SPREAD = 2                  # largest over smallest tokens per parameter that the law needs: nearer, alpha and beta trade places
-FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
-FLOORS, ALPHAS, BETAS = (0.3, 0.6, 0.9), (0.15, 0.35, 0.7), (0.15, 0.35, 0.7)   # starts: E as a share of the lowest loss
-
-
-def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
-                   raw: bool = False) -> Fit:
-    """Fit to parameters N, tokens D, loss L (nats per token), each of shape (n,).
-
-    tied: beta = alpha, as in Gadre et al. 2024 and Kumar et al. 2024. raw: squares of L itself instead of Huber's loss of
-    ln L, Gadre's objective (scipy's curve_fit); the objective is then in nats squared.
-
-    Adds N* ~ C^a, D* ~ C^b and L* - E ~ C^-gamma of the frontier, C = 6 N D. The exponents share the parameters' names
-    with the papers; seed_sd and delta as in fit_ray. Raises UserError for bad points or fewer distinct ones than
-    parameters; a design that cannot identify the law is fitted and says so."""
-    form = "chinchilla_tied" if tied else "chinchilla"
-    logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)
-    starts = _chinchilla_starts(logs, np.exp(y), tied)
-    return solve(form, logs, y, centres, starts, seed_sd, None if raw else delta, lacking=_chinchilla_design(N, D, tied), raw=raw)
-
-
-def frontier(fit: Fit, C):
-    """(N*, D*, L*) of C's shape: where the law's loss is lowest on C = 6 N D FLOPs."""
-    p, C = fit.parameters, np.asarray(C, dtype=float)
-    G = (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / (p["alpha"] + p["beta"]))
-    N = G * (C / 6) ** p["a"]
-    D = C / (6 * N)
-    return N, D, fit.predict(N, D)
-
-
-def _chinchilla_starts(logs, L, tied):
-    """A grid over E, alpha, beta; A and B such that the reducible loss is right on average, half by either term."""
-    starts = []
-    for floor in FLOORS:
-        e = np.log(floor * L.min())
-        height = np.mean(np.log(L - np.exp(e))) - np.log(2)
-        for alpha in ALPHAS:
-            starts += [[e, height, height, alpha]] if tied else [[e, height, height, alpha, beta] for beta in BETAS]
-    return starts
-
-
-def _chinchilla_design(N, D, tied) -> str | None:
-    """Why such N and D cannot separate the law's two terms, or None."""
-    ratio = np.asarray(D, dtype=float) / np.asarray(N, dtype=float)
-    if ratio.max() <= ONE_RAY * ratio.min():
-        return (f"all points lie on one ray of {np.median(ratio):.3g} tokens per parameter, where A/N^alpha and B/D^beta "
-                "are one curve: alpha and beta need runs at other ratios")
-    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
-        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, nearly one ray: alpha and beta "
-                f"need ratios at least {SPREAD}x apart")
-    needed = 2 if tied else 3
-    for name, values, factor, exponent in (("N", N, "A", "alpha"), ("D", D, "B", "beta")):
-        levels = []
-        for value in np.sort(np.asarray(values, dtype=float)):
-            if not levels or value > ONE_RAY * levels[-1]:
-                levels.append(value)
-        if len(levels) < needed:
-            return (f"the points hold {len(levels)} distinct {name}: {factor} and {exponent} cannot be told from E with fewer "
-                    f"than {needed}")
-    points = len({*zip(np.asarray(N).tolist(), np.asarray(D).tolist(), strict=True)})
-    if not tied and points < FEWEST:
-        return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
-    return None
-
-# -------------------------------------------------------------------------------------------------------------- IsoFLOP
-
-
-SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
-SIZES = 5                   # distinct sizes that a budget needs
-BUDGETS = 3                 # usable budgets that a slope with an interval needs
+# ----------------------------------------------------------------------------- IsoFLOP (Hoffmann et al., approaches 1, 2)
 
 
 def fit_isoflop(points: Points) -> Fit:
     """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
 
-    `budgets` lists each budget's C, sizes and its N*, D*, loss, or the reason why it has no interior minimum. Intervals
-    are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several budgets,
-    whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
-    labels = np.unique(points.cluster)
-    fit = _isoflop(points)
-    if fit.ci95 is None or len(labels) == len(points.loss):
-        return fit
-    without = [_isoflop(points.take(points.cluster != label)) for label in labels]
-    if failed := [label for label, one in zip(labels, without, strict=True) if one.ci95 is None]:
-        return replace(fit, identified=False, se=None, ci95=None, interval=None, clusters=len(labels), reason=(
-            f"the minima rest on single trajectories: without {failed[0]} fewer than {BUDGETS} budgets have one"))
-    quantile, se, ci95 = student.ppf(0.975, len(labels) - 1), {}, {}
-    for name, value in fit.parameters.items():
-        is_factor = name.startswith("k_")
-        values = np.array([one.parameters[name] for one in without])
-        values = np.log(values) if is_factor else values
-        width = float(np.sqrt((len(labels) - 1) / len(labels) * np.sum((values - values.mean()) ** 2)))
-        se[name] = width * value if is_factor else width
-        ci95[name] = tuple(float(value * np.exp(side * quantile * width)) if is_factor else float(value + side * quantile * width)
-                           for side in (-1, 1))
-    return _isoflop_judged(replace(fit, se=se, ci95=ci95, interval="cluster", clusters=len(labels)))
+    A budget's minimum is that of a cubic in ln N through the losses of the sizes within a window around it. (A parabola's
+    vertex is biased where the curve is not one; curves through every point follow the noise.) E + A/N^alpha + B/D^beta has one
+    shape around N* at every budget, so what bias the cubic of L (not of ln L) has is a factor on N*, not on a. Used is the
+    widest of WINDOWS in which a quartic term does nothing for the budgets together, a rule that sees residuals and not a. How
+    much a differs over the windows that pass (over all of them where none does) widens its interval. `budgets` lists each
+    budget's C, sizes and its N*, D*, loss, or the reason why it has no interior minimum.
+
+    Intervals are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several
+    budgets, whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
+    known, n = {}, len(points.loss)     # indices of a budget's points, window -> its minimum: each trajectory has few budgets
+    found = {window: _allocation(points, np.arange(n), window, known) for window in WINDOWS}
+    fitted = [window for window in WINDOWS if found[window]["values"] is not None]
+    passed = [window for window in fitted if not found[window]["is_bent"]]
+    chosen = (passed or fitted[::-1] or WINDOWS)[0]
+    best, labels = found[chosen], np.unique(points.cluster)
+    about = {"budgets": best["budgets"], "windows": tuple(
+        {"window": None if window == math.inf else window, "is_bent": one["is_bent"],
+         "a": None if one["values"] is None else float(one["values"][0])} for window, one in found.items())}
+    if not fitted:
+        good = sum(one["reason"] is None for one in best["budgets"])
+        return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
+                                f"at least {SIZES} sizes; the exponents need {BUDGETS}"), **about)
+    values, width, dof = best["values"], best["width"], best["dof"]
+    parameters = dict(zip(ALLOCATION, map(float, np.where(IS_LOG, np.exp(values), values)), strict=True))
+    fit = Fit("isoflop", parameters, n, True, None, objective=best["squares"] / 2, starts=1, starts_at_best=1,
+              residual_rms=math.sqrt(best["squares"] / dof), interval="t", **about)
+    if len(labels) < n:
+        without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, known)["values"] for label in labels]
+        if failed := [label for label, one in zip(labels, without, strict=True) if one is None]:
+            return replace(fit, identified=False, interval=None, clusters=len(labels), reason=(
+                f"the minima rest on single trajectories: without {failed[0]} fewer than {BUDGETS} budgets have one"))
+        dof, fit = len(labels) - 1, replace(fit, interval="cluster", clusters=len(labels))
+        width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
+    others = np.array([found[window]["values"] for window in passed or fitted])
+    width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
+    ends = values + np.outer([-1, 1], stdtrit(dof, 0.975) * width)
+    ends, se = np.where(IS_LOG, np.exp(ends), ends), np.where(IS_LOG, np.exp(values) * width, width)
+    fit = replace(fit, se=dict(zip(ALLOCATION, map(float, se), strict=True)),
+                  ci95={name: (float(low), float(high)) for name, low, high in zip(ALLOCATION, *ends, strict=True)})
+    flat = next((name for name in "ab" if fit.ci95[name][0] <= 0), None)        # such a budget curve says nothing of allocation
+    return replace(fit, identified=False, reason=f"the 95 % interval of {flat} contains 0") if flat else fit
 
 
-def _isoflop(points: Points) -> Fit:
-    budgets = tuple(_minimum(points.take(index)) for index in _budgets(points.C))
+def _allocation(points: Points, index, window: float, known: dict) -> dict:
+    """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
+    of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
+    budgets, gains, start = [], [], 0
+    order = index[np.argsort(points.C[index], kind="stable")]
+    while start < len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
+        end = start + int(np.searchsorted(points.C[order[start:]], SAME_BUDGET * points.C[order[start]], side="right"))
+        key = (order[start:end].tobytes(), window)
+        if key not in known:
+            known[key] = _minimum(points.take(order[start:end]), window)
+        budgets.append(known[key][0])
+        gains += [known[key][1]] * (known[key][1] is not None)
+        start = end
     good = [one for one in budgets if one["reason"] is None]
+    found = {"budgets": tuple(budgets), "values": None, "is_bent": False}
     if len(good) < BUDGETS:
-        reason = (f"{len(good)} of {len(budgets)} compute budgets have an interior minimum over at least {SIZES} sizes; "
-                  f"the exponents need {BUDGETS}")
-        return replace(unfitted("isoflop", len(points.loss), reason), budgets=budgets)
-    logs = {name: np.log([one[name] for one in good]) for name in ("C", "N", "D")}
-    centre = logs["C"].mean()
-    x = logs["C"] - centre
-    design = np.column_stack([np.ones_like(x), x])
-    parameters, se, ci95, squares = {}, {}, {}, 0.0
-    quantile = student.ppf(0.975, len(x) - 2)
-    for exponent, factor, name in (("a", "k_n", "N"), ("b", "k_d", "D")):
-        solution = np.linalg.lstsq(design, logs[name], rcond=None)[0]
-        left = logs[name] - design @ solution
-        covariance = left @ left / (len(x) - 2) * np.linalg.inv(design.T @ design)
-        squares = float(left @ left) if name == "N" else squares
-        parameters |= {exponent: float(solution[1]), factor: float(np.exp(solution[0] - solution[1] * centre))}
-        gradient = np.array([1.0, -centre])
-        widths = {exponent: np.sqrt(covariance[1, 1]), factor: np.sqrt(gradient @ covariance @ gradient)}
-        se |= {exponent: float(widths[exponent]), factor: float(widths[factor] * parameters[factor])}
-        ci95[exponent] = tuple(float(solution[1] + side * quantile * widths[exponent]) for side in (-1, 1))
-        ci95[factor] = tuple(float(parameters[factor] * np.exp(side * quantile * widths[factor])) for side in (-1, 1))
-    return _isoflop_judged(Fit(
-        "isoflop", parameters, len(points.loss), True, None, objective=squares / 2, starts=1, starts_at_best=1,
-        residual_rms=float(np.sqrt(squares / (len(x) - 2))), se=se, ci95=ci95, interval="t",
-        budgets=budgets))
+        return found
+    x = np.log([one["C"] for one in good])
+    y = np.log([[one["N"], one["D"]] for one in good])
+    design = np.column_stack([np.ones_like(x), x - x.mean()])
+    height, slope = np.linalg.lstsq(design, y, rcond=None)[0]
+    squares = np.sum((y - design @ np.array([height, slope])) ** 2, axis=0)
+    per_unit = np.sqrt(np.array([1 / np.sum((x - x.mean()) ** 2), 1 / len(x) + x.mean() ** 2 / np.sum((x - x.mean()) ** 2)]))
+    values, width = np.array([slope, height - slope * x.mean()]), np.outer(per_unit, np.sqrt(squares / (len(x) - 2)))
+    gain, left, freedom = map(sum, zip(*gains, strict=True)) if gains else (0.0, 0.0, 0)
+    is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
+    return found | {"values": values.T.ravel(), "width": width.T.ravel(), "squares": float(squares[0]), "dof": len(x) - 2,
+                    "is_bent": bool(is_bent)}
 
 
-def _isoflop_judged(fit: Fit) -> Fit:
-    """The fit, unidentified where the interval of a or b holds 0: such a budget curve says nothing of allocation."""
-    for name in "ab":
-        if fit.ci95[name][0] <= 0:
-            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0")
-    return fit
-
-
-def optimum(fit: Fit, C):
-    """(N*, D*) of C's shape by an isoflop fit."""
-    p, C = fit.parameters, np.asarray(C, dtype=float)
-    return p["k_n"] * C ** p["a"], p["k_d"] * C ** p["b"]
+def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
+    """(C, sizes, N, D, loss, reason) of one budget; (squares that a quartic takes away, those it leaves, their freedom)."""
+    N, inverse = np.unique(points.N, return_inverse=True)
+    count = np.bincount(inverse)
+    # Seeds of one size are averaged; so are D and C, which scatter with the counting.
+    loss, d = (np.bincount(inverse, weights=values) / count for values in (points.loss, np.log(points.D)))
+    row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
+    if len(N) < SIZES:
+        return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}, None
+    if loss.argmin() in (0, len(N) - 1):
+        side = "smallest" if loss.argmin() == 0 else "largest"
+        return row | {"reason": f"the {side} size has the lowest loss: no interior minimum"}, None
+    x, kept = np.log(N), None
+    at = x[loss.argmin()]
+    for _ in range(5):                  # the window goes with its minimum until it holds the same sizes
+        away = np.abs(x - at)
+        inside = away <= max(math.log(window), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
+        if kept is not None and (inside == kept).all():
+            break
+        kept, middle = inside, x[inside].mean()
+        unit = np.abs(x[kept] - middle).max()
+        some = (x[kept] - middle) / unit
+        cubic = np.linalg.lstsq(np.vander(some, 4), loss[kept], rcond=None)[0]
+        # Its minimum, of the two places where it is level: 3 a t^2 + 2 b t + c = 0 with 6 a t + 2 b above 0.
+        a, b, c, _ = cubic
+        bend = b * b - 3 * a * c
+        lowest = -c / (b + math.sqrt(bend)) if bend > 0 and b + math.sqrt(bend) != 0 else math.inf
+        if not some[0] < lowest < some[-1] or np.polyval(cubic, lowest) > min(np.polyval(cubic, some[[0, -1]])):
+            return row | {"reason": "a cubic through the losses has no interior minimum with upward curvature"}, None
+        at = middle + unit * lowest
+    gain = None
+    if kept.sum() > SIZES:
+        left = np.sum((loss[kept] - np.polyval(cubic, some)) ** 2)
+        quartic = np.linalg.lstsq(np.vander(some, 5), loss[kept], rcond=None)[0]
+        least = np.sum((loss[kept] - np.polyval(quartic, some)) ** 2)
+        gain = (left - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
+    return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
 
 
 def envelope(curves, bins: int = 1500):
     """(C (bins,), loss (bins,), index (bins,)): the lowest of the training curves at log-spaced compute, and whose it is.
 
     curves: list of (C, loss) array pairs, C in FLOPs, smoothed by the caller. Bins that no curve spans are left out."""
-    curves = [(np.asarray(C, dtype=float), np.asarray(loss, dtype=float)) for C, loss in curves]
-    kept = [(C[good], loss[good]) for C, loss in curves
-            for good in [np.isfinite(C) & np.isfinite(loss) & (C > 0) & (loss > 0)]]
+    kept = []
+    for curve in curves:
+        C, loss = (np.asarray(values, dtype=float) for values in curve)
+        good = np.isfinite(C) & np.isfinite(loss) & (C > 0) & (loss > 0)
+        order = np.argsort(C[good], kind="stable")
+        kept.append((C[good][order], loss[good][order]))
     spans = [C for C, _ in kept if len(C)]
     if not spans:
         return np.empty(0), np.empty(0), np.empty(0, dtype=int)
-    grid = np.geomspace(min(C.min() for C in spans), max(C.max() for C in spans), bins)
-    grid[-1] = max(C.max() for C in spans)      # geomspace rounds
-    table = np.full((len(kept), bins), np.inf)
-    for row, (C, loss) in zip(table, kept, strict=True):
-        if len(C):
-            order = np.argsort(C, kind="stable")
-            row[:] = np.interp(np.log(grid), np.log(C[order]), loss[order], left=np.inf, right=np.inf)
-    index = table.argmin(axis=0)
-    lowest = table.min(axis=0)
+    grid = np.geomspace(min(C[0] for C in spans), max(C[-1] for C in spans), bins)
+    grid[-1] = max(C[-1] for C in spans)        # geomspace rounds
+    table = np.array([np.interp(np.log(grid), np.log(C), loss, left=np.inf, right=np.inf) if len(C) else np.full(bins, np.inf)
+                      for C, loss in kept])
+    index, lowest = table.argmin(axis=0), table.min(axis=0)
     spanned = np.isfinite(lowest)
     return grid[spanned], lowest[spanned], index[spanned]
-
-
-def _budgets(C):
-    """Indices of the points of each budget, smallest first: a group ends where C exceeds its smallest by SAME_BUDGET."""
-    groups = []
-    for i in np.argsort(C, kind="stable"):
-        if groups and C[i] <= SAME_BUDGET * C[groups[-1][0]]:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [np.array(group) for group in groups]
-
-
-def _minimum(points: Points) -> dict:
-    """C, sizes, N, D, loss, reason of one budget."""
-    N, inverse = np.unique(points.N, return_inverse=True)
-    count = np.bincount(inverse)
-    # Seeds of one size are averaged; so are D and C, which scatter with the counting.
-    y, d = (np.bincount(inverse, weights=np.log(values)) / count for values in (points.loss, points.D))
-    row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
-    if len(N) < SIZES:
-        return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}
-    middle = np.log(N).mean()
-    x = np.log(N) - middle
-    if y.argmin() in (0, len(x) - 1):
-        side = "smallest" if y.argmin() == 0 else "largest"
-        return row | {"reason": f"the {side} size has the lowest loss: no interior minimum"}
-    cubic = np.polynomial.Polynomial.fit(x, y, 3)
-    roots = cubic.deriv().roots()
-    roots = roots[np.isreal(roots)].real
-    inside = [root for root in roots if x[0] < root < x[-1] and cubic.deriv(2)(root) > 0]
-    if not inside or cubic(inside[0]) > min(cubic(x[0]), cubic(x[-1])):
-        return row | {"reason": "a cubic through the losses has no interior minimum with upward curvature"}
-    return row | {"N": float(np.exp(middle + inside[0])), "D": float(np.exp(np.interp(inside[0], x, d))),
-                  "loss": float(np.exp(cubic(inside[0])))}
-
-
-# ------------------------------------------------------------------------------------------------------------- any form
-
-
-def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """One form of FORMS fitted to the points; where they cannot carry it, a Fit that says why.
-
-    delta: Huber's threshold, None for plain squares; isoflop has none."""
-    try:
-        if form == "chinchilla":
-            return fit_chinchilla(points.N, points.D, points.loss, seed_sd=seed_sd, delta=delta)
-        if form == "isoflop":
-            return fit_isoflop(points)
-        if form != "ray":
-            return fit_power(*points.axes(form), points.loss, form[-1], seed_sd=seed_sd, delta=delta)
-        fit, (low, high) = fit_ray(points.C, points.loss, seed_sd=seed_sd, delta=delta), ray_of(points)
-        if on_one_ray((low, high)):
-            return fit
-        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
-            f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
-    except UserError as error:
-        return unfitted(form, len(points.loss), str(error))
-
-
-def ray_of(points: Points) -> tuple[float, float]:
-    """Smallest and largest tokens per parameter."""
-    ratios = points.D / points.N
-    return float(ratios.min()), float(ratios.max())
-
-
-def on_one_ray(ray: tuple[float, float] | None) -> bool:
-    """Whether these smallest and largest tokens per parameter count as one ratio."""
-    return ray is not None and ray[1] / ray[0] <= ONE_RAY

@@ -5,7 +5,6 @@ is converted. What is left out (a filter, an empty loss, the highest losses) is 
 """
 
 import csv
-import difflib
 import hashlib
 import io
 import re
@@ -14,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError
+from runtime.cli import UserError, nearest
 from scaling.laws import Points
 from scaling.records import LARGEST
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
 SMALL_COUNT = 1e4           # no language model of the literature is smaller: the column is likely in millions or billions
-SHOWN = 8                   # column names, values or line numbers that a sentence names before "and ... more"
+SHOWN = 8                   # values or line numbers that a sentence names before "and ... more"
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,16 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     where: texts COLUMN=VALUE; a row must have, in each column named, one of the values given for it.
     drop_highest: leave out that many of the highest losses. cluster: rows with equal text there are one trajectory.
     Raises UserError for a table, a column, a condition or a cell that cannot be meant."""
+    if d is not None and c is not None:
+        raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
     path = Path(path)
-    content = _content(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): --points wants one table, such as a .csv file") from None
     wanted = [name for name in (n, loss, d, c, cluster) if name is not None]
     header, rows = _rows(path, content, wanted)
     at = {name: _column(path, header, name) for name in wanted}
-    if d is not None and c is not None:
-        raise UserError("give either d or c: with d, C = 6 N D; with c, D = C / (6 N)")
     chosen, filters = _filter(path, header, rows, where)
     missing, values = [], []
     for line, row in chosen:
@@ -81,16 +83,13 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
 
 
 def _points(path, values, d, c, cluster) -> Points:
-    labels = np.array([value[1] for value in values])
-    N, loss = (np.array([value[i] for value in values]) for i in (2, -1))
+    labels, N, loss = (np.array([value[i] for value in values]) for i in (1, 2, -1))
     D = C = np.ones(len(N))
     if d or c:
         third = np.array([value[3] for value in values])
         with np.errstate(all="ignore"):
             D, C = (third, 6 * N * third) if d else (third / (6 * N), third)
-        bad = ~((D > 0) & (D < LARGEST) & (C > 0) & (C < LARGEST))
-        if bad.any():
-            i = int(np.flatnonzero(bad)[0])
+        for i in np.flatnonzero(~((D > 0) & (D < LARGEST) & (C > 0) & (C < LARGEST))):
             raise UserError(f"{path}: N={N[i]:g} gives D={D[i]:g} and C={C[i]:g}; expected finite numbers above zero")
     return Points(N=N, D=D, C=C, loss=loss, cluster=labels)
 
@@ -114,31 +113,17 @@ def _notes(path, source, points, chosen) -> list[str]:
 # ------------------------------------------------------------------------------------------------ the text of a table
 
 
-def _content(path: Path) -> bytes:
-    if path.is_dir():
-        raise UserError(f"{path} is a folder: --points wants one table, such as a .csv file")
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist: --points wants one table, such as a .csv file") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    if not content.strip():
-        raise UserError(f"{path} is empty: expected a header line and a line for each point")
-    return content
-
-
 def _rows(path: Path, content: bytes, wanted) -> tuple[list[str], list[tuple[int, list[str]]]]:
     """The header and (line number, cells) of every row that is not blank; all cells stripped."""
     try:
         text = content.decode("utf-8-sig")
-        if "\0" in text:
-            raise ValueError("it holds zero bytes")
     except ValueError as error:
         raise UserError(f"{path} is no text in UTF-8 ({error}): save the table as comma-separated UTF-8 text") from None
+    if not text.strip() or "\0" in text:
+        raise UserError(f"{path} is {'no text' if text.strip() else 'empty'}: expected a header line and a line for each point")
     first = next(line for line in text.splitlines() if line.strip())
-    # The separator is the one under which the header names most of the wanted columns, then has most cells.
-    def fitness(mark):
+
+    def fitness(mark):      # the header names most of the wanted columns under the right separator, then has most cells
         cells = [cell.strip() for cell in next(csv.reader([first], delimiter=mark))]
         return sum(name in cells for name in wanted), len(cells)
 
@@ -164,13 +149,9 @@ def _rows(path: Path, content: bytes, wanted) -> tuple[list[str], list[tuple[int
 
 def _column(path: Path, header: list[str], name: str) -> int:
     """The index of the one column called `name`."""
-    if header.count(name) > 1:
-        raise UserError(f"{path}: {header.count(name)} columns are called {name!r}; rename all but one")
-    if name not in header:
-        lower = {other.lower(): other for other in header if other}
-        near = difflib.get_close_matches(name.lower(), lower, n=1)
-        hint = f"did you mean {lower[near[0]]!r}? " if near else ""
-        raise UserError(f"{path} has no column {name!r}: {hint}there are {_listed([h for h in header if h])}")
+    if header.count(name) != 1:
+        raise UserError(f"{path}: {header.count(name)} columns are called {name!r}; rename all but one" if name in header else
+                        f"{path} has no column {name!r}{nearest(name, [one for one in header if one])}")
     return header.index(name)
 
 
@@ -178,19 +159,12 @@ def _number(path: Path, line: int, column: str, text: str) -> float:
     value = float(text) if NUMBER.fullmatch(text) else None
     if value is not None and 0 < value < LARGEST:
         return value
-    advice = ""
-    if value is None and re.fullmatch(r"[+-]?\d+(,\d+)+(\.\d*)?", text):
-        advice = " (a comma may separate thousands or decimals: write it without one)"
-    elif value is None and re.fullmatch(r"[+-]?[\d.]+\s*[a-zA-Z%]+", text):
-        advice = " (units are not guessed: write the number out, such as 1.24e8)"
+    advice = " (write it without commas and units, such as 1.24e8)" * (value is None and any(one.isdigit() for one in text))
     raise UserError(f"{path} line {line}, column {column!r}: {text!r} is no plain finite number above zero{advice}")
 
 
-# ---------------------------------------------------------------------------------------------------------- conditions
-
-
 def _filter(path, header, rows, where):
-    """The rows that meet the conditions, and {column: values asked for}."""
+    """The rows that meet the conditions COLUMN=VALUE, and {column: values asked for}."""
     filters = {}
     for condition in where:
         # A name or a value may itself hold "=": the first split that names a column counts.
@@ -201,10 +175,8 @@ def _filter(path, header, rows, where):
         name, value = next((split for split in splits if split[0] in header), splits[0])
         column = _column(path, header, name)
         if not any(_equal(row[column], value) for _, row in rows):
-            occur = list(dict.fromkeys(row[column] for _, row in rows))
-            near = difflib.get_close_matches(value, occur, n=1)
-            raise UserError(f"{path}: no row has {name}={value}; {f'did you mean {near[0]!r}? ' if near else ''}"
-                              f"values there: {_listed(occur)}")
+            raise UserError(f"{path}: no row has {name}={value}; values there: "
+                            f"{_listed(list(dict.fromkeys(row[column] for _, row in rows)))}")
         filters.setdefault(name, []).append(value)
     chosen = [(line, row) for line, row in rows
               if all(any(_equal(row[header.index(name)], value) for value in values) for name, values in filters.items())]

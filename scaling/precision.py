@@ -2,33 +2,31 @@
 
     python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
+    python scaling/precision.py out/study --all         # prints every table, else as many as 40 lines hold
     python scaling/precision.py --report out/a_bf16 out/a_fp8   # of one training: losses, time, memory, speed (report.py)
 
-Prints the common gap, which recipe is the best by the declared rule (ranking.py), the gap per size beside the null (BF16
-against BF16 with another seed, and with the same one rounded differently), what the gap costs in compute under two laws, then
-each pair. A single pair's standard error is over validation sequences: evaluation noise alone. Intervals are over independent
-pairs and hold for this validation set.
+Prints each recipe's gap over all sizes with its verdict, which recipe is the best by the declared rule (pairs.rank), the gap
+per size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs
+in compute under two laws, then each pair. A single pair's standard error is over validation sequences: evaluation noise
+alone. Intervals are over independent pairs and hold for this validation set.
 """
-
 
 import itertools
 import json
 import math
 import sys
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import ClassVar, Literal
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError
-from runtime.rows import write_atomically as write
-from scaling.command import read_words, run
-from scaling.dynamics import running_mean, window_of
-from scaling.figures import RC, page, render, styles
+from runtime.cli import UserError, field_lines, read_options, run_command
+from scaling.dynamics import draw_pair
+from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, styles, write_files
 from scaling.pairs import (
     KIND,
     MOST,
@@ -37,7 +35,6 @@ from scaling.pairs import (
     Estimate,
     Gap,
     Margin,
-    Pair,
     Trend,
     at,
     clusters,
@@ -58,18 +55,29 @@ from scaling.pairs import (
     surfaces,
     throughput,
 )
-from scaling.records import CONVENTIONS, LAW_FOLDER, check_comparable, counted_as, read_curve, read_json, read_runs, usable
+from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_json, read_runs, usable
 
-__all__ = ["Gap", "Pair", "analyse", "main", "pairs"]
+ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
+LINES = 40                  # that the console gets without --all
+SHOWN = 5                   # warnings among them
+FEW = 16                    # pairs that the tables list one by one
+SAME_BUDGET = 1.15          # ratios of tokens to parameters that differ by less are one budget, rounded to whole steps
+OVER = f"more than {MOST:,}"
+BANDS = 2                   # recipes, at most, whose common gaps are drawn as bands: more cover each other
+LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
+FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
 
-OPTIONS = {
-    "out": "DIR that receives precision.json, precision.png, pair.png and their .svg (default: PATH/law of the one PATH)",
-    "loss": "bf16 (default: both arms evaluated through BF16 matmuls) or as_trained; the one that is judged",
-    "margin": "per cent of the loss within which FP8 counts as equivalent; default: the one declared in the study.json "
-              "beside the runs. Given here it counts as declared after the fact",
-    "n": "total or nonembed: which parameters N counts (default: what the study.json beside the runs says, else total)",
-}
-FIGURES = [f"{name}.{form}" for name in ("precision", "pair") for form in ("png", "svg")]
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    paths: tuple[str, ...]          # a folder of runs such as out/study, or run folders
+    out: str | None = None          # folder for precision.json, precision.png, pair.png, their .svg (default: PATH/law)
+    loss: Literal["bf16", "as_trained"] = "bf16"    # which is judged; bf16: both arms evaluated through BF16 matmuls
+    margin: float | None = None     # per cent of the loss that counts as equivalent (default: the study's; here: after the fact)
+    n: Literal["total", "nonembed"] | None = None   # which parameters N counts (default: what study.json says, else total)
+    all: bool = False               # print every table
+
+    POSITIONAL: ClassVar = ("paths",)
 
 
 # ------------------------------------------------------------------------------------------------------------ analysis
@@ -88,9 +96,8 @@ def analyse(records, found, arm: str, margin) -> dict:
         sizes[-1] |= _judged(chosen, sizes[-1][arm], margin)
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)
-    repeated, _ = null_pairs(records)
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": measure(records, repeated, arm), "common": common, "ranking": rank(found, arm), "sizes": sizes,
+            "null": measure(records, null_pairs(records)[0], arm), "common": common, "ranking": rank(found, arm), "sizes": sizes,
             "laws": sources, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
                        **at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
@@ -101,8 +108,7 @@ def analyse(records, found, arm: str, margin) -> dict:
 
 def _common(chosen, arm: str, margin) -> dict:
     """One recipe's gap over all sizes: 100 delta of ln L_FP8 = ln L_BF16 + delta, its trend over size, its verdict."""
-    logs = {name: over(chosen, lambda p, name=name: 100 * math.log1p(gap_of(p, name).percent / 100))
-            for name in ("bf16", "as_trained")}
+    logs = {name: over(chosen, lambda p, name=name: 100 * math.log1p(gap_of(p, name).percent / 100)) for name in ARMS}
     grouped = clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])
     effect = logs[arm].mean if logs[arm].se and abs(logs[arm].mean) > logs[arm].half else margin and margin.percent
     trend = fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
@@ -112,103 +118,13 @@ def _common(chosen, arm: str, margin) -> dict:
 
 
 def _judged(chosen, found, margin) -> dict:
-    """equivalence.judged, but no verdict on FP8 where nothing was FP8."""
+    """pairs.judged, but no verdict on FP8 where nothing was FP8."""
     said = judged(found, margin) | {"converted": n_converted(chosen)}
     return said | {"verdict": "BF16 again: no Linear converted"} if said["converted"] == [0, 0] else said
 
 
-# ------------------------------------------------------------------------------------------------------------- command
-
-def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(__doc__ + "\nOptions, as name=value or --name value:")
-        print("\n".join(f"    {name:8} {meaning}" for name, meaning in OPTIONS.items()))
-        return 0 if arguments else 2
-    try:
-        if "--report" in arguments:
-            from scaling import report  # here, because it imports this module
-            report.main([word for word in arguments if word != "--report"])
-        else:
-            paths, options = _parse(arguments)
-            _run(paths, **options)
-    except UserError as error:
-        print(f"scaling/precision.py: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parse(words) -> tuple[list[str], dict]:
-    paths, options = read_words(words, OPTIONS)
-    options = {"out": None, "loss": "bf16", "margin": None, "n": None} | options
-    if not paths:
-        raise UserError("no runs given: name a folder of runs such as out/study, or run folders")
-    if options["loss"] not in ("bf16", "as_trained"):
-        raise UserError(f"loss={options['loss']!r} must be bf16 or as_trained")
-    if options["n"] not in (None, *CONVENTIONS):
-        raise UserError(f"n={options['n']!r} must be {' or '.join(CONVENTIONS)}: which parameters N counts")
-    if options["out"] is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
-        raise UserError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
-                          "precision.json and the figures")
-    folder = Path(options["out"] or Path(paths[0]) / LAW_FOLDER)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: name a folder with out=DIR")
-    return paths, {"folder": folder, "arm": options["loss"], "margin": options["margin"], "convention": options["n"]}
-
-
-def _run(paths, folder: Path, arm: str, margin: str | None, convention: str | None) -> None:
-    records, notes = read_runs(paths)
-    records, left_out = usable(counted_as(records, convention))
-    if not records:
-        raise UserError("\n".join(["no run is left to compare", *left_out]))
-    check_comparable(records)
-    found, alone = pairs(records)
-    notes += left_out + alone + null_pairs(records)[1]
-    result = analyse(records, found, arm, read_margin(records, margin))
-    figures = {}
-    if found:
-        figures["precision"] = draw_precision(result)
-        figures["pair"], more = draw_pair(max(found, key=lambda pair: pair.fp8.flops_per_token * pair.fp8.tokens))
-        notes += more
-    inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
-    content = json.dumps({"format_version": 1, **result, "notes": notes, "inputs": inputs}, indent=1, allow_nan=False,
-                         default=asdict)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() if figure for form in ("png", "svg")}
-        old = [name for name in FIGURES if name not in files and (folder / name).exists()]
-        for name in old:
-            (folder / name).unlink()    # beside the new precision.json it would pass for its own
-        for name, data in {**files, "precision.json": (content + "\n").encode()}.items():
-            write(folder / name, data)
-    except OSError as error:
-        raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
-    notes += [f"removed {', '.join(old)} of an earlier call from {folder}"] if old else []
-    wrote = ", ".join([f"{folder}/precision.json", *files])
-    print("\n".join([tables(result), "", *notes, *[""] * bool(notes), f"wrote {wrote}"]))
-
-
-ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
-FEW = 16                    # pairs that the console lists one by one
-SAME_BUDGET = 1.15          # ratios of tokens to parameters that differ by less are one budget, rounded to whole steps
-OVER = f"more than {MOST:,}"
-
-
-def tables(result: dict) -> str:
-    """Markdown of precision.analyse's result: common gap, ranking, gap per size beside the null, its cost, each pair."""
-    blocks = [common(result)]
-    if len(result["common"]) > 1 or result["ranking"]["left_out"]:
-        blocks.append(ranking(result))
-    if result["sizes"] or result["null"]["sizes"] or result["null"]["same_seed"]["sizes"]:
-        blocks += [grid(result), sizes(result)]
-    if result["pairs"]:
-        blocks += [cost_rows(result), pair_rows(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
-    return "\n\n".join(filter(None, blocks))
-
-
 def read_result(path: Path) -> dict:
-    """precision.analyse's result as precision.json at `path` holds it. Raises UserError where that is not one."""
+    """analyse's result as precision.json at `path` holds it. Raises UserError where that is not one."""
     result = _revived(read_json(path))
     if lacking := [key for key in ("conventions", "null", "common", "ranking", "sizes", "laws", "pairs") if key not in result]:
         raise UserError(f"{path} lacks {lacking[0]!r}: write it anew, python scaling/precision.py STUDY")
@@ -226,52 +142,90 @@ def _revived(value):
     return kind(**value)
 
 
-def common(result: dict) -> str:
-    """A row per recipe: the gap over all sizes, what the design can see; below it the trend over size."""
-    margin = result["margin"]
+# -------------------------------------------------------------------------------------------------------------- tables
+
+def headline(result: dict) -> str:
+    """A line per recipe with its verdict, the best recipe, the null beside which they stand."""
     if not result["pairs"]:
         return "No BF16/FP8 pair among these runs: there is no gap to report."
-    shown = f"±{margin.percent:g} %" if margin else "margin"
-    lines = [f"| recipe | common gap {ARMS[result['loss']]} [%] | independent pairs | sizes | verdict | sees gaps from [%] "
-             f"| pairs to see {shown} | pairs to show within {shown} |", "|---" * 8 + "|"]
+    arm, pooled = result["loss"], result["null"]["pooled"]
+    lines = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, ± half a 95 % t-interval over independent pairs"]
+    wide = max(map(len, result["common"]))
     for recipe, one in result["common"].items():
-        found = one[result["loss"]]
-        seen = "" if one["smallest_seen"] is None else f"{one['smallest_seen']:.2g}"
-        plans = [(one[key] or OVER) if margin and found.sd else "" for key in ("pairs_to_see_margin", "pairs_to_show_margin")]
-        lines.append(f"| {recipe} | {_shown(found)} | {found.n} of {one['pairs']} | {one['sizes']} | {one['verdict']} | {seen} | "
-                     f"{plans[0]} | {plans[1]} |")
-    lines += ["", "Common gap: 100 δ of ln L_FP8 = ln L_BF16 + δ over all sizes, ± half a 95 % t-interval over independent pairs "
-              "(branches of one trunk count once). Sees gaps, pairs to see and to show: with 80 % probability at the spread "
-              "found; to show: if the true gap is 0. "
-              + (f"Margin ±{margin.percent:g} %: {margin.source}." if margin else "No margin was declared: no equivalence test.")]
-    for recipe, one in result["common"].items():
-        trend = one["trend"]
-        lines.append(f"Trend over size (not the form declared), {recipe}: " + (
-            f"{trend.slope:+.3g} ± {trend.half:.2g} % per decade of N." if trend.reason is None else
-            f"not estimable: {trend.reason}" + ("." if trend.half is None or trend.needed is None and "rival" not in trend.reason
-                                                else f"; it would take {trend.needed or OVER} pairs at each size.")))
+        lines.append(f"  {recipe:{wide}}  {_shown(one[arm])} %  {one['verdict']}  ({one[arm].n} independent of {one['pairs']} "
+                     f"pair{'s' * (one['pairs'] > 1)}, {one['sizes']} size{'s' * (one['sizes'] > 1)})")
+    if len(result["common"]) > 1:
+        lines.append(f"Best: {result['ranking']['reason']}")
+    if pooled:
+        lines.append(f"Null: 95 % of the differences of two BF16 seeds lie within ±{pooled['band']:.2g} % "
+                     f"({pooled['runs']} runs, {freedom(pooled['dof'])})")
     return "\n".join(lines)
 
 
-def ranking(result: dict) -> str:
-    """A row per recipe by the declared rule (ranking.py), then which one is the best and why."""
-    found = result["ranking"]
-    lines = [f"| recipe, lowest gap first | gap {ARMS[result['loss']]} [%] | above the first [%] | ties with it | "
-             "tok/s FP8/BF16 | Linears in FP8 |", "|---" * 6 + "|"]
+def tables(result: dict) -> str:
+    """Markdown of analyse's result: common gap, ranking, gap per size beside the null, its cost, each pair."""
+    return "\n\n".join(_tables(result))
+
+
+def _tables(result: dict) -> list[str]:
+    blocks = [_common_table(result)]
+    if len(result["common"]) > 1 or result["ranking"]["left_out"]:
+        blocks.append(_ranking_table(result))
+    if result["sizes"] or result["null"]["sizes"] or result["null"]["same_seed"]["sizes"]:
+        blocks += [_grid(result), _size_table(result)]
+    if result["pairs"]:
+        blocks += [_cost_table(result), _pair_table(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
+    return [block for block in blocks if block]
+
+
+def _markdown(head: str, rows: list[str]) -> list[str]:
+    return [head, "|---" * (head.count("|") - 1) + "|", *rows]
+
+
+def _common_table(result: dict) -> str:
+    """A row per recipe: the gap over all sizes, what the design can see; below it the trend over size."""
+    margin = result["margin"]
+    if not result["pairs"]:
+        return ""
+    shown, rows, trends = f"±{margin.percent:g} %" if margin else "margin", [], []
+    for recipe, one in result["common"].items():
+        found, trend = one[result["loss"]], one["trend"]
+        seen = "" if one["smallest_seen"] is None else f"{one['smallest_seen']:.2g}"
+        plans = [(one[key] or OVER) if margin and found.sd else "" for key in ("pairs_to_see_margin", "pairs_to_show_margin")]
+        rows.append(f"| {recipe} | {_shown(found)} | {found.n} of {one['pairs']} | {one['sizes']} | {one['verdict']} | {seen} | "
+                    f"{plans[0]} | {plans[1]} |")
+        trends.append(f"Trend over size (not the form declared), {recipe}: " + (
+            f"{trend.slope:+.3g} ± {trend.half:.2g} % per decade of N." if trend.reason is None else
+            f"not estimable: {trend.reason}" + ("." if trend.half is None or trend.needed is None and "rival" not in trend.reason
+                                                else f"; it would take {trend.needed or OVER} pairs at each size.")))
+    text = ("Common gap: 100 δ of ln L_FP8 = ln L_BF16 + δ over all sizes, ± half a 95 % t-interval over independent pairs "
+            "(branches of one trunk count once). Sees gaps, pairs to see and to show: with 80 % probability at the spread found; "
+            "to show: if the true gap is 0. "
+            + (f"Margin ±{margin.percent:g} %: {margin.source}." if margin else "No margin was declared: no equivalence test."))
+    head = (f"| recipe | common gap {ARMS[result['loss']]} [%] | independent pairs | sizes | verdict | sees gaps from [%] "
+            f"| pairs to see {shown} | pairs to show within {shown} |")
+    return "\n".join([*_markdown(head, rows), "", text, *trends])
+
+
+def _ranking_table(result: dict) -> str:
+    """A row per recipe by the declared rule (pairs.rank), then which one is the best and why."""
+    found, rows, text = result["ranking"], [], []
     for row in found["recipes"]:
         above, ratio, (fewest, most) = row["difference"], row["throughput"]["ratio"], row["converted"]
-        lines.append(f"| {row['recipe']} | {_shown(row['gap'])} | {_shown(above) if above else ''} | "
-                     f"{'yes' if row['ties'] else 'no'} | {f'{ratio:.3f}' if ratio else 'no number'} | "
-                     f"{fewest}{f' to {most}' * (most > fewest)} |")
-    text = [found["reason"]] + [f"Not ranked: {one['recipe']} ({one['reason']})." for one in found["left_out"]]
-    if found["recipes"]:
-        text.insert(0, "Gap and difference: pairs at the largest budget of each size, the same sizes and seeds for all, ± half a "
-                       "95 % t-interval; a tie: the interval of the difference holds 0, or there is none. With a few pairs "
-                       "almost any recipe ties, and speed decides where it means something.")
-    return "\n".join([*lines * bool(found["recipes"]), ""] + [" ".join(text)]).strip()
+        rows.append(f"| {row['recipe']} | {_shown(row['gap'])} | {_shown(above) if above else ''} | "
+                    f"{'yes' if row['ties'] else 'no'} | {f'{ratio:.3f}' if ratio else 'no number'} | "
+                    f"{fewest}{f' to {most}' * (most > fewest)} |")
+    if rows:
+        text = ["Pairs at the largest budget of each size, the same sizes and seeds for all; a tie: the interval of the "
+                "difference holds 0, or there is none. With a few pairs almost any recipe ties, and speed decides where it "
+                "means something."]
+    text += [found["reason"]] + [f"Not ranked: {one['recipe']} ({one['reason']})." for one in found["left_out"]]
+    head = (f"| recipe, lowest gap first | gap {ARMS[result['loss']]} [%] | above the first [%] | ties with it | tok/s FP8/BF16 "
+            "| Linears in FP8 |")
+    return "\n".join([*_markdown(head, rows), ""] * bool(rows) + [" ".join(text)])
 
 
-def grid(result: dict) -> str:
+def _grid(result: dict) -> str:
     """The judged gap at a glance: a row per size and recipe, a column per budget; "" for more than six budgets."""
     null, arm = result["null"], result["loss"]
     rows = [("BF16, two seeds: SD", row, f"{row['sd_percent']:.3f}", row["runs"]) for row in null["sizes"]]
@@ -284,84 +238,70 @@ def grid(result: dict) -> str:
         columns[-1].append(ratio)
     if len(columns) > 6:
         return ""
-    lines = {}                          # (N, label) -> pairs or runs, cell of each column
+    lines, labels = {}, list(dict.fromkeys(label for label, *_ in rows))        # (N, label) -> pairs or runs, its cells
     for label, row, cell, n in rows:
-        line = lines.setdefault((row["N"], label), [0, *[""] * len(columns)])
+        line = lines.setdefault((row["N"], labels.index(label)), [0, *[""] * len(columns)])
         line[0] = max(line[0], n)
-        at = 1 + next(i for i, own in enumerate(columns) if row["tokens_per_param"] <= own[-1])
-        line[at] = f"{line[at]}, {cell}" if line[at] else cell
-    heads = [f"{sum(own) / len(own):.2g}" for own in columns]
-    head = f"| size N | | pairs or seeds | at {heads[0]} tokens per parameter [%] | " + " | ".join(
-        [f"at {one}" for one in heads[1:]] + [""])
-    order = {label: i for i, label in enumerate(dict.fromkeys(label for label, *_ in rows))}
-    return "\n".join([head.rstrip(), "|---" * (3 + len(columns)) + "|", *(
-        f"| {human(N)} | {label} | {' | '.join(map(str, cells))} |"
-        for (N, label), cells in sorted(lines.items(), key=lambda item: (item[0][0], order[item[0][1]])))])
+        place = 1 + next(i for i, own in enumerate(columns) if row["tokens_per_param"] <= own[-1])
+        line[place] = f"{line[place]}, {cell}" if line[place] else cell
+    heads = [f"at {sum(own) / len(own):.2g}" for own in columns]
+    head = f"| size N | | pairs or seeds | {heads[0]} tokens per parameter [%] |" + "".join(f" {one} |" for one in heads[1:])
+    return "\n".join(_markdown(head, [f"| {human(N)} | {labels[i]} | {' | '.join(map(str, cells))} |"
+                                      for (N, i), cells in sorted(lines.items())]))
 
 
-def sizes(result: dict) -> str:
+def _size_table(result: dict) -> str:
     """A row per size, tokens and recipe with its verdict, below both nulls of that size."""
-    lines = ["| N | tokens | recipe | pairs | gap in BF16 [%] | gap as trained [%] | verdict |", "|---" * 7 + "|"]
-    null, by_size = result["null"], {}
-    two, same = ({(row["N"], row["tokens"]): row for row in rows} for rows in (null["sizes"], null["same_seed"]["sizes"]))
+    rows, null, by_size = [], result["null"], {}
+    two, same = ({(row["N"], row["tokens"]): row for row in some} for some in (null["sizes"], null["same_seed"]["sizes"]))
     for row in result["sizes"]:
         by_size.setdefault((row["N"], row["tokens"]), []).append(row)
     for size in sorted({*two, *same, *by_size}):
         head = f"| {size[0]:,} | {size[1]:,} |"
         if row := two.get(size):
             sd = f"SD {row['sd_percent']:.3f}"
-            lines.append(f"{head} bf16, two seeds | {row['runs']} runs | {sd} | {sd} | null, {freedom(row['dof'])} |")
+            rows.append(f"{head} bf16, two seeds | {row['runs']} runs | {sd} | {sd} | null, {freedom(row['dof'])} |")
         else:
-            lines.append(f"{head} bf16 | 1 run | | | no null: one BF16 seed |")
+            rows.append(f"{head} bf16 | 1 run | | | no null: one BF16 seed |")
         if row := same.get(size):
             equal = sum(one["nats"] == 0 for one in row["differences"])
-            lines.append(f"{head} bf16, same seed | {row['pairs']} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | " + (
+            rows.append(f"{head} bf16, same seed | {row['pairs']} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | " + (
                 "no null: equal to the last bit" if equal == row["pairs"] else "null: rounded otherwise") + " |")
-        lines += [f"{head} {row['recipe']} | {row['bf16'].n} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | "
-                  f"{row['verdict']} |" for row in by_size.get(size, ())]
-    lines += ["", f"N: {result['conventions']['N']}. Gap: FP8 minus BF16 of runs that share seed and data order, ± half a 95 % "
-              "t-interval over independent pairs; each row is a 5 % test of its own. Null: SD of the difference of two BF16 runs "
-              "with other seeds, k - 1 degrees of freedom from k runs."]
+        rows += [f"{head} {row['recipe']} | {row['bf16'].n} | {_shown(row['bf16'])} | {_shown(row['as_trained'])} | "
+                 f"{row['verdict']} |" for row in by_size.get(size, ())]
+    text = [f"N: {result['conventions']['N']}. Gap: FP8 minus BF16 of runs that share seed and data order, ± half a 95 % "
+            "t-interval over independent pairs; each row is a 5 % test of its own. Null: SD of the difference of two BF16 runs "
+            "with other seeds, k - 1 degrees of freedom from k runs."]
     if pooled := null["pooled"]:
-        lines[-1] += (f" Pooled over sizes: SD {pooled['sd_percent']:.3f} %, {freedom(pooled['dof'])}; 95 % of such differences "
-                      f"lie within ±{pooled['band']:.2f} %.")
-    return "\n".join([*lines[:-1], " ".join([lines[-1], *_same_seed(null["same_seed"])])])
-
-
-def _same_seed(null: dict) -> list[str]:
-    """What BF16 runs of one seed that are rounded differently say, in sentences."""
-    said = []
-    if pooled := null["pooled"]:
-        said.append(f"Same seed: BF16 once more, minus BF16, rounded otherwise; SD around 0 over {pooled['pairs']} "
+        text.append(f"Pooled over sizes: SD {pooled['sd_percent']:.3f} %, {freedom(pooled['dof'])}; 95 % of such differences lie "
+                    f"within ±{pooled['band']:.2f} %.")
+    if pooled := null["same_seed"]["pooled"]:
+        text.append(f"Same seed: BF16 once more, minus BF16, rounded otherwise; SD around 0 over {pooled['pairs']} "
                     f"pair{'s' * (pooled['pairs'] > 1)} {pooled['sd_percent']:.3f} %, {freedom(pooled['dof'])}; 95 % of such "
                     f"differences lie within ±{pooled['band']:.2g} %.")
-    if equal := null["equal"]:
-        said.append(f"{equal} pair{'s' * (equal > 1)} of BF16 with BF16 of the same seed {'are' if equal > 1 else 'is'} equal to "
-                    "the last bit: nothing was rounded otherwise there, so it is no null.")
-    return said
+    if equal := null["same_seed"]["equal"]:
+        text.append(f"Pairs of BF16 with BF16 of the same seed that are equal to the last bit, and so no null: {equal}.")
+    head = "| N | tokens | recipe | pairs | gap in BF16 [%] | gap as trained [%] | verdict |"
+    return "\n".join([*_markdown(head, rows), "", " ".join(text)])
 
 
-def cost_rows(result: dict) -> str:
+def _cost_table(result: dict) -> str:
     """A row per size, tokens and recipe: what the gap costs in compute and size, under each law."""
-    laws = list(result["laws"])
-    columns = " | ".join(f"extra compute, {law} [%] | N_eff/N, {law} | speed-up, {law}" for law in laws)
-    lines = [f"| N | tokens | recipe | {columns} |", "|---" * (3 + 3 * len(laws)) + "|"]
+    laws, rows = result["laws"], []
     for row in result["sizes"]:
-        cells = [f"{human(row['N'])} | {human(row['tokens'])} | {row['recipe']}"]
-        found = {cost["law"]: cost for cost in row["costs"]}
-        for law in laws:
-            if law not in found:
+        cells, found = [human(row["N"]), human(row["tokens"]), row["recipe"]], {cost["law"]: cost for cost in row["costs"]}
+        for cost in map(found.get, laws):
+            if cost is None:
                 cells += ["none"] * 3
                 continue
-            cost = found[law]
             extra, share, speed = ([cost[key], *cost[f"{key}_ci95"]]
                                    for key in ("extra_tokens", "effective_parameters", "speedup"))
             extra = [None if r is None else 100 * (r - 1) for r in extra]
             cells += [_ends(extra, "+.2f"), _ends(share, ".3f"), _ends(speed, ".3f")]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(f"| {' | '.join(cells)} |")
     text = ["Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In brackets: 95 % interval from "
             "the gap's, for the speed-up also from throughput and our law's slope.",
-            "; ".join(f"{name}: {source}" for name, source in result["laws"].items()) + "."]
+            "; ".join(f"{name}: {source}" for name, source in laws.items()) + "."]
     if result["no_own_law"]:
         text.append(f"No law of our own: {result['no_own_law']}.")
     if result["conventions"]["N"] != "params_total":
@@ -370,23 +310,24 @@ def cost_rows(result: dict) -> str:
         text.append(f"Published laws rest on models of more than {human(SMALLEST)} parameters and on other tokens: so far below, "
                     "their numbers can be wrong by a factor of ten and more.")
     reasons = dict.fromkeys(cost["reason"] for row in result["sizes"] for cost in row["costs"] if cost["reason"])
-    return "\n".join([*lines, "", " ".join([*text, *(f"No number: {reason}." for reason in reasons)])])
+    head = "| N | tokens | recipe |" + "".join(f" extra compute, {law} [%] | N_eff/N, {law} | speed-up, {law} |" for law in laws)
+    return "\n".join([*_markdown(head, rows), "", " ".join([*text, *(f"No number: {reason}." for reason in reasons)])])
 
 
-def pair_rows(result: dict) -> str:
+def _pair_table(result: dict) -> str:
     """A row per pair, in nats and per cent."""
-    law = next(iter(result["laws"]))
-    lines = ["| FP8 run | N | tokens | gap in BF16 [nats] | [%] | gap as trained [nats] | [%] | "
-             f"extra compute ({law}) [%] | tok/s FP8/BF16 |", "|---" * 9 + "|"]
+    law, rows = next(iter(result["laws"])), []
     for pair in result["pairs"]:
         gaps = [f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}") + f" | {gap.percent:+.3f}"
                 for gap in (pair["gap_bf16"], pair["gap_as_trained"])]
-        extra = pair["extra_tokens"].get(law)
-        ratio = "other machine" if pair["tok_per_s_ratio"] is None else f"{pair['tok_per_s_ratio']:.2f}"
-        lines.append(f"| {pair['fp8']} ({pair['recipe']}) | {human(pair['N'])} | {human(pair['tokens'])} | "
-                     f"{gaps[0]} | {gaps[1]} | {'none' if extra is None else f'{100 * (extra - 1):+.2f}'} | "
-                     f"{'means nothing (CPU)' if pair['device'].startswith('cpu') else ratio} |")
-    return "\n".join([*lines, "", "± one standard error over the validation sequences, paired: evaluation noise, not the run's."])
+        extra, ratio = pair["extra_tokens"].get(law), pair["tok_per_s_ratio"]
+        ratio = "means nothing (CPU)" if pair["device"].startswith("cpu") else f"{ratio:.2f}" if ratio else "other machine"
+        rows.append(f"| {pair['fp8']} ({pair['recipe']}) | {human(pair['N'])} | {human(pair['tokens'])} | {gaps[0]} | {gaps[1]} "
+                    f"| {'none' if extra is None else f'{100 * (extra - 1):+.2f}'} | {ratio} |")
+    head = ("| FP8 run | N | tokens | gap in BF16 [nats] | [%] | gap as trained [nats] | [%] | "
+            f"extra compute ({law}) [%] | tok/s FP8/BF16 |")
+    return "\n".join([*_markdown(head, rows), "",
+                      "± one standard error over the validation sequences, paired: evaluation noise, not the run's."])
 
 
 def name_of(recipe: str, converted: list[int]) -> str:
@@ -404,227 +345,186 @@ def _ends(values, form) -> str:
     return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
 
 
-BF16_COLOR, FP8_COLOR = "#0072B2", "#D55E00"     # Okabe-Ito; BF16 is blue in every figure of this project
-LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
-FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
-BANDS = 2                   # recipes, at most, whose common gaps are drawn as bands: more cover each other
-ASIDE = 0.05                # of N, at most: beside laws over N a point must stand at its N
-
-
-# ------------------------------------------------------------------------------------------------- gap against size
-
+# ---------------------------------------------------------------------------------------------------------- its figure
 
 def draw_precision(result: dict):
-    """The figure of precision.analyse's result, which holds at least one pair: gap [%], then nats beside published laws."""
-    arm, sizes, margin, pooled = result["loss"], result["sizes"], result["margin"], result["null"]["pooled"]
-    counted, same = result["conventions"]["N"], result["null"]["same_seed"]
-    recipes, n, free = list(result["common"]), len(result["pairs"]), sum(one[arm].n for one in result["common"].values())
-    ratios = [row["tokens"] / row["params_total"] for row in sizes]     # as the published laws count
-    ratio = float(np.exp(np.mean(np.log(ratios))))
-    parts = [f"Both arms evaluated {ARMS[arm]}." if arm == "bf16" else "Each arm evaluated as it was trained.",
-             "Bars: 95 % t-interval over independent pairs, none for one pair; those of two pairs may leave the axis."
-             + " Coloured bands: the common gap's interval." * (len(recipes) <= BANDS)]
-    different = len({row["N"] for row in sizes})
-    if len({(row["N"], row["tokens"]) for row in sizes}) > different:
-        parts.append("Left, at each size further right: more tokens per parameter.")
-    limit, bands = _reach(sizes, arm, margin, [one for one in (pooled, same["pooled"]) if one])
-    parts.append(f"{_shade('Grey', pooled, bands)}: null, 95 % of the differences of two BF16 runs with other seeds (n = "
-                 f"{pooled['runs']} runs, {freedom(pooled['dof'])})." if pooled else
-                 "No null band: no two BF16 seeds at one size.")
-    if same["pooled"]:
-        parts.append(f"{_shade('Darker grey', same['pooled'], bands)}: the same of one seed, rounded otherwise (n = "
-                     f"{same['pooled']['pairs']} pair{'s' * (same['pooled']['pairs'] > 1)}, {freedom(same['pooled']['dof'])}).")
-    elif same["equal"]:
-        parts.append("No null of one seed: such runs are equal to the last bit here.")
-    parts.append(f"Margin {'' if margin.is_declared else 'not '}declared before the runs." if margin else "No margin.")
-    parts.append(f"Right: published laws at {ratio:.3g} tokens per parameter, dotted outside the sizes they were fitted to; "
-                 "open triangle: upper end of the interval of a gap not above 0 (without interval: not shown). "
-                 f"N = {counted}" + ", right params_total, which the laws count" * (counted != "params_total")
-                 + (f", points within {100 * ASIDE:g} % of it." if different < len(sizes) else "."))
+    """The figure of analyse's result, which holds at least one pair: gap [%] over size, then nats beside published laws."""
+    arm, sizes, common = result["loss"], result["sizes"], result["common"]
+    n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
+    ratio = float(np.exp(np.mean([math.log(row["tokens"] / row["params_total"]) for row in sizes])))
+    caption = "Bars: 95 % t-interval over independent pairs" + "; bands: of all sizes" * (len(common) <= BANDS) + ". "
+    if len({(row["N"], row["tokens"]) for row in sizes}) > len({row["N"] for row in sizes}):
+        caption += "Left, at each size further right: more tokens. "
+    caption += (f"Right: published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to; "
+                "triangle: upper end of a gap not above 0.")
     with matplotlib.rc_context(RC):
-        title = f"Loss of FP8 minus loss of BF16 against size (n = {n} pair{'s' * (n > 1)}{f', {free} independent' * (free < n)})"
-        figure, panels = page(3.5, 1, 2, title, " ".join(parts), top=0.52, wspace=0.24)
-        left, right = panels[0]
-        place = _places(sizes)
-        _draw_percent(left, sizes, place, arm, result["common"], margin, [
-            (one, *look) for one, *look in ((pooled, "null", "#DDDDDD"), (same["pooled"], "null of one seed", "#B0B0B0"))
-            if one in bands], limit)
-        _draw_nats(right, sizes, _places(sizes, 2 * math.log1p(ASIDE), "params_total"), recipes, ratio)
-        if counted != "params_total":
-            left.set_xlabel(f"{KIND[counted.removeprefix('params_')]}parameters N")
-            right.set_xlabel("parameters N, all")
-        handles, names = left.get_legend_handles_labels()
-        for one, name in ((pooled, "null"), (same["pooled"], "null of one seed")):
-            if one and one not in bands:
-                handles.append(Patch(fill=False, linewidth=0))
-                names.append(f"{name}, ±{one['band']:.2g} % (beyond the axis)")
-        _legend(figure, handles, names)
-        FigureCanvasAgg(figure).draw()          # ticks take these settings now, not savefig's
-    return figure
+        title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pair{'s' * (n > 1)}"
+        looks = dict(zip(common, styles(["bf16", *common])[1:], strict=True))
+        handles = _handles(result)
+        handles += [matplotlib.lines.Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none",
+                                            label=name_of(recipe, common[recipe]["converted"])) for recipe, look in looks.items()]
+        figure, panels = sheet((7.4, 3.8), 1, 2, title + f", {free} independent" * (free < n) + ")", caption, handles, 4)
+        _draw_percent(panels[0, 0], result, looks)
+        _draw_nats(panels[0, 1], sizes, looks, ratio)
+        if result["conventions"]["N"] != "params_total":
+            panels[0, 0].set_xlabel(f"{KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
+            panels[0, 1].set_xlabel("parameters N, all")
+        return settle(figure)
 
 
-def _legend(figure, handles, names):
-    """Above the panels, in as many columns as the page is wide; what rows it takes beyond one are taken from the panels."""
-    height, renderer = figure.get_figheight(), FigureCanvasAgg(figure).get_renderer()
-    for columns in range(min(6, len(names)), 0, -1):
-        legend = figure.legend(handles, names, loc="upper left", bbox_to_anchor=(0.069, 1 - 0.25 / height), ncols=columns,
-                               frameon=False, borderpad=0, borderaxespad=0, columnspacing=1.5)
-        if legend.get_window_extent(renderer).width <= 0.92 * figure.bbox.width or columns == 1:
-            break
-        legend.remove()
-    rows = -(-len(names) // columns)
-    figure.subplots_adjust(top=1 - (0.52 + 0.17 * (rows - 1)) / height)
+def _reach(result: dict) -> float:
+    """Half the height of the axis in per cent: what the gaps take; intervals of two pairs may leave it."""
+    rows, margin = [row[result["loss"]] for row in result["sizes"]], result["margin"]
+    reach = [abs(row.mean) for row in rows] + ([margin.percent] if margin else [])
+    reach += [max(abs(row.low), abs(row.high)) for row in rows if row.half and row.n > 2]
+    return 1.2 * max([*reach, 1e-3])
 
 
-def _places(sizes, widest_room: float = 0.9, counts: str = "N") -> list[float]:
-    """x of each row, sorted by N: its N, moved aside where several rows share it, by widest_room in ln N in all."""
-    places, widest = [], np.diff(np.log(sorted({row[counts] for row in sizes})))
-    room = min([widest_room, *(0.6 * widest)] if len(widest) else [widest_room, 0.6])
-    for N, rows in itertools.groupby(row[counts] for row in sizes):
-        n = len(list(rows))
-        places += [N * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
-    return places
+def _bands(result: dict) -> list[tuple[float, str, str, bool]]:
+    """(half width in per cent, name, colour, whether the axis holds it) of each null; one far beyond it is named, not drawn."""
+    null, limit = result["null"], 2.5 * _reach(result)
+    return [(one["band"], name, color, one["band"] < limit) for one, name, color in (
+        (null["pooled"], "null, other seed", "#DDDDDD"), (null["same_seed"]["pooled"], "null, same seed", "#B0B0B0")) if one]
 
 
-def _reach(sizes, arm, margin, nulls) -> tuple[float, list]:
-    """Half the height of the axis in per cent, and the nulls whose band it holds: one far beyond it would colour the whole
-    panel, or flatten the gaps."""
-    reach = [abs(row[arm].mean) for row in sizes] + ([margin.percent] if margin else [])
-    reach += [max(abs(row[arm].low), abs(row[arm].high)) for row in sizes if row[arm].half and row[arm].n > 2]
-    limit = 1.2 * max([*reach, 1e-3])
-    fitting = [one for one in nulls if one["band"] < 2.5 * limit]
-    return max([limit, *(1.15 * one["band"] for one in fitting)]), fitting
+def _handles(result: dict) -> list:
+    """Of the null bands and of the margin, for the legend."""
+    handles = [Patch(color=color, linewidth=0, fill=fits, label=f"{name}, ±{band:.2g} %" + " (beyond the axis)" * (not fits))
+               for band, name, color, fits in _bands(result)]
+    if margin := result["margin"]:
+        handles.append(matplotlib.lines.Line2D([], [], color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), label=(
+            f"margin, ±{margin.percent:g} %" + ", after the fact" * (not margin.is_declared))))
+    return handles
 
 
-def _looks(recipes):
-    """(recipe, (colour, marker)) of each, as in the loss figure."""
-    looks = [(style["color"], style["marker"]) for style in styles(["bf16", *recipes])[1:]]
-    return list(zip(recipes, looks, strict=True))
-
-
-def _shade(name: str, null: dict, bands) -> str:
-    return name if null in bands else "Not drawn, beyond the axis"
-
-
-def _draw_percent(panel, sizes, place, arm, common, margin, bands, limit):
-    for one, name, color in sorted(bands, key=lambda band: -band[0]["band"]):      # the narrower one on top
-        panel.axhspan(-one["band"], one["band"], color=color, linewidth=0, zorder=0, label=f"{name}, ±{one['band']:.2g} %")
-    if margin:
-        for i, y in enumerate((-margin.percent, margin.percent)):
-            panel.axhline(y, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1,
-                          label=None if i else f"margin, ±{margin.percent:g} %")
-    panel.axhline(0, color=BF16_COLOR, linewidth=1.2, zorder=2.5)
-    for recipe, (color, marker) in _looks(common):
-        if common[recipe][arm].half and len(common) <= BANDS:
-            panel.axhspan(common[recipe][arm].low, common[recipe][arm].high, color=color, alpha=0.25, linewidth=0, zorder=2)
+def _draw_percent(panel, result: dict, looks) -> None:
+    arm, sizes, common = result["loss"], result["sizes"], result["common"]
+    nulls = sorted(((band, color) for band, _, color, fits in _bands(result) if fits), reverse=True)
+    for band, color in nulls:           # the narrower one on top
+        panel.axhspan(-band, band, color=color, linewidth=0, zorder=0)
+    for y in (-1, 1) if result["margin"] else ():
+        panel.axhline(y * result["margin"].percent, color="#000000", linewidth=0.8, linestyle=(0, (4, 2)), zorder=1)
+    panel.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
+    place = _places([row["N"] for row in sizes])
+    for recipe, look in looks.items():
+        whole = common[recipe][arm]
+        if whole.half and len(common) <= BANDS:
+            panel.axhspan(whole.low, whole.high, color=look["color"], alpha=0.25, linewidth=0, zorder=2)
         rows = [(x, row[arm]) for x, row in zip(place, sizes, strict=True) if row["recipe"] == recipe]
         panel.errorbar([x for x, _ in rows], [found.mean for _, found in rows], yerr=[found.half or 0 for _, found in rows],
-                       linestyle="none", color=color, marker=marker, markersize=4.5, capsize=2.5, elinewidth=1.1, zorder=3,
-                       label=name_of(recipe, common[recipe]["converted"]))
-    panel.set(ylim=(-limit, limit), ylabel="gap [%]")
-    _size_axis(panel, min(place) / 1.5, 1.5 * max(place))
+                       linestyle="none", color=look["color"], marker=look["marker"], markersize=4.5, capsize=2.5, elinewidth=1.1,
+                       zorder=3)
+    limit = max([_reach(result), *(1.15 * band for band, _ in nulls)])
+    panel.set_xscale("log")
+    panel.set(xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit), xlabel="parameters N", ylabel="gap [%]")
+    counts_axis(panel.xaxis)
     # Labels at the sizes themselves, where they have room: the points stand beside them.
-    spacing, ticks = 0.1 * math.log(2.25 * max(place) / min(place)), []
+    spacing, ticks = 0.08 * math.log(2.25 * max(place) / min(place)), []
     for N in sorted({row["N"] for row in sizes}):
         ticks += [N] if not ticks or math.log(N / ticks[-1]) > spacing else []
     panel.xaxis.set_major_locator(FixedLocator(ticks))
     panel.xaxis.set_minor_locator(NullLocator())
 
 
-def _draw_nats(panel, sizes, place, recipes, ratio):
-    shown, values = [], []
-    for recipe, (color, marker) in _looks(recipes):
-        for x, row in zip(place, sizes, strict=True):
-            found = row["nats"]
-            high = found.mean if found.high is None else found.high
-            if row["recipe"] != recipe or high <= 0:
-                continue
-            above = found.mean > 0
-            panel.plot(x, found.mean if above else high, marker=marker if above else "v", color=color, markersize=4.5,
-                       markerfacecolor=color if above else "none", linestyle="none", zorder=3)
-            if found.high is not None:
-                panel.plot([x, x], [found.low if found.low > 0 else 1e-9, high], color=color, linewidth=1.1, zorder=2)
-            shown += [found.mean if above else high, min(high, 10 * max(found.mean, high / 10))]
-    low, high = min(place) / 2, max(1.5 * max(place), 1.3 * FARTHEST)
+def _places(N) -> list[float]:
+    """x of each row, sorted by N: its N, moved aside where several rows share it."""
+    widest, places = np.diff(np.log(sorted(set(N)))), []
+    room = min([0.9, *(0.6 * widest)])
+    for size, rows in itertools.groupby(N):
+        n = len(list(rows))
+        places += [size * math.exp(room * ((i + 0.5) / n - 0.5)) for i in range(n)]
+    return places
+
+
+def _draw_nats(panel, sizes, looks, ratio: float) -> None:
+    """Each gap at its total parameters, as the published laws count, whose lines stand beside."""
+    panel.set_xscale("log")
+    panel.set_yscale("log", nonpositive="clip")
+    totals = [row["params_total"] for row in sizes]
+    low, high = min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST)
+    N, values = np.geomspace(low, high, 200), []
     for (name, law, fitted), (color, dash) in zip(PRECISION_LAWS, LAW_STYLES, strict=True):
-        N = np.geomspace(low, high, 200)
         nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
         panel.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
         panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
         values += [nats.min(), nats.max()]
-    panel.set_yscale("log")
-    panel.set(ylim=(min(values + shown) / 2.5, 8 * max(values + shown)), ylabel="gap [nats/token]")
+    for row in sizes:
+        found, look = row["nats"], looks[row["recipe"]]
+        if found.mean > 0:
+            panel.errorbar(row["params_total"], found.mean, yerr=found.half or 0, color=look["color"], marker=look["marker"],
+                           markersize=4.5, elinewidth=1.1, zorder=3)
+            values.append(found.mean)
+        elif found.high and found.high > 0:
+            panel.plot(row["params_total"], found.high, color=look["color"], marker="v", markersize=4.5, markerfacecolor="none")
+            values.append(found.high)
+    panel.set(xlim=(low, high), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N", ylabel="gap [nats/token]")
+    counts_axis(panel.xaxis)
     panel.yaxis.set_major_locator(LogLocator(10, numticks=9))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
-    _size_axis(panel, low, high)
 
 
-def _size_axis(panel, low, high):
-    panel.set_xscale("log")
-    panel.set(xlim=(low, high), xlabel="parameters N")
-    panel.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5) if math.log10(high / low) < 2.5 else (1,), numticks=12))
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
-    panel.xaxis.set_minor_formatter(NullFormatter())
-    panel.grid(True, color="#EEEEEE", linewidth=0.5)
-    panel.set_axisbelow(True)
+# ------------------------------------------------------------------------------------------------------------- command
+
+def main(arguments=None) -> int:
+    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(__doc__ + "\nOptions, as name=value or --name value:")
+        print("\n".join(field_lines("", Options)))
+        return 0 if words else 2
+    try:
+        if "--report" in words:
+            from scaling import report  # here, because it imports this module
+            return report.main([word for word in words if word != "--report"])
+        _run(read_options(Options, words))
+    except UserError as error:
+        print(f"scaling/precision.py: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
-# ---------------------------------------------------------------------------------------------- one pair's training
+def _run(options: Options) -> None:
+    paths = options.paths
+    if options.out is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
+        raise UserError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
+                        "precision.json and the figures")
+    folder = Path(options.out or Path(paths[0]) / LAW_FOLDER)
+    records, notes = read_runs(paths)
+    records, left_out = usable(counted_as(records, options.n))
+    if not records:
+        raise UserError("\n".join(["no run is left to compare", *left_out]))
+    check_comparable(records)
+    found, alone = pairs(records)
+    notes += left_out + alone + null_pairs(records)[1]
+    result = analyse(records, found, options.loss, read_margin(records, options.margin))
+    figures = {}
+    if found:
+        figures["precision"] = draw_precision(result)
+        figures["pair"], more = draw_pair(max(found, key=lambda pair: pair.fp8.flops_per_token * pair.fp8.tokens))
+        notes += more
+    inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
+    content = json.dumps({"format_version": 1, **result, "notes": notes, "inputs": inputs}, indent=1, allow_nan=False,
+                         default=asdict)
+    files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() if figure for form in ("png", "svg")}
+    old = [f"{name}.{form}" for name in ("precision", "pair") for form in ("png", "svg")]
+    old = [name for name in old if name not in files and (folder / name).exists()]
+    write_files(folder, files | {"precision.json": content + "\n"})
+    for name in old:
+        (folder / name).unlink()        # beside the new precision.json it would pass for its own
+    notes += [f"removed {', '.join(old)} of an earlier call from {folder}"] if old else []
+    _print(result, notes, ", ".join([f"{folder}/precision.json", *files]), options.all)
 
 
-def draw_pair(pair):
-    """Smoothed training loss of both arms of a precision.Pair over tokens, their difference below; or None with a note."""
-    curves = [dict(zip(*_whole_curve(record), strict=True)) for record in (pair.bf16, pair.fp8)]
-    tokens = np.array(sorted(curves[0].keys() & curves[1].keys()))
-    if len(tokens) < 2:
-        return None, [f"pair.png is not drawn: {pair.fp8.run_id} and {pair.bf16.run_id} have no training step in common in "
-                      "metrics.jsonl"]
-    loss = [np.array([curve[t] for t in tokens]) for curve in curves]
-    gap, window = loss[1] - loss[0], window_of(tokens)
-    late = tokens >= 0.05 * tokens[-1]
-    caption = (f"Lines: mean over {window} step{'s' * (window > 1)}; faint: single steps. Same data in the same order, so the "
-               "batches' own difficulty cancels below. Diamonds: validation at the end, in BF16 (filled), as trained (hollow). "
-               "One pair says nothing of another seed. The first 5 % of the steps may leave the axes.")
-    with matplotlib.rc_context(RC):
-        title = f"Training loss of {human(pair.fp8.params_total)} parameters in BF16 and FP8 {pair.fp8.recipe} (n = 1 pair)"
-        figure, panels = page(3.6, 2, 1, title, caption, top=0.3, left=0.11, hspace=0.12,
-                              sharex=True, gridspec_kw={"height_ratios": (1.5, 1)})
-        top, below = panels[:, 0]
-        for values, color, width, dash, name in ((loss[0], BF16_COLOR, 2.4, "-", f"BF16: {pair.bf16.run_id}"),
-                                                 (loss[1], FP8_COLOR, 1.1, (0, (3.2, 1.6)), f"FP8: {pair.fp8.run_id}")):
-            top.plot(tokens, running_mean(values), color=color, linewidth=width, linestyle=dash, label=name)
-        smooth = [running_mean(values)[late] for values in loss]
-        low, high = min(map(np.min, smooth)), max(map(np.max, smooth))
-        top.set(ylim=(low - 0.08 * (high - low), high + 0.08 * (high - low)), ylabel="training loss\n[nats/token]")
-        top.legend(loc="upper right", frameon=False)
-        below.axhline(0, color="#444444", linewidth=0.8)
-        below.plot(tokens, gap, color=FP8_COLOR, alpha=0.25, linewidth=0.5)
-        below.plot(tokens, running_mean(gap), color=FP8_COLOR, linewidth=1.4)
-        ends = [pair.in_bf16.nats, pair.as_trained.nats]
-        for nats, face in zip(ends, (BF16_COLOR, "none"), strict=True):
-            below.plot(tokens[-1], nats, "D", color=BF16_COLOR, markerfacecolor=face, markersize=4.5, clip_on=False, zorder=4)
-        limit = 1.3 * max(np.abs(running_mean(gap)[late]).max(), *map(abs, ends), 1e-9)
-        below.set(ylim=(-limit, limit), ylabel="FP8 − BF16\n[nats/token]", xlabel="training tokens")
-        below.xaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
-        below.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x > 0 else "0"))
-        for panel in (top, below):
-            panel.grid(True, color="#EEEEEE", linewidth=0.5)
-            panel.set_axisbelow(True)
-        figure.align_ylabels()
-        FigureCanvasAgg(figure).draw()
-    return figure, []
-
-
-def _whole_curve(record):
-    """read_curve, before a branch's first step continued by the run that it branched off, where that lies beside it."""
-    tokens, loss = read_curve(record)
-    if record.parent_run is None or not len(tokens):
-        return tokens, loss
-    earlier, height = read_curve(replace(record, folder=record.folder.parent / record.parent_run, parent_run=None))
-    before = earlier < tokens[0]
-    return np.concatenate([earlier[before], tokens]), np.concatenate([height[before], loss])
+def _print(result: dict, notes: list[str], wrote: str, is_all: bool) -> None:
+    """The headline, warnings, tables; without is_all as many of them as LINES hold."""
+    shown = notes if is_all or len(notes) <= SHOWN else [*notes[:SHOWN - 1], f"{len(notes) - SHOWN + 1} more in precision.json"]
+    parts, blocks = [headline(result), *["\n".join(f"WARNING: {note}" for note in shown)] * bool(shown)], _tables(result)
+    while blocks and (is_all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
+        parts.append(blocks.pop(0))
+    parts += [f"{len(blocks)} more table{'s' * (len(blocks) > 1)}: --all"] * bool(blocks)
+    print("\n\n".join([*parts, f"wrote {wrote}"]))
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_command(main))

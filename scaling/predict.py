@@ -1,9 +1,11 @@
-"""Freeze a prediction of a run before it exists, then hold it against the run:
+"""Say what finished runs predict for a new one; freeze that before the run exists, then hold it against the run:
 
     python scaling/fit.py out/ --predict gpt1p5b_fp8        # before the run: writes prediction_gpt1p5b_fp8.json
     python scaling/fit.py out/ --score                      # after it: error, inside the interval or not, by which form
 
-The file's own hash shows a later edit by hand. Only a commit or a copy elsewhere shows that nobody made the file anew.
+Few points fit many laws, and how the laws part beyond the points is most of what is not known there: on real ladders
+three sizes' laws differ by 6 % of the loss at the fourth, where seeds differ by 0.02 to 0.2 %. A prediction's own hash shows
+a later edit by hand. Only a commit or a copy elsewhere shows that nobody made it anew.
 """
 
 import calendar
@@ -18,22 +20,29 @@ from datetime import datetime
 from pathlib import Path
 
 import numpy as np
-from scipy.stats import f as fisher
-from scipy.stats import t as student
+from scipy.special import fdtri, stdtrit
 
 from runtime.cli import UserError
 from runtime.machine import git
+from runtime.rows import write_json
 from scaling.intervals import with_bootstrap
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Points, fit_chinchilla, fit_power, fit_ray
-from scaling.records import CONVENTIONS, read_json, read_study, write
+from scaling.records import CONVENTIONS, read_json, read_study
 
-KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # group.convention -> what stands before "parameters"
-
-# --------------------------------------------------------------------------------------------------------- frozen files
-
-
+ROOT = Path(__file__).resolve().parents[1]
 UTC = "%Y-%m-%dT%H:%M:%SZ"
+FORMAT_VERSION = 1
 CLOCK_SLACK_S = 600         # between the clocks of two machines
+FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
+FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
+REFUTED = 0.01              # chance of refuting a true form
+SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
+RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
+GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
+VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
+
+
+# ----------------------------------------------------------------------------------- frozen predictions, held-out runs
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,23 +142,12 @@ def is_at(record, goal: dict) -> bool:
     return all(getattr(record, key) == goal[key] for key in ("recipe", "params_total", "tokens"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- files
-
-
 def digest(content: dict) -> str:
     """SHA-256 over the content without its own hash, as canonical JSON."""
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
-# ----------------------------------------------------------------------------------------- what points say of a new run
-
-
-FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
-FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
-REFUTED = 0.01              # chance of refuting a true form
-SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
-RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
-GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
+# ---------------------------------------------------------------------------------------------- what points say
 
 
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
@@ -189,9 +187,12 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     judge = next((row for row in rows if row["form"] == "chinchilla"), None)
     freedom = len(np.unique(points.N)) - SIZE_TERMS
     kept = []
-    for row in rows:
-        if why := judge and freedom > 0 and _refuted(row, judge, freedom):
-            left_out.append({"form": row["form"], "reason": why})
+    for row in rows:        # Chinchilla's law refutes a form that misses the points while it meets them with sizes to spare
+        share = (row["residual_rms"] / judge["sigma"]) ** 2 if judge and freedom > 0 and row is not judge else 0.0
+        if share > 0 and share > fdtri(row["dof"], freedom, 1 - REFUTED):
+            left_out.append({"form": row["form"], "reason": (
+                f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
+                f"{100 * judge['sigma']:.2f} %")})
         else:
             kept.append(row)
     by_form = {row["form"]: row for row in kept}
@@ -203,7 +204,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         "parts": {
             "headline_interval": [headline["low"], headline["high"]], "model_form": _union(kept, "loss", "loss"),
             "own_residuals": _union(kept, "own_low", "own_high"), "all_forms": _union(rows, "low", "high"),
-            "run_noise_percent": 100 * float(student.ppf(0.975, headline["dof"])) * headline["sigma"],     # the law known
+            "run_noise_percent": 100 * float(stdtrit(headline["dof"], 0.975)) * headline["sigma"],     # the law known
             "seed_sd": seed_sd, "floor": FLOOR,
         },
         "points": {"all": len(points.loss), "at_this_ratio": len(ray.loss)},
@@ -218,15 +219,6 @@ def _share_noise(rows: list[dict], floor: float) -> None:
         sigma = row["sigma"] if row["form"] == "chinchilla" else max(floor, best)
         width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]      # proportional to sigma
         row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
-
-
-def _refuted(row: dict, judge: dict, freedom: int) -> str | None:
-    """Why the points refute a form: `judge`, Chinchilla's law with so many sizes to spare, meets them far better."""
-    share = (row["residual_rms"] / judge["sigma"]) ** 2
-    if row is judge or share <= fisher.ppf(1 - REFUTED, row["dof"], freedom):
-        return None
-    return (f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
-            f"{100 * judge['sigma']:.2f} %")
 
 
 def _union(rows, low: str, high: str) -> list[float]:
@@ -276,13 +268,7 @@ def _unfit(form: str, fit, loss) -> str | None:
     return None if fit.optimum.covariance is not None else fit.reason or "no degree of freedom"
 
 
-# ---------------------------------------------------------------------------------------------------- freeze
-
-
-
-ROOT = Path(__file__).resolve().parents[1]
-FORMAT_VERSION = 1
-VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
+# ------------------------------------------------------------------------------------------------------------ freezing
 
 
 def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), configs=ROOT / "configs",
@@ -305,29 +291,31 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
     group = next((group for group in groups if group.recipe == goal["recipe"] and group.records), None)
     if group is None:
         raise UserError(f"{target} is a run in {goal['recipe']}, but the runs at hand are "
-                          f"{', '.join(group.recipe for group in groups if group.records) or 'no runs, only a table'}: a "
-                          "prediction needs runs of the same recipe, so train the smaller sizes in it first")
+                        f"{', '.join(group.recipe for group in groups if group.records) or 'no runs, only a table'}: a "
+                        "prediction needs runs of the same recipe, so train the smaller sizes in it first")
     _check_absent(target, goal, groups, roots)
     _check_counts(goal, group.records)
-    count = f"params_{group.convention}"
-    N, D = goal[count], goal["tokens"]
+    N, D = goal[f"params_{group.convention}"], goal["tokens"]
     said = forecast(group.points, (N, D, goal["flops_per_token"] * D), group.seed_sd or 0.0)
     said["parts"]["conventions"] = _by_convention(said["headline"], group, goal)
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
-        "git_commit": _commit() or commit, "loss_key": loss_key, "loss_unit": "nats per token", "level": 0.95,
-        "convention": group.convention, **said,
+        "git_commit": git(ROOT, "rev-parse", "HEAD") or commit, "loss_key": loss_key, "loss_unit": "nats per token",
+        "level": 0.95, "convention": group.convention, **said,
         "tokenizer_sha256": group.records[0].tokenizer_sha256, "val_sha256": group.records[0].val_sha256,
         "inputs": [{"run_id": record.run_id, "summary_sha256": record.summary_sha256, "N": record.N,
                     "D": record.tokens, "loss": getattr(record, loss_key)} for record in group.records],
     }
-    content["sha256"] = digest(content)
+    _write(path, content | {"sha256": digest(content)})
+    return read_prediction(path)
+
+
+def _write(path: Path, content: dict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+        write_json(path, content)
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
-    return read_prediction(path)
 
 
 def _target(name: str, roots, configs: Path) -> dict:
@@ -336,39 +324,32 @@ def _target(name: str, roots, configs: Path) -> dict:
     if name in declared:
         goal = declared[name]
     elif (configs / f"{name}.py").is_file():
-        goal = _counted(configs / f"{name}.py")
+        import torch
+
+        from model import GPT
+        from runtime.config import load_config
+        config = load_config(configs / f"{name}.py")
+        with torch.device("meta"):
+            goal = GPT(config.model).counts()
+        goal |= {"recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
     else:
         there = [*declared, *(one.stem for one in sorted(configs.glob("*.py")))]
         near = difflib.get_close_matches(name, there, n=1)
         raise UserError(f"there is no run {name!r} in a study.json and no {configs / name}.py"
-                          + (f"; did you mean {near[0]}?" if near else ""))
-    keys = ("recipe", "params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
-    kinds = dict.fromkeys(keys, int | float) | {"recipe": str}
-    if missing := [key for key in keys if not isinstance(goal.get(key), kinds[key]) or not goal[key]]:
+                        + (f"; did you mean {near[0]}?" if near else ""))
+    keys = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
+    if missing := [key for key in ("recipe", *keys) if not isinstance(goal.get(key), int | float if key in keys else str)]:
         raise UserError(f"study.json says nothing usable of {', '.join(missing)} for {name}; write it anew: scaling/sweep.py")
-    return {"name": name, **{key: goal[key] for key in keys}, "vocab_size": goal.get("vocab_size")}
-
-
-def _counted(path: Path) -> dict:
-    """A config's recipe and exact counts, as an entry of study.json has them."""
-    from scaling.study import GPT, UserError, load_config, torch  # here, because it loads torch
-    try:
-        config = load_config(path)
-    except UserError as error:
-        raise UserError(str(error)) from None
-    with torch.device("meta"):
-        counts = GPT(config.model).counts()
-    return counts | {"recipe": config.fp8.label, "tokens": config.total_tokens,
-                     "vocab_size": config.model.vocab_size}
+    return {"name": name, **{key: goal[key] for key in ("recipe", *keys)}, "vocab_size": goal.get("vocab_size")}
 
 
 def _check_absent(target: str, goal: dict, groups, roots) -> None:
-    same = [record for group in groups for record in group.records if record.run_id == target or is_at(record, goal)]
-    held = [held for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
+    there = [record.run_id for group in groups for record in group.records if record.run_id == target or is_at(record, goal)]
+    there += [held.name for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
         group.recipe == goal["recipe"] and (goal[f"params_{group.convention}"], goal["tokens"]) == (held.N, held.D)))]
-    for name in [record.run_id for record in same] + [held.name for held in held]:
-        raise UserError(f"{name} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
-                          f"parameters, {goal['tokens']} tokens): only what nobody has seen can be predicted")
+    if there:
+        raise UserError(f"{there[0]} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
+                        f"parameters, {goal['tokens']} tokens): only what nobody has seen can be predicted")
     for root in roots:
         if any((root / target / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoints")):
             raise UserError(f"{root / target} has begun already: a prediction must be older than its run")
@@ -377,20 +358,21 @@ def _check_absent(target: str, goal: dict, groups, roots) -> None:
 def _check_counts(goal: dict, records) -> None:
     """Runs and target counted by one convention, over one vocabulary."""
     for record in records:
-        if not math.isclose(record.flops_per_token_6n_total, 6 * record.params_total, rel_tol=1e-9) or not math.isclose(
-                record.flops_per_token_causal, _count(vars(record), "flops_per_token_causal"), rel_tol=1e-9):
+        if any(not math.isclose(getattr(record, name), _count(vars(record), name), rel_tol=1e-9)
+               for name in ("flops_per_token_6n_total", "flops_per_token_causal")):
             raise UserError(f"{record.folder}/summary.json counts FLOPs in another way than model.py does now: a prediction "
-                              "cannot mix conventions; leave that run out")
+                            "cannot mix conventions; leave that run out")
         if goal["vocab_size"] not in (None, record.vocab_size):
             raise UserError(f"{goal['name']} has a vocabulary of {goal['vocab_size']} and {record.run_id} one of "
-                              f"{record.vocab_size}: their losses are not comparable; predict from runs of one tokenizer")
+                            f"{record.vocab_size}: their losses are not comparable; predict from runs of one tokenizer")
 
 
 def _by_convention(headline: str, group, goal: dict) -> dict:
     """The headline form's loss for the target when parameters (Chinchilla's law) or FLOPs are counted in each way."""
     said, points, in_N = {}, group.points, headline == "chinchilla"
-    names = ("params_total", "params_nonembed", "params_matmul") if in_N else (
-        "flops_per_token", "flops_per_token_causal", *(f"flops_per_token_6n_{one}" for one in ("total", "nonembed", "matmul")))
+    ways = ("total", "nonembed", "matmul")
+    names = [f"params_{way}" for way in ways] if in_N else [
+        "flops_per_token", "flops_per_token_causal", *(f"flops_per_token_6n_{way}" for way in ways)]
     for name in names:
         count = np.array([_count(vars(record), name) for record in group.records], dtype=float)
         mine, N, D = float(_count(goal, name)), goal[f"params_{group.convention}"], float(goal["tokens"])
@@ -409,38 +391,33 @@ def _count(counts: dict, convention: str) -> float:
     return counts[convention]
 
 
-def _commit() -> str | None:
-    return git(ROOT, "rev-parse", "HEAD")
-
-
 def describe(prediction: Prediction) -> list[str]:
-    """The frozen prediction as lines for people, its parts apart."""
-    p, parts = prediction, prediction.content["parts"]
+    """The frozen prediction as lines for people: the loss, what it is of, its parts apart, the file."""
+    p, said = prediction, prediction.content
+    parts = said["parts"]
 
     def around(ends):
         return f"{ends[0]:.4f} to {ends[1]:.4f} ({100 * (ends[0] / p.loss - 1):+.2f} to {100 * (ends[1] / p.loss - 1):+.2f} %)"
 
-    conventions = parts["conventions"]
-    lines = [
+    conventions = parts["conventions"].values()
+    return [
         f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval "
         f"{around((p.low, p.high))}",
-        f"    {p.N:,} {KIND[p.convention]}parameters, {p.D:,} tokens, {p.C:.3g} FLOPs: {p.content['extrapolation']:.3g} times "
-        f"the largest of {p.content['points']['all']} runs in {p.recipe}, {p.content['points']['at_this_ratio']} of them at this "
-        "ratio",
+        f"    {p.N:,} {'non-embedding ' * (p.convention == 'nonembed')}parameters, {p.D:,} tokens, {p.C:.3g} FLOPs: "
+        f"{said['extrapolation']:.3g} times the largest of {said['points']['all']} runs in {p.recipe}, "
+        f"{said['points']['at_this_ratio']} of them at this ratio",
         *(f"    {what:40} {around(ends)}" for what, ends in (
             (f"{p.headline} alone", parts["headline_interval"]),
             ("model form, without noise", parts["model_form"]),
-            ("counting convention, of that form", (min(conventions.values()), max(conventions.values()))),
+            ("counting convention, of that form", (min(conventions), max(conventions))),
             ("with each form's own residuals as noise", parts["own_residuals"]),
             ("with the forms that the points refute", parts["all_forms"]))),
         f"    one run's noise: +-{parts['run_noise_percent']:.2f} %, of seeds ({100 * parts['seed_sd']:.3f} %), the floor "
         f"({100 * parts['floor']:.2f} %) or residuals",
-        "    form               loss     low      high     n  residuals"]
-    for row in p.forms:
-        lines.append(f"    {row['form']:16} {row['loss']:8.4f} {row['low']:8.4f} {row['high']:8.4f} {row['n']:4d}  "
-                     f"{100 * row['residual_rms']:.3f} %")
-    lines += [f"    {one['form']}: left out, {one['reason']}" for one in p.content["forms_left_out"]]
-    return [*lines, f"wrote {p.path} (sha256 {p.sha256[:12]}); commit it: only that shows that it was not made anew"]
+        *(f"    {row['form']:16} {row['loss']:8.4f} ({row['low']:.4f} to {row['high']:.4f}), {row['n']} runs, residuals "
+          f"{100 * row['residual_rms']:.3f} %" for row in p.forms),
+        *(f"    {one['form']}: left out, {one['reason']}" for one in said["forms_left_out"]),
+        f"wrote {p.path} (sha256 {p.sha256[:12]}); commit it: only that shows that it was not made anew"]
 
 
 # -------------------------------------------------------------------------------------------------------------- scoring
@@ -451,36 +428,28 @@ def score(folder, records) -> list[str]:
 
     Several seeds of the target are scored apart. Raises UserError where nothing was predicted, where a file was edited,
     where the run began before its prediction or was judged by other tokens, and where it was among the prediction's inputs."""
-    predictions = load(folder)
+    predictions, lines = load(folder), []
     if not predictions:
         raise UserError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME before the run, or name its "
-                          "folder with out=DIR")
-    lines = []
-    for prediction in predictions:
-        runs = [record for record in records if is_of(record, prediction)]
+                        "folder with out=DIR")
+    for p in predictions:
+        runs = sorted((one for one in records if is_of(one, p)), key=lambda one: (one.run_id != p.target, one.run_id))
         if not runs:
-            lines.append(f"{prediction.target}: not there yet; predicted on {prediction.date}: {prediction.loss:.4f} "
-                         f"({prediction.low:.4f} to {prediction.high:.4f})")
+            lines.append(f"{p.target}: not there yet; predicted on {p.date}: {p.loss:.4f} ({p.low:.4f} to {p.high:.4f})")
             continue
-        runs = sorted(runs, key=lambda one: (one.run_id != prediction.target, one.run_id))
-        scored = [_score(prediction, record) for record in runs]
-        content = {"format_version": FORMAT_VERSION, "target": prediction.target, "prediction_sha256": prediction.sha256,
-                   "predicted_on": prediction.date, "convention": prediction.convention, "loss_key": prediction.loss_key,
-                   "predicted": prediction.loss, "low": prediction.low, "high": prediction.high,
-                   "headline": prediction.headline, "runs": scored}
-        path = Path(folder) / f"score_{prediction.target}.json"
-        try:
-            write(path, (json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
-        except OSError as error:
-            raise UserError(f"{path} cannot be written ({error.strerror}): choose another folder") from None
-        reach = max(prediction.loss - prediction.low, prediction.high - prediction.loss) / prediction.loss
+        scored = [_score(p, record) for record in runs]
+        path = Path(folder) / f"score_{p.target}.json"
+        _write(path, {"format_version": FORMAT_VERSION, "target": p.target, "prediction_sha256": p.sha256,
+                      "predicted_on": p.date, "convention": p.convention, "loss_key": p.loss_key, "predicted": p.loss,
+                      "low": p.low, "high": p.high, "headline": p.headline, "runs": scored})
+        reach = max(p.loss - p.low, p.high - p.loss) / p.loss
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
-            lines += [f"{one['run_id']}: {prediction.loss_key} {one['loss']:.4f}, predicted {prediction.loss:.4f} by "
-                      f"{prediction.headline}: error {one['error_nats']:+.4f} nats ({one['error_percent']:+.2f} %), "
-                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {prediction.low:.4f} to {prediction.high:.4f}"
-                      + (f", which reaches {reach:.0%} from the predicted loss: so wide that it tests nothing"
-                         if one["inside"] and reach > VACUOUS else ""),
+            lines += [f"{one['run_id']}: {p.loss_key} {one['loss']:.4f}, predicted {p.loss:.4f} by {p.headline}: error "
+                      f"{one['error_nats']:+.4f} nats ({one['error_percent']:+.2f} %), "
+                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {p.low:.4f} to {p.high:.4f}" + (
+                          f", which reaches {reach:.0%} from the predicted loss: so wide that it tests nothing"
+                          if one["inside"] and reach > VACUOUS else ""),
                       f"    inside the interval of {len(inside)} of {len(one['forms'])} forms"
                       + (f": {', '.join(inside)}" if inside else "")]
         lines.append(f"wrote {path}")
@@ -489,27 +458,27 @@ def score(folder, records) -> list[str]:
 
 def _score(prediction: Prediction, record) -> dict:
     """One run against its prediction; errors are predicted minus measured, in per cent of the measured loss."""
-    content = prediction.content
+    content, path = prediction.content, prediction.path
     for key, what in (("tokenizer_sha256", "tokenizer"), ("val_sha256", "validation set")):
         if content.get(key) != getattr(record, key):
-            raise UserError(f"{record.run_id} has another {what} than the runs behind {prediction.path} "
-                              f"({getattr(record, key)} against {content.get(key)}): the two losses are not comparable")
+            raise UserError(f"{record.run_id} has another {what} than the runs behind {path} ({getattr(record, key)} against "
+                            f"{content.get(key)}): the two losses are not comparable")
     if not is_at(record, content["target"]):
-        raise UserError(f"{record.run_id} is not the run that {prediction.path} predicts: {record.recipe}, "
-                          f"{record.params_total} parameters, {record.tokens} tokens against {prediction.recipe}, "
-                          f"{prediction.N}, {prediction.D}")
+        raise UserError(f"{record.run_id} is not the run that {path} predicts: {record.recipe}, {record.params_total} "
+                        f"parameters, {record.tokens} tokens against {prediction.recipe}, "
+                        f"{content['target']['params_total']}, {prediction.D}")
     if record.summary_sha256 in [one["summary_sha256"] for one in content["inputs"]]:
-        raise UserError(f"{record.run_id} is one of the inputs of {prediction.path}: that is no prediction")
+        raise UserError(f"{record.run_id} is one of the inputs of {path}: that is no prediction")
     if record.t_start is None:
         raise UserError(f"{record.folder}/summary.json has no t_start, so nothing shows that the run is younger than its "
-                          "prediction: it cannot be scored")
+                        "prediction: it cannot be scored")
     if datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
-        raise UserError(f"{prediction.path} of {prediction.date} is younger than its run, which began at {record.t_start}: "
-                          f"that is no prediction, and it is not scored; move {prediction.path} away to use the run in fits")
+        raise UserError(f"{path} of {prediction.date} is younger than its run, which began at {record.t_start}: that is no "
+                        f"prediction, and it is not scored; move {path} away to use the run in fits")
     ended = read_json(record.folder / "summary.json").get("t_end")
     if isinstance(ended, str) and ended < record.t_start:
         raise UserError(f"{record.folder}/summary.json says that the run began at {record.t_start} and ended at {ended}: the "
-                          "file was edited, and its age cannot be judged; restore it as train.py wrote it")
+                        "file was edited, and its age cannot be judged; restore it as train.py wrote it")
     loss = getattr(record, prediction.loss_key)
 
     def errors(low, value, high):

@@ -4,19 +4,19 @@ A record is the part of a run's summary.json that scaling/ uses. Whatever makes 
 tokenizer, validation set or vocabulary, other source weights) is refused here, before anything is fitted.
 """
 
-import gzip
 import hashlib
 import json
-import os
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.rows import metrics_rows, read_bytes, read_rows
+from runtime.rows import write_atomically as write  # for those who still import it from here
 
+__all__ = ["read_bytes", "write"]
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
 LARGEST = 1e300             # JSON knows whole numbers of any length; sums of what lies above do not fit a float
@@ -85,33 +85,27 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped.
 
     Raises UserError for a path that does not exist, a damaged summary.json, or no finished run at all."""
-    records, notes, seen = [], [], set()
-    for path in paths:
-        for folder in _run_folders(Path(path)):
-            if folder.resolve() in seen:
-                continue
-            seen.add(folder.resolve())
-            if (folder / "summary.json").exists():
-                records.append(read_record(folder))
-            elif _is_begun(folder):
-                notes.append(f"skipped {folder}: the run is unfinished (it has no summary.json)")
-            elif folder.name != LAW_FOLDER and not (folder / "law.json").exists():
-                holds = any(folder.glob("*/summary.json"))
-                notes.append(f"skipped {folder}: it is no run" + (
-                    f" but holds runs: give {folder} itself" if holds else " (neither summary.json nor config.json in it)"))
+    records, notes, folders = [], [], {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            state = "is a file" if path.exists() else "does not exist"
+            raise UserError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
+        is_run = (path / "summary.json").exists() or _is_begun(path)
+        for folder in [path] if is_run else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != "."):
+            folders.setdefault(folder.resolve(), folder)
+    for folder in folders.values():
+        if (folder / "summary.json").exists():
+            records.append(read_record(folder))
+        elif _is_begun(folder):
+            notes.append(f"skipped {folder}: the run is unfinished (it has no summary.json)")
+        elif folder.name != LAW_FOLDER and not (folder / "law.json").exists():
+            notes.append(f"skipped {folder}: it is no run" + (
+                f" but holds runs: give {folder} itself" if any(folder.glob("*/summary.json")) else
+                " (neither summary.json nor config.json in it)"))
     if not records:
         raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
-                                     "summary.json, which train.py writes at the end of a run", *notes]))
+                                   "summary.json, which train.py writes at the end of a run", *notes]))
     return records, notes
-
-
-def _run_folders(path: Path) -> list[Path]:
-    if not path.is_dir():
-        state = "is a file" if path.exists() else "does not exist"
-        raise UserError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
-    if (path / "summary.json").exists() or _is_begun(path):
-        return [path]
-    return sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
 
 
 def _is_begun(folder: Path) -> bool:
@@ -120,103 +114,65 @@ def _is_begun(folder: Path) -> bool:
 
 def read_record(folder) -> Record:
     """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
-    path = Path(folder) / "summary.json"
-    try:
-        content = path.read_bytes()
-        summary = json.loads(content)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:         # not JSON, or not UTF-8
-        raise UserError(f"{path} is not valid JSON ({error}): the file is cut off or edited; "
-                          "finish the run again or leave it out") from None
-    if not isinstance(summary, dict):
-        raise UserError(f"{path} holds a {type(summary).__name__}; expected an object with a run's fields")
+    folder = Path(folder)
+    path = folder / "summary.json"
+    summary = read_json(path)
     if summary.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
-                          "so the run comes from another version of train.py")
-    values = {key: _checked(path, summary, key, kind) for key, kind in _KINDS.items()}
-    values |= {key: _checked(path, summary, key, kind) for key, kind in _OPTIONAL.items() if summary.get(key) is not None}
-    precision = _checked(path, summary, "precision", "object")
-    recipe = _checked(path, precision, "recipe", "text", "precision.")
-    is_compiled = _checked(path, precision, "compile", "flag", "precision.")
-    weights = {}
-    sources = _checked(path, summary, "sources", "object")
-    for name in sorted(sources):        # sorted, because val_losses.npz numbers the sources so
-        source = _checked(path, sources, name, "object", "sources.")
-        weights[name] = _checked(path, source, "weight", "number", f"sources.{name}.")
-    total = sum(weights.values())
-    weights = {name: weight / total for name, weight in weights.items()}
-    if "t_start" in values and _utc(values["t_start"]) is None:
+                        "so the run comes from another version of train.py")
+    kinds = {one.name: _KINDS.get(one.name, one.type) for one in fields(Record) if one.name not in _COMPUTED}
+    values = {key: _checked(path, summary, key, kind) for key, kind in kinds.items()
+              if key not in _OPTIONAL or summary.get(key) is not None}      # null or absent: not known, no parent
+    precision, sources = (_checked(path, summary, key, dict) for key in ("precision", "sources"))
+    weights = {name: _checked(path, _checked(path, sources, name, dict, "sources."), "weight", float, f"sources.{name}.")
+               for name in sorted(sources)}         # sorted, because val_losses.npz numbers the sources so
+    if "t_start" in values and not _is_utc(values["t_start"]):
         raise UserError(f"{path}: t_start is {values['t_start']!r}; expected a UTC time such as 2026-11-21T15:44:05Z")
     if ("parent_run" in values) != ("parent_step" in values):
         raise UserError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
-    return Record(folder=Path(folder), summary_sha256=hashlib.sha256(content).hexdigest(), recipe=recipe,
-                  is_compiled=is_compiled, weights=weights, **values, **_studied(Path(folder), values["run_id"]))
-
-
-def _studied(folder: Path, run: str) -> dict:
-    """What the study.json beside a run says of it: its convention, "total" in one from before the choice, and its trunk."""
     root = folder.absolute().parent
     study = read_study(root)
-    said = study.get("params", CONVENTIONS[0])
-    if said not in CONVENTIONS:
-        raise UserError(f"{root / 'study.json'}: params is {said!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
-                          "scaling/sweep.py")
-    row = next((row for row in study.get("runs", []) if row["run"] == run), {})
-    return {"convention": said, "planned": (row["parent"], row["parent_step"]) if row.get("parent") else None}
+    convention = study.get("params", CONVENTIONS[0])        # studies from before the choice say nothing
+    if convention not in CONVENTIONS:
+        raise UserError(f"{root / 'study.json'}: params is {convention!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
+                        "scaling/sweep.py")
+    row = next((row for row in study.get("runs", []) if row["run"] == values["run_id"]), {})
+    return Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+                  recipe=_checked(path, precision, "recipe", str, "precision."),
+                  is_compiled=_checked(path, precision, "compile", bool, "precision."),
+                  weights={name: weight / sum(weights.values()) for name, weight in weights.items()}, **values,
+                  convention=convention, planned=(row["parent"], row["parent_step"]) if row.get("parent") else None)
 
 
-def _utc(text: str) -> datetime | None:
-    try:
-        time = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return time if time.utcoffset() == timedelta(0) else None
+_COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned")
+_OPTIONAL = ("parent_run", "parent_step", "continued_from", "t_start", "repeat")
+_KINDS = {"seed": "seed", "repeat": "repeat", "parent_run": str, "parent_step": int, "continued_from": str, "t_start": str}
+_EXPECTED = {str: "a text that is not empty", int: "a whole number above zero", float: "a finite number above zero",
+             bool: "true or false", dict: "an object that is not empty", "seed": "a whole number",
+             "repeat": "a whole number, at least 0"}
 
 
-_EXPECTED = {
-    "text": "a text that is not empty",
-    "count": "a whole number above zero",
-    "seed": "a whole number",
-    "repeat": "a whole number, at least 0",
-    "number": "a finite number above zero",
-    "flag": "true or false",
-    "object": "an object that is not empty",
-}
-_KINDS = {
-    **dict.fromkeys(("run_id", "pair_id", "status", "device", "val_sha256", "tokenizer_sha256"), "text"),
-    **dict.fromkeys(("params_total", "params_nonembed", "params_matmul", "tokens", "vocab_size", "vocab_padded",
-                     "n_gpu"), "count"),
-    **dict.fromkeys(("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total"), "number"),
-    **dict.fromkeys(("flops_per_token_6n_nonembed", "flops_per_token_6n_matmul"), "number"),
-    **dict.fromkeys(("loss_as_trained", "loss_bf16", "tok_per_s_median"), "number"),
-    "is_annealed": "flag",
-    "seed": "seed",
-}
-# null or absent: not known, no parent
-_OPTIONAL = {"parent_run": "text", "parent_step": "count", "continued_from": "text", "t_start": "text", "repeat": "repeat"}
-
-
-def _checked(path: Path, holder: dict, key: str, kind: str, inside: str = ""):
+def _checked(path: Path, holder: dict, key: str, kind, inside: str = ""):
     """holder[key] if it is of the wanted kind, else a UserError; `inside` is the dotted name of the holder."""
     if key not in holder:
         raise UserError(f"{path}: key {inside + key!r} is missing; expected {_EXPECTED[kind]}")
     value = holder[key]
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    good = {
-        "text": isinstance(value, str) and value != "",
-        "count": is_number and isinstance(value, int) and 0 < value < 2**63,
-        "seed": is_number and isinstance(value, int),
-        "repeat": is_number and isinstance(value, int) and 0 <= value < 2**63,
-        "number": is_number and 0 < value < LARGEST,
-        "flag": isinstance(value, bool),
-        "object": isinstance(value, dict) and len(value) > 0,
-    }[kind]
+    if kind in (str, dict, bool):
+        good = isinstance(value, kind) and (kind is bool or len(value) > 0)
+    elif kind is float:
+        good = type(value) in (int, float) and 0 < value < LARGEST
+    else:
+        good = type(value) is int and (kind == "seed" or (0 if kind == "repeat" else 1) <= value < 2**63)
     if not good:
-        shown = json.dumps(value)
-        raise UserError(f"{path}: {inside}{key} is {shown if len(shown) < 60 else shown[:57] + '...'}; "
-                          f"expected {_EXPECTED[kind]}")
+        raise UserError(f"{path}: {inside}{key} is {json.dumps(value):.60}; expected {_EXPECTED[kind]}")
     return value
+
+
+def _is_utc(text: str) -> bool:
+    try:
+        return datetime.fromisoformat(text).utcoffset() == timedelta(0)
+    except ValueError:
+        return False
 
 
 def usable(records) -> tuple[list[Record], list[str]]:
@@ -258,29 +214,26 @@ def counted_as(records, convention: str | None) -> list[Record]:
 
 def check_comparable(records) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
-    for other in records[1:]:
-        if other.convention != records[0].convention:
-            raise UserError(f"{records[0].folder} belongs to a study that counts {records[0].convention} parameters and "
-                              f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
-    for field, what in (("tokenizer_sha256", "different tokenizers"), ("val_sha256", "different validation sets"),
-                        ("vocab_size", "different vocabularies"), ("vocab_padded", "different model vocabularies")):
-        for other in records[1:]:
-            mine, its = getattr(records[0], field), getattr(other, field)
-            if mine != its:
-                raise UserError(f"{records[0].run_id} and {other.run_id} differ in {field} ({mine} against {its}): "
-                                  f"losses over {what} cannot enter one fit; fit them apart")
-    for other in records[1:]:
-        first, second = records[0].weights, other.weights
-        if first.keys() != second.keys() or any(abs(first[name] - second[name]) > 1e-9 for name in first):
-            raise UserError(f"{records[0].run_id} and {other.run_id} weigh the sources differently ({first} against "
-                              f"{second}): their losses cannot enter one fit; fit them apart")
-    for fields in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
+    for first, other in ((records[0], other) for other in records[1:]):
+        if other.convention != first.convention:
+            raise UserError(f"{first.folder} belongs to a study that counts {first.convention} parameters and "
+                            f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
+        for field, what in (("tokenizer_sha256", "tokenizers"), ("val_sha256", "validation sets"),
+                            ("vocab_size", "vocabularies"), ("vocab_padded", "model vocabularies")):
+            if getattr(first, field) != getattr(other, field):
+                raise UserError(f"{first.run_id} and {other.run_id} differ in {field} ({getattr(first, field)} against "
+                                f"{getattr(other, field)}): losses over different {what} cannot enter one fit; fit them apart")
+        mine, its = first.weights, other.weights
+        if mine.keys() != its.keys() or any(abs(mine[name] - its[name]) > 1e-9 for name in mine):
+            raise UserError(f"{first.run_id} and {other.run_id} weigh the sources differently ({mine} against {its}): their "
+                            "losses cannot enter one fit; fit them apart")
+    for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         first_of = {}
         for record in records:
-            twin = first_of.setdefault(tuple(getattr(record, field) for field in fields), record)
+            twin = first_of.setdefault(tuple(getattr(record, key) for key in keys), record)
             if twin is not record:
-                raise UserError(f"{twin.folder} and {record.folder} are one point given twice "
-                                  f"(same {', '.join(fields)}): leave one out")
+                raise UserError(f"{twin.folder} and {record.folder} are one point given twice (same {', '.join(keys)}): leave "
+                                "one out")
 
 
 def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
@@ -288,41 +241,20 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
 
     A step that was done twice (after a resume) counts as done last; lines that cannot be read are left out."""
     last = {}
-    for line in read_text(record.folder / "metrics.jsonl").splitlines():
-        try:
-            row = json.loads(line)
-            if row["kind"] == "train" and row["tokens"] > 0 and 0 < row["loss"] < LARGEST:
-                last[row["step"]] = (row["tokens"], row["loss"])
-        except (ValueError, KeyError, TypeError):
-            continue                    # the curve is decoration: a torn line must not cost the fit
+    for row in metrics_rows(read_rows(record.folder / "metrics.jsonl")):
+        tokens, loss = row.get("tokens"), row.get("loss")
+        is_number = all(type(one) in (int, float) for one in (tokens, loss))
+        if row["kind"] == "train" and is_number and tokens > 0 and 0 < loss < LARGEST:
+            last[row["step"]] = (tokens, loss)
     points = np.array(sorted(last.values()), dtype=float).reshape(-1, 2)
     return points[:, 0], points[:, 1]
 
-# ---------------------------------------------------------------------------------------------------------------- files
 
-
-def read_bytes(path) -> bytes:
-    """The content of a file, or of its .gz where only that is there, as results are published; b"" where neither is.
-
-    Raises UserError for a file that cannot be read, a .gz that is cut off or damaged."""
-    path = Path(path)
-    packed = path.with_name(path.name + ".gz")
-    try:
-        if path.is_file():
-            return path.read_bytes()
-        if not packed.is_file():
-            return b""
-        if not (content := packed.read_bytes()):
-            raise EOFError("it is empty")       # gzip takes that for no text
-        return gzip.decompress(content)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{packed} cannot be unpacked ({error}): the file is cut off or edited; restore it") from None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+# --------------------------------------------------------------------------------------------------------------- files
 
 
 def read_text(path) -> str:
-    """What read_bytes gives, as text; bytes that are not UTF-8 become a sign that says so."""
+    """A file as text, "" where there is none; bytes that are not UTF-8 become a sign that says so."""
     return read_bytes(path).decode(errors="replace")
 
 
@@ -332,8 +264,9 @@ def read_json(path: Path) -> dict:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): the file is cut off or edited; restore it") from None
+    except ValueError as error:         # not JSON, or not UTF-8
+        raise UserError(f"{path} is not valid JSON ({error}): the file is cut off or edited; restore it or leave it out") \
+            from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
@@ -352,17 +285,7 @@ def read_study(root: Path) -> dict:
         raise UserError(f"{path}: runs must be a list of objects, each with its run's name; write it anew: scaling/sweep.py")
     for run in runs:
         parent, step = run.get("parent"), run.get("parent_step")
-        if not (parent is None or isinstance(parent, str) and isinstance(step, int)):
+        if parent is not None and not (isinstance(parent, str) and isinstance(step, int)):
             raise UserError(f"{path}: {run['run']} has the parent {parent!r} at step {step!r}; expected a run's name and a "
-                              "whole number, or null; write it anew: scaling/sweep.py")
+                            "whole number, or null; write it anew: scaling/sweep.py")
     return study
-
-
-def write(path: Path, content: bytes) -> None:
-    """Write by a temporary name, so that a reader finds the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Expand a study, which sizes to train how long in which precision from which seeds, into the exact list of its runs.
+"""A study: which sizes are trained how long, in which precision, from which seeds; its runs, and how far each is.
 
 A study is a file that binds `study = Study(...)`, such as configs/study_chinchilla.py. Its runs follow the
 warm-up-stable-decay schedule (2404.06395): for each size, recipe and seed one run, the trunk, is trained to the largest
@@ -9,6 +9,7 @@ seed and the same tokens, which differs in rounding alone: what a difference of 
 """
 
 import difflib
+import fcntl
 import json
 import math
 import os
@@ -23,12 +24,16 @@ from typing import Literal, get_args, get_type_hints
 import torch
 
 from model import GPT, GPTConfig
-from runtime.cli import UserError
-from runtime.config import Config, FP8Config, load_config
+from runtime.checkpoint import latest, step_of
+from runtime.cli import UserError, type_problems
+from runtime.config import Config, FP8Config, load_config, read_config
+from runtime.rows import metrics_rows, read_rows, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMAT_VERSION = 1
 RECIPES = ("bf16", *(recipe for recipe in get_args(get_type_hints(FP8Config)["recipe"]) if recipe != "off"))
+COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
+ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,37 +64,28 @@ class Study:
             raise UserError("\n".join(problems))
 
     def _problems(self):
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", str(self.name)):
-            yield f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
-        if not (isinstance(self.sizes, tuple) and self.sizes and all(isinstance(size, Size) for size in self.sizes)):
-            yield f"sizes={self.sizes!r} must be a tuple of at least one Size(config=...)"
+        if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
+            yield from problems     # what follows relies on the types
             return
-        for name, values in (("tokens_per_param", self.tokens_per_param), ("recipes", self.recipes), *(
-                (f"{key} of {size.config}", getattr(size, key)) for size in self.sizes
-                for key in ("tokens_per_param", "seeds", "recipes", "lr") if getattr(size, key) is not None)):
-            if not isinstance(values, tuple) or not values or len(set(values)) < len(values):
-                yield f"{name}={values!r} must be a tuple of at least one value, each once"
-            elif name.startswith("tokens") and not all(_is_number(v) and 0 < v < 1e6 for v in values):
-                yield f"{name}={values!r}: every budget must be a number of tokens per parameter above 0"
-            elif name.startswith("seeds") and not all(isinstance(v, int) for v in values):
-                yield f"{name}={values!r}: every seed must be a whole number"
-            elif name.startswith("lr") and not all(_is_number(v) and 0 < v < math.inf for v in values):
-                yield f"{name}={values!r}: every peak learning rate must be a number above 0"
-            elif name.startswith("recipes") and (wrong := [v for v in values if v not in RECIPES]):
-                yield f"{name}={values!r}: {wrong[0]!r} is none of {', '.join(RECIPES)}"
-        if self.params not in ("total", "nonembed"):
-            yield f"params={self.params!r} must be 'total' or 'nonembed': which parameters tokens_per_param counts"
-        if not isinstance(self.null, tuple) or not all(isinstance(one, str) and "=" in one for one in self.null):
-            yield f"null={self.null!r} must be a tuple of overrides, such as ('parallel.compile=false',)"
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            yield f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
+        for whose, one in (("", self), *((f"{size.config}: ", size) for size in self.sizes)):
+            for key in ("sizes", "seeds", "tokens_per_param", "lr", "recipes"):
+                values = getattr(one, key, None)
+                if values is not None and (not values or len(set(values)) < len(values)):
+                    yield f"{whose}{key}={values!r} must hold at least one value, each once"
+                elif key in ("tokens_per_param", "lr") and not all(0 < value < math.inf for value in values or ()):
+                    yield f"{whose}{key}={values!r} must be numbers above 0"
+                elif key == "recipes" and (wrong := [value for value in values or () if value not in RECIPES]):
+                    yield f"{whose}recipes={values!r}: {wrong[0]!r} is none of {', '.join(RECIPES)}"
         for size in self.sizes:
-            if size.null_seeds and not (self.null and isinstance(size.null_seeds, tuple) and isinstance(size.seeds, tuple)
-                                        and set(size.null_seeds) <= set(size.seeds) and "bf16" in (size.recipes or self.recipes)):
-                yield (f"null_seeds={size.null_seeds!r} of {size.config} must be seeds of its own BF16 runs, and null= must say "
+            if size.null_seeds and not (self.null and set(size.null_seeds) <= set(size.seeds)
+                                        and "bf16" in (size.recipes or self.recipes)):
+                yield (f"{size.config}: null_seeds={size.null_seeds!r} must be seeds of its own BF16 runs, and null= must say "
                        f"what differs in them")
-        for name in ("margin_percent", "decay_share"):
-            value, below = getattr(self, name), 100 if name == "margin_percent" else 1
-            if not _is_number(value) or not 0 < value < below:
-                yield f"{name}={value!r} must be a number above 0 and below {below}"
+        for name, below in (("margin_percent", 100), ("decay_share", 1)):
+            if not 0 < getattr(self, name) < below:
+                yield f"{name}={getattr(self, name)!r} must be a number above 0 and below {below}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +136,28 @@ def checkpoint_of(row: Row, folder: Path) -> Path:
     return folder / row.parent / "checkpoints" / f"step_{row.parent_step:08d}"
 
 
+# ------------------------------------------------------------------------------------------------------ the list of runs
+
+def load_study(path: str | Path) -> Study:
+    """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
+    path = Path(path)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("study_*.py")], 1)
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        raise UserError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+    try:
+        bound = runpy.run_path(str(path))
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    except Exception as error:
+        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
+    if not isinstance(bound.get("study"), Study):
+        raise UserError(f"{path} must bind study = Study(...), but " + (
+            f"study is {type(bound['study']).__name__}" if "study" in bound else "it binds no study"
+            + ": it is a config, which train.py trains" * ("config" in bound)))
+    return bound["study"]
+
+
 def expand(study: Study) -> list[Row]:
     """All runs: by size, seed and recipe, a trunk before its branches.
 
@@ -151,7 +169,7 @@ def expand(study: Study) -> list[Row]:
             raise UserError(f"{size.config} has fp8.recipe={base.fp8.recipe}: give its BF16 config; recipes= adds the others")
         if base.data.micro_batch == "auto":
             raise UserError(f"{size.config} has data.micro_batch=auto: give a number, for runs are compared and branch "
-                              f"off from one another at the same one")
+                            f"off from one another at the same one")
         for seed in size.seeds:
             for lr in size.lr or (None,):
                 for recipe in size.recipes or study.recipes:
@@ -169,7 +187,6 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
     size_name, counts = base.run.removesuffix("_bf16"), _counts(base.model)
     name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "")
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
-    wanted = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
     rows, warmup = [], base.optim.warmup_steps(base.total_steps)
     for budget in (*smaller, largest):
         steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
@@ -177,8 +194,8 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
         leaves = steps - optim.decay_steps(steps)
         if warmup > leaves:
             raise UserError(f"{size_name} at {budget:g} tokens per parameter: its {steps} steps hold no {warmup} steps of "
-                              f"warm-up (optim.warmup_share of {size.config}) before the decay begins at step {leaves}: drop "
-                              f"that budget")
+                            f"warm-up (optim.warmup_share of {size.config}) before the decay begins at step {leaves}: drop "
+                            f"that budget")
         run, is_branch = f"{name}_t{budget:g}_s{seed}", budget != largest
         length = ([f"tokens_per_param={budget!r}"] if study.params == "total" else ["tokens_per_param=none", f"steps={steps}"])
         overrides = [f"run={run}", f"seed={seed}", *length, "optim.schedule=wsd",
@@ -193,10 +210,10 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
             plain = load_config(ROOT / size.config, [one for one in overrides if one not in study.null])
             if (config.identity(), config.data.micro_batch) != (plain.identity(), plain.data.micro_batch):     # pair_id has both
                 raise UserError(f"null={study.null!r} changes what {size_name} is trained on or by: a null run may differ in "
-                                  f"its rounding alone, as with model.loss_chunk")
+                                f"its rounding alone, as with model.loss_chunk")
         rows.insert(0, Row(
             run=run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
-            steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in wanted}, lr=lr,
+            steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
             repeat=repeat, parent=f"{name}_t{largest:g}_s{seed}" if is_branch else None,
             parent_step=leaves if is_branch else None, config=size.config, overrides=tuple(overrides), held_out=size.held_out))
     return rows
@@ -220,53 +237,116 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
     if not path.exists():
         return new
     try:
-        old = json.loads(path.read_text())
+        old = {"params": "total", **json.loads(path.read_text())}       # older studies counted by all parameters
         before, now = ({row["run"]: row for row in value["runs"]} for value in (old, new))
-        old = {"params": "total", **old}        # of studies declared before the budgets could count others
         changes = [f"{key} was {old[key]}, now {new[key]}" for key in ("format_version", "study", "margin_percent", "params")
                    if old[key] != new[key]]
         declared = old["declared"]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): it holds what was declared before the first "
-                          f"run; restore it, or give the study another name") from error
+                        f"run; restore it, or give the study another name") from error
     for run, row in before.items():
         changes += ([f"{run}: {key} was {value}, now {now[run].get(key)}" for key, value in row.items()
                      if now[run].get(key) != value] if run in now else [f"{run} is gone"])
     if changes and any((folder / run / "summary.json").exists() for run in before):
         raise UserError(f"{path} was declared before runs that have finished since: {changes[0]}"
-                          f"{f' (and {len(changes) - 1} more)' * (len(changes) > 1)}; runs may be added, but nothing that is "
-                          f"there may change: give the changed study another name=")
+                        f"{f' (and {len(changes) - 1} more)' * (len(changes) > 1)}; runs may be added, but nothing that is "
+                        f"there may change: give the changed study another name=")
     return new if changes else {**new, "declared": declared}
 
 
 def write_declaration(folder: Path, value: dict) -> None:
     """By a temporary name of this process's own: several sweeps of one study may all be the first."""
     folder.mkdir(parents=True, exist_ok=True)
-    tmp = folder / f".study.json.{os.getpid()}"
-    tmp.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(tmp, folder / "study.json")
+    own = folder / f".study.json.{os.getpid()}"
+    write_json(own, value)
+    os.replace(own, folder / "study.json")
 
 
-def load_study(path: str | Path) -> Study:
-    """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
-    path = Path(path)
-    if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("study_*.py")], 1)
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+# ---------------------------------------------------------------------------------------------------- how far each run is
+
+USED = {"status": str, "loss_bf16": int | float, "tok_per_s_median": int | float, "n_gpu": int, "device": str}    # of a summary
+MAY_LACK = {"wall_s": int | float, "parent_step": int, "data_sha256": str, "val_sha256": str, "pair_id": str}   # or hold null
+
+
+def summary_of(row: Row, folder: Path) -> dict | None:
+    """summary.json of a finished run of the study in `folder`, else None. Raises UserError for a damaged one."""
+    path = folder / row.run / "summary.json"
+    if not path.exists():
+        return None
     try:
-        bound = runpy.run_path(str(path))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:
-        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
-    if "study" not in bound:
-        raise UserError(f"{path} must bind study = Study(...), but it binds no study" + (
-            ": it is a config, which train.py trains" if "config" in bound else ""))
-    if not isinstance(bound["study"], Study):
-        raise UserError(f"{path} must bind study = Study(...), but study is {type(bound['study']).__name__}")
-    return bound["study"]
+        summary = json.loads(path.read_text())
+        given = USED | {key: kind for key, kind in MAY_LACK.items() if summary.get(key) is not None}
+        wrong = [f"{key} is {summary.get(key)!r}" for key, kind in given.items() if not _fits(summary.get(key), kind)]
+    except (ValueError, AttributeError) as error:       # no JSON, or no object
+        wrong = [error]
+    if wrong:
+        raise UserError(f"{path} is damaged ({wrong[0]}): delete it, and --run evaluates the last checkpoint again")
+    return summary
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _fits(value, kind) -> bool:
+    return isinstance(value, kind) and (kind is str or not isinstance(value, bool) and 0 < value < math.inf)
+
+
+def state_of(row: Row, folder: Path) -> str:
+    """How far a run is: done, diverged, running, failed and why, at step 400, held out or missing."""
+    if summary := summary_of(row, folder):
+        return "done" if summary["status"] == "ok" else summary["status"]
+    if (log := folder / f"{row.run}.log").exists():
+        with open(log, errors="replace") as file:
+            if not can_lock(file, fcntl.LOCK_SH):
+                return "running"
+            *attempts, code = file.read().split(ENDED)
+        if attempts and code.strip() != "0" and code.strip().lstrip("-").isdigit():
+            told = [line for line in attempts[-1].splitlines() if line.strip()] or ["nothing was printed"]
+            sentence = next((line for line in told if line.startswith("train.py: ")), told[-1])
+            return f"failed, exit code {code.strip()}: {sentence} ({log})"
+    if checkpoint := latest(folder / row.run):
+        return f"at step {step_of(checkpoint)}"
+    return "held out" if row.held_out else "missing"
+
+
+def can_lock(file, kind: int) -> bool:
+    """Lock an open log, shared or exclusively; False where the other has it: a run that lives holds its log exclusively."""
+    for _ in range(5):      # another's look at the table is over at once
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            time.sleep(0.02)
+    return False
+
+
+def placed(row: Row, folder: Path) -> Row:
+    """The row as it is to be run, or was: a branch begins from scratch where its trunk is done but its checkpoint is gone.
+
+    So it is with runs that were copied without their checkpoints, which are large. A branch that has begun goes on as it was
+    begun."""
+    if row.parent is None:
+        return row
+    if summary := summary_of(row, folder):
+        is_branch = summary.get("parent_step") is not None
+    elif latest(folder / row.run):
+        try:
+            is_branch = read_config(folder / row.run).start_from is not None
+        except UserError:     # train.py has the sentence for it
+            is_branch = True
+    else:
+        is_branch = (checkpoint_of(row, folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()
+    return row if is_branch else replace(row, parent=None, parent_step=None)
+
+
+def tokens_left(row: Row, folder: Path) -> int:
+    """Tokens that a run, placed() or not, has yet to train on: none of a finished one."""
+    if summary_of(row, folder):
+        return 0
+    saved = latest(folder / row.run)
+    return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens
+
+
+def has_unsaved(row: Row, folder: Path) -> bool:
+    """Whether a run has done a step that no checkpoint of it holds: one that still compiles, or evaluates, has not."""
+    saved = latest(folder / row.run)
+    rows = metrics_rows(read_rows(folder / row.run / "metrics.jsonl"))
+    return max((line["step"] for line in rows if line["kind"] == "train"), default=0) > (step_of(saved) if saved else 0)

@@ -5,7 +5,7 @@ import signal
 from contextlib import contextmanager
 from dataclasses import replace
 
-from scaling import runner, sweep
+from scaling import sweep
 from tests.conftest import write_config
 
 # The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
@@ -52,28 +52,30 @@ def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), he
     return file
 
 
+def finish(row, folder, **changes):
+    """The summary.json of a finished run."""
+    (folder / row.run).mkdir(parents=True, exist_ok=True)
+    summary = {"status": "ok", "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "X", "loss_bf16": 2.0,
+               "parent_step": row.parent_step}
+    (folder / row.run / "summary.json").write_text(json.dumps(summary | changes))
+
+
+def checkpoint(row, folder, step):
+    (folder / row.run / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+    (folder / row.run / f"checkpoints/step_{step:08d}/DONE").touch()
+
+
 def summaries(tmp_path):
     return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
 
 
 @contextmanager
-def restored_signals():
-    """sweep.main() changes handlers in its process."""
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
-
-
-@contextmanager
 def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
     """sweep.main() on a tiny study whose train.py is the given text; the call returns its exit code and what it printed."""
-    monkeypatch.setattr(runner, "ROOT", tmp_path)
-    monkeypatch.setattr(runner, "POLL_S", 0.02)
-    monkeypatch.setattr(runner, "LEAVE_S", 0.3)
-    monkeypatch.setattr(runner, "PATIENCE_S", 0.3)
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "POLL_S", 0.02)
+    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
+    monkeypatch.setattr(sweep, "PATIENCE_S", 0.3)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def call(body, *arguments, began=None, **study):
@@ -82,5 +84,9 @@ def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
         done = capsys.readouterr()
         return code, done.out + done.err
 
-    with restored_signals():
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]     # sweep.main() changes them
+    try:
         yield call
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)

@@ -1,20 +1,38 @@
-"""Known laws are recovered, optima are real optima, few points are not oversold, hostile points get a sentence."""
+"""Known laws are recovered, optima are real optima, few points are not oversold, published points give published numbers."""
 
+import csv
 import json
-import time
 
 import numpy as np
 import pytest
-from scipy.optimize import minimize
+from scipy.optimize import minimize, minimize_scalar
 
 from runtime.cli import UserError
 from scaling import laws as solver
-from scaling.laws import DELTA, GAMMAS, Points, fit_band, fit_power, fit_ray, log_law, natural, terms, unfitted
+from scaling.laws import (
+    DELTA,
+    GAMMAS,
+    Points,
+    fit_band,
+    fit_chinchilla,
+    fit_isoflop,
+    fit_power,
+    fit_ray,
+    frontier,
+    log_law,
+    natural,
+)
+from tests.conftest import ROOT
 
 C = np.array([1e15, 6e15, 3e16, 2e17, 9e17, 5e18])
 TRUE = {"E": 1.69, "K": 412.0, "gamma": 0.155}
 L = TRUE["E"] + TRUE["K"] * C ** -TRUE["gamma"]
 NOISY = L * np.exp(np.random.default_rng(1).normal(0, 2e-3, len(C)))     # beyond DELTA, so Huber's linear part is used
+EPOCH = {"E": 1.817218, "A": 477.826, "B": 2143.417, "alpha": 0.34731, "beta": 0.367172}    # Besiroglu et al. 2024's data
+HOFFMANN = {"E": 1.69, "A": 406.4, "B": 410.7, "alpha": 0.34, "beta": 0.28}
+UNEQUAL = {"E": 2.1, "A": 60.0, "B": 8e4, "alpha": 0.22, "beta": 0.55}
+FOLDER = ROOT.parent / "shared" / "reference"
+published = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published points are not at {FOLDER}")
 
 
 def objective(predicted, observed):
@@ -30,21 +48,6 @@ def test_ray_law_is_recovered(n):
     assert fit.n == n and fit.objective < 1e-20 and fit.starts == fit.starts_at_best == 15
     assert fit.gradient_norm < 1e-9 and len(fit.singular_values) == 3
     assert np.allclose(fit.predict(C), L, rtol=1e-9)
-
-
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e12])
-def test_ray_law_does_not_depend_on_the_unit_of_compute(scale):
-    fit = fit_ray(C * scale, NOISY)
-    assert fit.parameters["gamma"] == pytest.approx(fit_ray(C, NOISY).parameters["gamma"], rel=1e-5)
-    assert fit.starts_at_best == fit.starts
-
-
-def test_power_law_is_exact_with_three_points():
-    x = np.array([4e4, 1.1e5, 1.8e5])
-    fit = fit_power(x, 21.0 * x**-0.21)
-    assert fit.parameters == pytest.approx({"K": 21.0, "gamma": 0.21, "C_c": 21.0 ** (1 / 0.21)}, rel=1e-9)
-    assert fit.identified and fit.starts == fit.starts_at_best
-    assert fit_power(x[:2], 21.0 * x[:2] ** -0.21).reason == "2 points for 2 parameters leave 0 degrees of freedom"
 
 
 def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
@@ -64,37 +67,6 @@ def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
     assert fit.objective * 1e6 <= best.fun * (1 + 1e-9)
     assert best.fun == pytest.approx(fit.objective * 1e6, rel=1e-4)
     assert [fit.parameters["E"], fit.parameters["gamma"]] == pytest.approx([best.x[0], best.x[2]], rel=1e-3)
-
-
-def test_batched_descents_end_at_optima_of_the_objective_written_out():
-    x = np.log(C) - np.log(C).mean()
-    slopes, offsets = terms("ray", [x])
-    starts = np.array([[np.log(e), h, g] for e in (0.3, 1.0, 1.7) for h in (0, 1) for g in (0.05, 0.15, 0.4)])
-    weights = np.ones((len(starts), len(C)))
-    ends, costs, steps, converged = solver.descend(starts, slopes, offsets, np.log(NOISY), DELTA, weights)
-    assert converged.all() and (steps > 1).all()
-    for theta, cost in zip(ends, costs, strict=True):
-        shifts = 1e-4 * np.vstack([np.zeros(3), np.eye(3), -np.eye(3)])
-        at = [objective(np.exp(log_law("ray", theta + shift, [x])[0]), NOISY) for shift in shifts]
-        assert cost * DELTA**2 == pytest.approx(at[0], rel=1e-9) and at[0] <= min(at[1:])
-
-
-def test_power_law_against_a_grid():
-    x = C / 1e15
-    fit = fit_power(x, NOISY)
-    a, s = np.log(fit.parameters["K"]), fit.parameters["gamma"]
-    around = [objective(np.exp(a + da) * x ** -(s + ds), NOISY)
-              for da in np.linspace(-0.02, 0.02, 81) for ds in np.linspace(-0.005, 0.005, 81)]
-    assert fit.objective <= min(around) + 1e-15
-
-
-def test_one_outlier_hardly_moves_the_fit():
-    bent = L.copy()
-    bent[2] *= 1.05
-    assert fit_ray(C, bent).parameters["gamma"] == pytest.approx(0.155, abs=0.01)
-    squares = minimize(lambda p: np.sum(np.log((p[0] + 1e3 * p[1] * C ** -p[2]) / bent) ** 2), [1.69, 0.412, 0.155],
-                       method="Nelder-Mead")
-    assert abs(squares.x[2] - 0.155) > 0.01
 
 
 @pytest.mark.parametrize(("form", "theta", "gamma"), [
@@ -173,7 +145,6 @@ def test_a_fit_that_returns_its_start_is_flagged(monkeypatch):
     ([1, 2, 3, np.inf], [2, 2, 2, 2], "point 3 is inf; a law needs finite values above zero"),
     ([5, 5, 5, 5], [2, 2.1, 2.2, 2.3], "1 distinct point(s); this law needs at least "),
     ([], [], "0 distinct point(s); this law needs at least "),
-    ([1, 2], [1, 2, 3], "a law needs as many losses as points; found shapes (2,) against (3,)"),
 ])
 @pytest.mark.parametrize("fit", [fit_ray, fit_power])
 def test_hostile_points(fit, x, y, sentence):
@@ -219,38 +190,323 @@ def test_intervals_at_a_point():
     assert fit_ray(C[:3], L[:3]).interval_at(far) is None
 
 
-def test_huber_costs_what_it_costs():
-    """Under normal noise far above delta Huber is least absolute deviations, whose variance is pi/2 of least squares'."""
-    assert solver.inefficiency(1e-6, DELTA) == pytest.approx(1, abs=1e-6)
-    assert solver.inefficiency(1.0, 1e-4) == pytest.approx(np.pi / 2, rel=1e-3)
-    assert solver.inefficiency(1.0, 1.345) == pytest.approx(1 / 0.95, rel=1e-3)     # Huber's own constant
+def law(N, D, p=EPOCH):
+    return p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * D ** -p["beta"]
 
 
-def test_plain_is_strict_json():
-    for fit in (fit_ray(C, NOISY), fit_ray(C[:3], L[:3]), fit_power(C, 2 + 0 * C), unfitted("chinchilla", 0, "none"),
-                fit_ray(C * 1e200, NOISY)):
-        content = json.loads(json.dumps(fit.plain(), allow_nan=False))
-        assert content["form"] == fit.form and content["reason"] == fit.reason and "optimum" not in content
-        assert set(fit.parameters) < set(content)
+def ladder(sizes=(50e6, 125e6, 250e6, 350e6), ratios=(5, 10, 20, 40)):
+    """(N, D, trajectory) of sizes x tokens per parameter; the ratios of one size are branches of one run."""
+    N = np.repeat(sizes, len(ratios)).astype(float)
+    return N, N * np.tile(ratios, len(sizes)), np.repeat(np.arange(len(sizes)), len(ratios))
 
 
-def test_ten_thousand_points_and_repeated_points():
-    x = np.geomspace(1e15, 1e20, 10_000)
-    began = time.process_time()
-    fit = fit_ray(x, (1.69 + 412 * x**-0.155) * np.exp(np.random.default_rng(0).normal(0, 1e-3, len(x))))
-    assert fit.parameters["gamma"] == pytest.approx(0.155, rel=0.01) and fit.identified
-    assert time.process_time() - began < 30
-    twice = fit_ray(np.tile(C, 2), np.tile(NOISY, 2))
-    once = fit_ray(C, NOISY)
-    assert twice.parameters == pytest.approx(once.parameters, rel=1e-5) and twice.objective == pytest.approx(2 * once.objective)
+def noisy(N, D, sd, seed=0):
+    return law(N, D) * np.exp(np.random.default_rng(seed).normal(0, sd, len(N)))
 
 
-def test_points_are_checked():
-    points = Points([1, 2], [3, 4], [5, 6], [2.0, 1.9], ["a", "b"])
-    assert points.axes("chinchilla")[1].tolist() == [3, 4] and points.axes("ray")[0].tolist() == [5, 6]
-    assert points.take(np.array([1])).cluster.tolist() == ["b"]
-    for wrong, sentence in (({"N": [1, np.nan]}, "N 1 is nan"), ({"loss": [0, 1]}, "loss 0 is 0.0"),
-                            ({"D": [1]}, "D has 1 values"), ({"cluster": ["a"]}, "cluster has 1"),
-                            ({"C": ["x", "y"]}, "C must be numbers"), ({"N": [[1, 2]]}, "N must be a list of numbers")):
-        with pytest.raises(UserError, match=sentence):
-            Points(**{**vars(points), **wrong})
+@pytest.mark.parametrize("truth", [EPOCH, HOFFMANN, UNEQUAL])
+def test_chinchillas_law_is_recovered_in_any_unit(truth):
+    N, D, _ = ladder()
+    total = truth["alpha"] + truth["beta"]
+    derived = {"a": truth["beta"] / total, "b": truth["alpha"] / total, "gamma": truth["alpha"] * truth["beta"] / total}
+    fit = fit_chinchilla(N, D, law(N, D, truth))
+    assert fit.parameters == pytest.approx(truth | derived, rel=1e-5)
+    assert fit.identified and fit.starts == fit.starts_at_best == 27 and fit.gradient_norm < 1e-9 and fit.interval == "t"
+    other = fit_chinchilla(N * 1e-6, D * 1e-9, law(N, D, truth))
+    assert [other.parameters[name] for name in ("alpha", "beta", "E")] == pytest.approx(
+        [truth[name] for name in ("alpha", "beta", "E")], rel=1e-4)
+
+
+def test_frontier_is_the_minimum():
+    N, D, _ = ladder()
+    fit = fit_chinchilla(N, D, law(N, D))
+    C = np.array([1e18, 1e21, 1e24])
+    found = frontier(fit, C)
+    for budget, n, d, loss in zip(C, *found, strict=True):
+        best = minimize_scalar(lambda x, C=budget: law(np.exp(x), C / 6 / np.exp(x)), (15, 30), options={"xtol": 1e-12})
+        assert [np.log(n), loss] == pytest.approx([best.x, best.fun], rel=1e-6) and 6 * n * d == pytest.approx(budget)
+    slope = np.diff(np.log(found[0])) / np.diff(np.log(C))
+    assert np.allclose(slope, fit.parameters["a"])
+    assert np.allclose(np.diff(np.log(found[2] - fit.parameters["E"])) / np.diff(np.log(C)), -fit.parameters["gamma"])
+
+
+def test_tied_exponents_and_plain_squares():
+    N, D, _ = ladder()
+    truth = {"E": 1.9, "A": 166.0, "B": 287.0, "alpha": 0.2728, "beta": 0.2728}
+    for options in ({}, {"raw": True}, {"delta": None}):
+        fit = fit_chinchilla(N, D, law(N, D, truth), tied=True, **options)
+        assert fit.form == "chinchilla_tied" and fit.identified
+        assert fit.parameters == pytest.approx(truth | {"a": 0.5, "b": 0.5, "gamma": 0.1364}, rel=1e-5)
+    assert {"a", "b"}.isdisjoint(fit.se) and fit.se["alpha"] == fit.se["beta"]      # a is 1/2 by construction
+    log, raw = (fit_chinchilla(N, D, noisy(N, D, 3e-3), raw=raw, delta=None) for raw in (False, True))
+    assert log.parameters["alpha"] != pytest.approx(raw.parameters["alpha"], rel=1e-6)
+    assert log.se["alpha"] == pytest.approx(raw.se["alpha"], rel=0.3)               # both of ln loss
+
+
+@pytest.mark.parametrize("sd", [0, 1e-3, 5e-3])
+@pytest.mark.parametrize("jitter", [0, 0.01, 0.049])
+def test_one_ray_is_never_identified(sd, jitter):
+    rng = np.random.default_rng(3)
+    for n in (6, 12, 40):
+        N = np.geomspace(5e7, 2e9, n)
+        ratio = 20 * rng.uniform(1, 1 + jitter, n)
+        assert ratio.max() / ratio.min() <= 1.05
+        fit = fit_chinchilla(N, N * ratio, noisy(N, N * ratio, sd, seed=n))
+        assert not fit.identified and fit.se is None and fit.ci95 is None
+        assert fit.reason.startswith("all points lie on one ray of 20")
+        assert fit.reason.endswith("are one curve: alpha and beta need runs at other ratios")
+
+
+def test_nearly_one_ray_with_noise_is_not_identified():
+    """Between one ray and ratios 2x apart intervals hold alpha and beta only three times in four."""
+    rng, N = np.random.default_rng(4), np.geomspace(5e7, 4e8, 12)
+    for wide, seed in ((1.08, 0), (1.3, 1), (1.9, 2)):
+        D = 20 * N * rng.permutation(np.geomspace(1, wide, 12))
+        fit = fit_chinchilla(N, D, noisy(N, D, 1e-3, seed))
+        assert not fit.identified and "nearly one ray" in fit.reason and fit.ci95 is None
+    D = np.ceil(np.tile([10, 20], 6) * N / 1e6) * 1e6       # budgets rounded up to whole steps
+    assert fit_chinchilla(N, D, noisy(N, D, 1e-5, 3)).identified
+
+
+@pytest.mark.parametrize(("N", "D", "reason"), [
+    (np.full(8, 1e8), np.geomspace(1e9, 1e10, 8), "the points hold 1 distinct N"),
+    (np.geomspace(1e8, 1e9, 8), np.full(8, 1e10), "the points hold 1 distinct D"),
+    (np.repeat([1e8, 3e8], 5), np.tile(np.geomspace(1e9, 1e10, 5), 2), "the points hold 2 distinct N"),
+    ([5e7, 1e8, 2e8, 4e8, 1e8], [1e9, 2e9, 4e9, 1e9, 8e9], "5 distinct points are too few for five parameters: 9 at least"),
+])
+def test_designs_that_cannot_tell(N, D, reason):
+    N, D = np.asarray(N), np.asarray(D)
+    for sd in (0, 1e-3):
+        fit = fit_chinchilla(N, D, noisy(N, D, sd))
+        assert not fit.identified and fit.reason.startswith(reason) and fit.ci95 is None
+
+
+def test_losses_that_cannot_tell():
+    N, D, _ = ladder()
+    for L, reason in ((1e3 * N**-0.3 + 1e3 * D**-0.3, "E runs to zero"), (1.8 + 400 * N**-0.34 + 0 * D, "beta is not above zero"),
+                      (2 + 1e-3 * N**0.1 + 0 * D, "is not above zero"), (2 + 0 * N, "is not above zero")):
+        fit = fit_chinchilla(N, D, L)
+        assert not fit.identified and reason in fit.reason and fit.ci95 is None
+    vague = fit_chinchilla(N, D, noisy(N, D, 0.03))
+    assert not vague.identified and ("contains 0" in vague.reason or "zero" in vague.reason)
+
+
+@pytest.mark.parametrize("sd", [1e-3, 5e-3])
+def test_intervals_of_chinchillas_law_cover(sd):
+    """Nominal 95 % covers at least 90 % over 200 ladders with honest noise, prediction at 1.5B included."""
+    (N, D, _), covered, told = ladder(), {}, 0
+    for seed in range(200):
+        fit = fit_chinchilla(N, D, noisy(N, D, sd, seed))
+        told += fit.identified
+        if (at := fit.interval_at(1.5e9, 30e9)) is not None:
+            covered.setdefault("1.5B", []).append(at[1] < law(1.5e9, 30e9) < at[2])
+        if fit.identified:
+            for name, value in EPOCH.items():
+                covered.setdefault(name, []).append(fit.ci95[name][0] < value < fit.ci95[name][1])
+    assert len(covered["1.5B"]) >= 195 and told >= (195 if sd < 2e-3 else 120)
+    shares = {name: np.mean(hits) for name, hits in covered.items()}
+    # At 0.5 % a fifth of the ladders is refused; what the others say of E holds under that selection.
+    assert all(share >= (0.9 if name != "E" or sd < 2e-3 else 0.85) for name, share in shares.items()), shares
+
+
+# ------------------------------------------------------------------------------------------------------------- IsoFLOP
+
+
+BUDGETS = np.geomspace(1e18, 1e21, 7)
+
+
+def best(p, C):
+    """(N*, exponent a) of a law in closed form."""
+    total = p["alpha"] + p["beta"]
+    return (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / total) * (C / 6) ** (p["beta"] / total), p["beta"] / total
+
+
+def grid(p, budgets, wide, sizes=7, centre=1.0, sd=0.0, scatter=0.0, seed=0):
+    rng, rows = np.random.default_rng(seed), []
+    for C in budgets:
+        N = centre * best(p, C)[0] * np.geomspace(1 / wide, wide, sizes)
+        c = C * np.exp(rng.uniform(-scatter, scatter, sizes))
+        L = p["E"] + p["A"] * N ** -p["alpha"] + p["B"] * (c / 6 / N) ** -p["beta"]
+        rows.append(np.array([N, c / 6 / N, c, L * np.exp(rng.normal(0, sd, sizes))]))
+    return Points(*np.hstack(rows), np.arange(sizes * len(budgets)))
+
+
+@pytest.mark.parametrize(("p", "published"), [(EPOCH, (-0.1, -0.5, -1.1, -2.0)), (HOFFMANN, (0.4, 1.5, 3.4, 6.2))])
+def test_bias_is_much_smaller_than_the_parabolas(p, published):
+    for wide, parabola in zip((2, 4, 8, 16), published, strict=True):
+        points = grid(p, [2.7e20], wide)
+        x = np.log(points.N)
+        bend, slope, _ = np.polyfit(x - x.mean(), points.loss, 2)
+        truth = np.log(best(p, 2.7e20)[0])
+        biased = 100 * np.expm1(x.mean() - slope / 2 / bend - truth)
+        assert biased == pytest.approx(parabola, abs=0.06)                     # the published bias of the usual method
+        ours = 100 * np.expm1(np.log(fit_isoflop(points).budgets[0]["N"]) - truth)
+        assert abs(ours) < max(0.1 * abs(biased), 0.01), (wide, ours, biased)
+
+
+def test_exponents_are_recovered_from_scattered_budgets():
+    fit = fit_isoflop(grid(EPOCH, BUDGETS, 8, sizes=9, centre=1.3, scatter=0.02))
+    a = best(EPOCH, 1.0)[1]
+    assert fit.identified and fit.form == "isoflop" and fit.clusters is None and fit.interval == "t"
+    assert fit.parameters["a"] == pytest.approx(a, abs=4e-3) and fit.parameters["b"] == pytest.approx(1 - a, abs=4e-3)
+    assert fit.parameters["k_n"] * 1e20 ** fit.parameters["a"] == pytest.approx(best(EPOCH, 1e20)[0], rel=0.02)
+    assert fit.parameters["k_d"] * 1e20 ** fit.parameters["b"] == pytest.approx(1e20 / 6 / best(EPOCH, 1e20)[0], rel=0.02)
+    for row, C in zip(fit.budgets, BUDGETS, strict=True):
+        assert row["sizes"] == 9 and row["reason"] is None and row["C"] == pytest.approx(C, rel=0.02)
+        assert row["N"] == pytest.approx(best(EPOCH, C)[0], rel=0.05)      # the scatter of C is noise in L
+    content = json.loads(json.dumps(fit.plain(), allow_nan=False))
+    assert content["a"] == fit.parameters["a"] and len(content["budgets"]) == 7 and fit.formula().startswith("N* ~ C^0.51")
+
+
+def test_a_drifting_grid_does_not_shift_the_exponent():
+    """Centre 1x to 3x over the budgets: a parabola gives .5227 for .5139."""
+    parts = [grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True)]
+    points = Points(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("N", "D", "C", "loss", "cluster")))
+    fit = fit_isoflop(points)
+    assert fit.identified and fit.parameters["a"] == pytest.approx(0.5139, abs=0.0044)      # half of the parabola's shift
+
+
+@pytest.mark.parametrize("trunk", [2e-3, 5e-3])
+def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
+    """Ten sizes that pass six budgets each: the budgets' minima share the sizes' luck, so trajectories count, not budgets."""
+    N, C = np.repeat(np.geomspace(3e7, 3e9, 10), 6), np.tile(np.geomspace(3e19, 6e20, 6), 10)
+    D, label, a, hits = C / 6 / N, np.repeat(np.arange(10), 6), best(EPOCH, 1.0)[1], []
+    truth = EPOCH["E"] + EPOCH["A"] * N ** -EPOCH["alpha"] + EPOCH["B"] * D ** -EPOCH["beta"]
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        loss = truth * np.exp(rng.normal(0, trunk, 10)[label] + rng.normal(0, trunk / 10, 60))
+        fit = fit_isoflop(Points(N, D, C, loss, label))
+        if fit.ci95:
+            assert fit.interval == "cluster" and fit.clusters == 10
+            hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
+    assert len(hits) >= 30 and np.mean(hits) >= 0.9
+
+
+def test_an_exponent_whose_interval_holds_0_is_not_identified():
+    points = grid(EPOCH, BUDGETS[:3], 8, sizes=9, sd=1e-2, seed=5)
+    fits = [fit_isoflop(grid(EPOCH, BUDGETS[:3], 8, sizes=9, sd=1e-2, seed=seed)) for seed in range(12)]
+    wide = [fit for fit in fits if fit.ci95 and min(fit.ci95["a"][0], fit.ci95["b"][0]) <= 0]
+    assert len(points.loss) == 27 and wide and all(not fit.identified and "contains 0" in fit.reason for fit in wide)
+
+
+def test_budgets_without_a_minimum_are_named():
+    good = grid(EPOCH, BUDGETS[:3], 8)
+    for points, reason in (
+            (grid(EPOCH, [1e23], 4, sizes=4), "4 sizes; a minimum needs 5"),
+            (grid(EPOCH, [1e23], 2, centre=20), "the smallest size has the lowest loss: no interior minimum"),
+            (grid(EPOCH, [1e23], 2, centre=0.05), "the largest size has the lowest loss: no interior minimum")):
+        both = Points(*(np.concatenate([getattr(one, name) for one in (good, points)])
+                        for name in ("N", "D", "C", "loss", "cluster")))
+        fit = fit_isoflop(both)
+        assert [row["reason"] for row in fit.budgets] == [None, None, None, reason] and fit.budgets[3]["N"] is None
+        assert fit.identified and fit.parameters["a"] == fit_isoflop(good).parameters["a"]
+    upside_down = Points(good.N, good.D, good.C, 6 - good.loss, good.cluster)
+    assert not fit_isoflop(upside_down).identified
+
+
+def test_too_few_budgets():
+    fit = fit_isoflop(grid(EPOCH, BUDGETS[:2], 8))
+    assert not fit.identified and fit.parameters == {"a": None, "b": None} and len(fit.budgets) == 2
+    assert fit.reason == ("2 of 2 compute budgets have an interior minimum over at least 5 sizes; the exponents need 3")
+    one = Points([1e8], [1e9], [6e17], [3.0], [0])
+    assert fit_isoflop(one).budgets[0]["reason"] == "1 sizes; a minimum needs 5"
+    empty = Points([], [], [], [], [])
+    assert fit_isoflop(empty).reason.startswith("0 of 0 compute budgets")
+
+
+def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
+    """Twelve budgets, sizes over four decades around N*: a cubic through all of ln L is off by .01 to .03 there, and its
+    interval excludes the truth."""
+    hits = []
+    for alpha, beta, A, B, noise in ((0.5, 0.25, 400, 1500, 2e-3), (0.5, 0.25, 400, 1500, 5e-3), (0.25, 0.5, 480, 2000, 5e-3)):
+        p, found = {"E": 1.8, "A": A, "B": B, "alpha": alpha, "beta": beta}, []
+        a = best(p, 1.0)[1]
+        for seed in range(50):
+            fit = fit_isoflop(grid(p, np.geomspace(1e18, 1e21, 12), 100, sizes=15, sd=noise, seed=seed))
+            found.append(fit.parameters["a"])
+            hits.append(fit.ci95["a"][0] < a < fit.ci95["a"][1])
+        assert abs(np.mean(found) - a) < 0.005, (alpha, noise, np.mean(found) - a)
+    assert 0.90 <= np.mean(hits) <= 0.99, np.mean(hits)
+
+
+def test_the_choice_of_window_widens_the_interval():
+    points = grid(EPOCH, np.geomspace(1e18, 1e21, 12), 100, sizes=25, sd=5e-3, seed=3)
+    fit = fit_isoflop(points)
+    passed = [one["a"] for one in fit.windows if not one["is_bent"]]
+    assert [one["window"] for one in fit.windows] == [None, 30, 10, 5] and len(passed) >= 2 and passed[0] == fit.parameters["a"]
+    assert fit.se["a"] > np.sqrt(np.mean((np.array(passed) - passed[0]) ** 2))
+
+
+# ----------------------------------------------------------------------------------------------------- published points
+
+
+def rows(name):
+    with (FOLDER / name).open() as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def hoffmann():
+    """(N, D, L) of Besiroglu et al. 2024, read off Hoffmann et al.'s figure 4, highest loss first."""
+    points = rows("chinchilla_points.csv")
+    N, C, L = (np.array([float(row[name]) for row in points]) for name in ("Model Size", "Training FLOP", "loss"))
+    order = np.argsort(-L, kind="stable")
+    return N[order], (C / (6 * N))[order], L[order]
+
+
+@pytest.fixture(scope="module")
+def fit(hoffmann):
+    return fit_chinchilla(*(x[5:] for x in hoffmann))
+
+
+@published
+def test_chinchilla_optimum(fit):
+    assert fit.n == 240 and fit.identified
+    golden = {"A": 477.826, "B": 2143.417, "E": 1.817218, "alpha": 0.347310, "beta": 0.367172}
+    assert {name: fit.parameters[name] for name in golden} == pytest.approx(golden, rel=1e-5)
+    assert fit.objective == pytest.approx(0.0010182740178006, rel=1e-9)
+    assert fit.starts == 27 and fit.starts_at_best == 27 and fit.gradient_norm < 1e-8
+    assert fit.parameters["a"] == pytest.approx(0.5139, abs=1e-4) and fit.residual_rms == pytest.approx(0.0076, abs=1e-4)
+
+
+@published
+@pytest.mark.parametrize(("delta", "golden"), [
+    (1e-2, {"alpha": 0.3544, "beta": 0.3815}),
+    (1e-4, {"alpha": 0.34741, "beta": 0.36539}),
+    (None, {"A": 593.32, "B": 4875.64, "E": 1.86455, "alpha": 0.36025, "beta": 0.40588}),
+    (1e-8, {"A": 482.01, "B": 2085.43, "E": 1.81686, "alpha": 0.34781, "beta": 0.36585}),      # least absolute deviations
+])
+def test_other_thresholds(hoffmann, delta, golden):
+    fit = fit_chinchilla(*(x[5:] for x in hoffmann), delta=delta)
+    assert fit.identified and fit.starts_at_best == fit.starts
+    for name, value in golden.items():
+        places = {"A": 2, "B": 2, "E": 5}.get(name, 4 if delta == 1e-2 else 5)
+        assert fit.parameters[name] == pytest.approx(value, abs=1.2 * 10**-places), name
+
+
+@published
+@pytest.mark.parametrize(("dropped", "beta"), [(0, 0.453), (1, 0.412), (3, 0.382), (10, 0.358)])
+def test_dropping_the_highest_losses(hoffmann, dropped, beta):
+    fit = fit_chinchilla(*(x[dropped:] for x in hoffmann))
+    assert fit.parameters["beta"] == pytest.approx(beta, abs=6e-4)
+    if dropped == 0:
+        assert [fit.parameters["E"], fit.parameters["B"]] == pytest.approx([1.891, 12846], rel=3e-4)
+
+
+@published
+def test_gadre_hold_outs():
+    """Five runs predict 1.4B at M = 640 within 0.7103 % and 6.9B at M = 20 within 0.7320 %: tied exponents, squares of L."""
+    runs = {(round(float(row["N"]) / 1e6), float(row["mult"])): row
+            for row in rows("gadre2024_104runs.csv") if row["train_set"] == "rpj"}      # mult 1 is 20 tokens per parameter
+    five = [runs[key] for key in ((11, 1), (79, 1), (154, 1), (412, 1), (11, 16))]
+    N, D, L = (np.array([float(row[name]) for row in five]) for name in ("N", "D", "loss_c4_val"))
+    fit = fit_chinchilla(N, D, L, tied=True, raw=True)
+    assert {name: fit.parameters[name] for name in ("A", "E", "alpha")} == pytest.approx(
+        {"A": 166.211, "E": 1.83665, "alpha": 0.272851}, rel=1e-5)
+    assert fit.parameters["B"] == pytest.approx(366.687 * 6 ** (-0.272851 / 2), rel=1e-5)
+    assert fit.starts_at_best == fit.starts
+    for key, printed in (((1440, 32), "0.7103"), ((6889, 1), "0.7320"), ((1440, 1), "0.1098")):
+        row = runs[key]
+        loss = float(row["loss_c4_val"])
+        error = 100 * abs(fit.predict(float(row["N"]), float(row["D"])) - loss) / loss
+        assert f"{error:.4f}" == printed

@@ -1,262 +1,533 @@
-"""scaling/pairs.py and null.py: who is whose partner, what BF16 differs by from itself, under both counts of parameters."""
+"""scaling/pairs.py: gaps, nulls, equivalence, ranking and what a gap costs, against scipy, simulation, published tables."""
 
-import gzip
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from scaling_runs import surface, write_run
-from scipy.stats import linregress
+from scaling_runs import surface, write_branches, write_run
+from scipy.optimize import brentq, curve_fit
+from scipy.sparse.csgraph import connected_components
+from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
-from scaling import precision
-from scaling.pairs import estimate, null_pairs, pairs
-from scaling.precision import analyse, draw_precision, grid, read_result, tables
+from runtime.cli import UserError
+from scaling.pairs import (
+    EPOCH,
+    HOFFMANN,
+    PRECISION_LAWS,
+    Margin,
+    Surface,
+    clusters,
+    costs,
+    estimate,
+    fit_trend,
+    freedom,
+    human,
+    kumar_gap,
+    kumar_share,
+    local_surface,
+    matched_speedup,
+    null_pairs,
+    over,
+    own_surface,
+    pairs,
+    pairs_to_see,
+    pairs_to_show,
+    power,
+    rank,
+    read_margin,
+    smallest_seen,
+    sun_gap,
+    surfaces,
+    throughput,
+    tost,
+    tost_power,
+    verdict,
+)
+from scaling.precision import analyse
 from scaling.records import counted_as, read_runs
 
+DECLARED = Margin(0.25, "study.json", True)
 RECIPE = {"recipe": "tensorwise", "compile": True, "layers_converted": ["layers.0.attn.qkv"], "layers_skipped": {}}
+
+
+def sample(n, mean=0.0, sd=1.0, seed=0):
+    """n values with exactly this mean and standard deviation."""
+    z = np.random.default_rng(seed).normal(size=n)
+    return mean + sd * (z - z.mean()) / z.std(ddof=1)
+
+
+def analysed(folder, arm="bf16", convention=None):
+    records = counted_as(read_runs([folder])[0], convention)
+    return analyse(records, pairs(records)[0], arm, None)
+
+
+# --------------------------------------------------------------------------------------------- intervals and equivalence
+
+
+@pytest.mark.parametrize("n", [2, 3, 10])
+def test_the_interval_is_scipys(n):
+    values = np.random.default_rng(n).normal(0.1, 0.3, n)
+    found, theirs = estimate(values), ttest_1samp(values, 0).confidence_interval()
+    assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
+    assert (found.mean, found.sd, found.n) == pytest.approx((values.mean(), values.std(ddof=1), n))
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.3, 0.3, 0.3], [0.0, 0.0]])
+def test_values_without_spread_have_no_interval(values):
+    found = estimate(values)
+    assert found.mean == values[0] and found.se is found.half is found.low is tost(found, -1, 1) is None
+    assert "no interval" in verdict(found, DECLARED)
+
+
+def test_half_widths_are_those_of_the_planning_table():
+    for n, half in {2: 8.98, 3: 2.48, 4: 1.59, 5: 1.24, 6: 1.05, 8: 0.84, 12: 0.64}.items():
+        assert round(estimate(sample(n)).half, 2) == half
+
+
+@pytest.mark.parametrize("n, mean", [(3, 0.05), (8, -0.1), (30, 0.24)])
+def test_tost_is_two_of_scipys_one_sided_tests(n, mean):
+    values = sample(n, mean, 0.1)
+    theirs = max(ttest_1samp(values, -0.25, alternative="greater").pvalue, ttest_1samp(values, 0.25, alternative="less").pvalue)
+    assert tost(estimate(values), -0.25, 0.25) == pytest.approx(theirs, rel=1e-10)
+
+
+def test_tost_rejects_at_its_margin_five_times_in_a_hundred_and_never_more():
+    """Size by simulation: the true gap is the margin, so each "equivalent" is an error."""
+    rng, n, runs = np.random.default_rng(1), 6, 3000
+    for sd in (0.02, 0.3):       # well below the margin the size is alpha, above it less
+        wrong = np.mean([tost(estimate(rng.normal(0.25, sd, n)), -0.25, 0.25) < 0.05 for _ in range(runs)])
+        assert wrong < 0.062
+        assert sd > 0.1 or wrong == pytest.approx(0.05, abs=0.012)
+
+
+@pytest.mark.parametrize("n, sd, gap", [(2, 0.05, 0.0), (4, 0.15, 0.05), (10, 0.3, -0.1)])
+def test_power_of_tost_is_that_of_a_simulation(n, sd, gap):
+    draws = np.random.default_rng(2).normal(gap, sd, (200_000, n))
+    se = draws.std(axis=1, ddof=1) / math.sqrt(n)
+    passed = (np.abs(draws.mean(axis=1)) + student.ppf(0.95, n - 1) * se < 0.25).mean()
+    assert tost_power(sd, n, 0.25, gap) == pytest.approx(passed, abs=0.004)
+
+
+@pytest.mark.parametrize("n", [3, 10, 40])
+@pytest.mark.parametrize("gap", [0.0, 0.3, -1.0])
+def test_power_is_the_noncentral_t(n, gap):
+    quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
+    assert power(1.0, n, gap) == pytest.approx(nct.sf(quantile, n - 1, shift) + nct.cdf(-quantile, n - 1, shift), abs=2e-6)
+
+
+@pytest.mark.parametrize("sd, needed", [(0.0008, (8, 4, 3)), (0.002, (34, 10, 6)), (0.003, (73, 20, 10))])
+def test_pairs_needed_are_those_of_the_planning_table(sd, needed):
+    assert tuple(pairs_to_see(sd, gap) for gap in (0.001, 0.002, 0.003)) == needed
+
+
+def test_plans_are_the_fewest_and_say_when_there_are_too_many():
+    for sd, margin in ((0.1, 0.25), (0.3, 0.25), (1.0, 0.25)):
+        n = pairs_to_show(sd, margin)
+        assert tost_power(sd, n, margin) >= 0.8 > (tost_power(sd, n - 1, margin) if n > 2 else 0)
+    assert pairs_to_see(1.0, 1e-4) is None and pairs_to_show(1.0, 1e-4) is None
+    for n in (2, 3, 100):           # n = 2: where scipy's noncentral t gives up
+        assert power(0.4, n, smallest_seen(0.4, n)) == pytest.approx(0.8, abs=1e-6)
+
+
+def test_clusters_are_connected_components():
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        labels = [set(rng.integers(0, 12, 2).tolist()) for _ in range(9)]
+        count, theirs = connected_components(np.array([[bool(a & b) for b in labels] for a in labels]))
+        ours = clusters(labels)
+        assert sorted(sum(ours, [])) == list(range(9)) and len(ours) == count
+        assert {frozenset(own) for own in ours} == {frozenset(np.flatnonzero(theirs == i)) for i in range(count)}
+
+
+def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
+    """95 % nominal over 2,000 studies of six trunks with one to four branches, most of whose noise is the trunk's."""
+    rng, truth, honest, naive = np.random.default_rng(5), 0.2, 0, 0
+    for _ in range(2000):
+        found = [SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{i}"), fp8=SimpleNamespace(trunk=f"f{i}"),
+                                 percent=truth + shift + rng.normal(0, 0.03))
+                 for i, shift in enumerate(rng.normal(0, 0.1, 6)) for _ in range(1 + i % 4)]
+        mean = over(found, lambda pair: pair.percent)
+        assert mean.n == 6
+        honest += mean.low < truth < mean.high
+        mean = estimate([pair.percent for pair in found])
+        naive += mean.low < truth < mean.high
+    assert honest / 2000 == pytest.approx(0.95, abs=0.015) and naive / 2000 < 0.85
+
+
+@pytest.mark.parametrize("mean, sd, n, words", [
+    (0.5, 0.1, 5, "costs 0.5 %"), (-0.5, 0.1, 5, "gains 0.5 %"),
+    (0.1, 0.05, 6, "costs 0.1 %, within ±0.25 % (TOST, p="), (0.01, 0.1, 8, "equivalent within ±0.25 % (TOST, p="),
+    (0.3, 0.4, 5, "undecided: interval -0.2 to +0.8"),
+    (0.01, 0.5, 5, "undecided: interval -0.61 to +0.63, could not have seen less than 0.84"),
+])
+def test_verdicts_follow_numbers(mean, sd, n, words):
+    assert verdict(estimate(sample(n, mean, sd)), DECLARED).startswith(words)
+
+
+# ----------------------------------------------------------------------------------------------------- trend and margin
+
+SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
+
+
+@pytest.mark.parametrize("seeds, half", [(1, 5.46), (2, 2.20), (5, 1.19)])
+def test_half_width_of_a_trend_is_that_of_the_planning_table(seeds, half):
+    N, y = np.repeat(SIZES, seeds), np.random.default_rng(seeds).normal(0, 0.1, 4 * seeds)
+    found, theirs = fit_trend(N, y, None), linregress(np.log10(N), y)
+    assert found.half == pytest.approx(student.ppf(0.975, 4 * seeds - 2) * theirs.stderr, rel=1e-6)
+    assert found.half / (theirs.stderr * math.sqrt(4 * seeds * np.log10(N).var())) == pytest.approx(half, abs=0.01)
+
+
+def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
+    N = np.repeat(SIZES, 5)
+    clear = fit_trend(N, 0.3 - 0.1 * np.log10(N / 1e8) + np.random.default_rng(6).normal(0, 0.01, 20), 0.3)
+    assert clear.reason is None and clear.slope == pytest.approx(-0.1, abs=0.02)
+    vague, x = fit_trend(SIZES, 0.3 + sample(4, 0, 0.1), 0.3), np.log10(SIZES)
+    assert vague.slope is None and "0.15" in vague.reason and vague.needed > 1
+    sd = vague.half / student.ppf(0.975, 2) * math.sqrt(4 * x.var())
+    for n, enough in ((vague.needed, True), (vague.needed - 1, False)):
+        assert bool(student.ppf(0.975, 4 * n - 2) * sd / math.sqrt(n * 4 * x.var()) <= 0.15) is enough
+    assert "2 sizes" in fit_trend([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8], [1, 2, 3, 4], 1.0).reason     # they differ by rounding
+    assert "no gap is established" in fit_trend(SIZES, [1, 2, 1, 2], None).reason
+    assert "copies" in fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2).reason
+
+
+def records(folder, *starts):
+    return [SimpleNamespace(folder=folder / f"r{i}", t_start=start) for i, start in enumerate(starts)]
+
+
+def write_margin(folder, **content):
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "study.json").write_text(json.dumps({"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", **content}))
+    return folder
+
+
+def test_the_margin_counts_as_declared_only_before_the_runs(tmp_path):
+    write_margin(tmp_path)
+    before = read_margin(records(tmp_path, "2026-11-21T15:00:01Z", "2026-11-21T16:00:00Z"))
+    assert before.percent == 0.25 and before.is_declared and "before the runs" in before.source
+    late = read_margin(records(tmp_path, "2026-11-21T14:59:59Z", "2026-11-21T16:00:00+00:00"))
+    assert not late.is_declared and "after 1 of 2 runs had begun" in late.source
+    assert not read_margin(records(tmp_path, None)).is_declared
+    given = read_margin(records(tmp_path, "2026-11-21T15:00:01Z"), 0.5)
+    assert given.percent == 0.5 and not given.is_declared and "after the fact" in given.source
+    assert read_margin(records(tmp_path / "elsewhere", None)) is None
+    with pytest.raises(UserError, match="different margins"):
+        read_margin(records(tmp_path, None) + records(write_margin(tmp_path / "b", margin_percent=0.5), None))
+
+
+@pytest.mark.parametrize("content", [
+    "{", "[]", '{"margin_percent": 0.25}', '{"margin_percent": 0.25, "declared": "yesterday"}',
+    '{"margin_percent": "x", "declared": "2026-11-21T15:00:00Z"}', '{"margin_percent": 0, "declared": "2026-11-21T15:00:00Z"}'])
+def test_a_damaged_margin_is_a_sentence(tmp_path, content):
+    (tmp_path / "study.json").write_text(content)
+    with pytest.raises(UserError, match=r"study\.json"):
+        read_margin(records(tmp_path, None))
+
+
+# ------------------------------------------------------------------------------------------------------ pairs and nulls
+
 LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
 
 
-def write_null(folder, null=NULL, **changes):
+def write_null(folder, null=NULL):
     """Two seeds in BF16, FP8 and BF16 once more; the repeat differs by `null` nats."""
     for seed, loss in LOSS.items():
-        write_run(folder / f"bf16_{seed}", loss=loss, seed=seed, curve=False, **changes)
-        write_run(folder / f"fp8_{seed}", recipe="tensorwise", loss=loss, gap=GAP[seed], seed=seed, curve=False, precision=RECIPE,
-                  **changes)
-        write_run(folder / f"null_{seed}", loss=loss + null[seed], seed=seed, repeat=1, curve=False, **changes)
+        write_run(folder / f"bf16_{seed}", loss=loss, seed=seed, curve=False)
+        write_run(folder / f"fp8_{seed}", recipe="tensorwise", loss=loss, gap=GAP[seed], seed=seed, curve=False, precision=RECIPE)
+        write_run(folder / f"null_{seed}", loss=loss + null[seed], seed=seed, repeat=1, curve=False)
     return folder
-
-
-def analysed(folder, convention=None):
-    records = counted_as(read_runs([folder])[0], convention)
-    return analyse(records, pairs(records)[0], "bf16", None)
-
-
-def printed(capsys, folder, *words):
-    assert precision.main([str(folder), f"out={folder / 'law'}", *words]) == 0
-    return capsys.readouterr().out
-
-
-@pytest.fixture
-def undrawn(monkeypatch):
-    monkeypatch.setattr(precision, "draw_precision", lambda result: "figure")
-    monkeypatch.setattr(precision, "render", lambda figure, form: b"")
-
-
-# ----------------------------------------------------------------------------------------------------- the same seed
 
 
 def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
-    write_null(tmp_path)
-    records, _ = read_runs([tmp_path])
-    for order in (records, records[::-1]):
+    runs, _ = read_runs([write_null(tmp_path)])
+    for order in (runs, runs[::-1]):
         found, notes = pairs(order)
-        assert [(p.bf16.run_id, p.fp8.run_id) for p in sorted(found, key=lambda p: p.fp8.seed)] == [
-            ("bf16_1", "fp8_1"), ("bf16_2", "fp8_2")] and notes == []
+        assert sorted((p.bf16.run_id, p.fp8.run_id) for p in found) == [("bf16_1", "fp8_1"), ("bf16_2", "fp8_2")] and notes == []
         again, notes = null_pairs(order)
         assert [(p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in again] == [
             ("bf16_1", "null_1", 0.002), ("bf16_2", "null_2", -0.004)] and notes == []
+    null, percent = analysed(tmp_path)["null"], [100 * NULL[seed] / LOSS[seed] for seed in (1, 2)]
+    sd = math.sqrt((percent[0]**2 + percent[1]**2) / 2)         # around nought: which came first is arbitrary
+    assert null["same_seed"]["pooled"] == {"pairs": 2, "dof": 2, "sd_percent": pytest.approx(sd),
+                                           "band": pytest.approx(4.302652729911275 * sd)}
+    sd = 100 * math.sqrt(2) * np.std(np.log([*LOSS.values()]), ddof=1)
+    assert null["pooled"] == {"runs": 2, "dof": 1, "sd_percent": pytest.approx(sd),
+                              "band": pytest.approx(student.ppf(0.975, 1) * sd)}    # a repeat is no third run
+    alone = [run for run in runs if run.run_id not in ("bf16_1", "fp8_2")]
+    assert pairs(alone)[1] == ["unpaired fp8_1: no BF16 run with its pair_id " + runs[0].pair_id,
+                               "unpaired bf16_2: no FP8 run with its pair_id " + runs[1].pair_id]
+    assert "the BF16 run that it repeats is not there" in null_pairs(alone)[1][0]
 
 
-def test_the_null_of_one_seed_is_the_root_mean_square_around_nought(tmp_path, capsys, undrawn):
-    output = printed(capsys, write_null(tmp_path))
-    percent = [100 * NULL[seed] / LOSS[seed] for seed in (1, 2)]
-    sd = math.sqrt((percent[0]**2 + percent[1]**2) / 2)
-    same = json.loads((tmp_path / "law/precision.json").read_text())["null"]["same_seed"]
-    assert same["pooled"] == {"pairs": 2, "dof": 2, "sd_percent": pytest.approx(sd),
-                              "band": pytest.approx(4.302652729911275 * sd)}     # Student's t, 97.5 %, two degrees of freedom
-    (row,) = same["sizes"]
-    assert row["bf16"]["mean"] == pytest.approx(sum(percent) / 2) and row["pairs"] == 2 and same["equal"] == 0
-    assert [(one["first"], one["second"]) for one in row["differences"]] == [("bf16_1", "null_1"), ("bf16_2", "null_2")]
-    line = next(line for line in output.splitlines() if "| bf16, same seed |" in line)
-    half = 12.706204736174698 * np.std(percent, ddof=1) / math.sqrt(2)
-    assert f"| 2 | {sum(percent) / 2:+.3f} ± {half:.3f} |" in line and "null: rounded otherwise" in line
-    assert f"SD around 0 over 2 pairs {sd:.3f} %, 2 degrees of freedom" in output
-    # Two seeds are two: a repeat is no third run of the null of other seeds.
-    assert "| bf16, two seeds | 2 runs |" in output and "unpaired" not in output
-
-
-def test_branches_of_a_repeated_trunk_add_no_freedom(tmp_path):
+def test_equal_bits_are_no_null_and_branches_add_no_freedom(tmp_path):
+    same = analysed(write_null(tmp_path / "equal", {1: 0.0, 2: 0.004}))["null"]["same_seed"]
+    assert same["equal"] == 1 and same["pooled"]["dof"] == 1
+    assert same["pooled"]["sd_percent"] == pytest.approx(100 * 0.004 / LOSS[2])
     for ratio, loss, null in ((5, 2.6, 0.001), (10, 2.4, 0.003), (20, 2.2, 0.002)):
         for name, repeat, recipe in (("bf16", 0, "bf16"), ("null", 1, "bf16"), ("fp8", 0, "tensorwise")):
             lineage = {} if ratio == 20 else {"parent_run": f"{name}_20", "parent_step": 8 * ratio}
-            write_run(tmp_path / f"{name}_{ratio}", recipe=recipe, tokens=ratio * 40_000, params=40_000, repeat=repeat,
+            write_run(tmp_path / f"b/{name}_{ratio}", recipe=recipe, tokens=ratio * 40_000, params=40_000, repeat=repeat,
                       loss=loss + null * repeat, gap=0.01 * (name == "fp8"), curve=False, **lineage)
-    same = analysed(tmp_path)["null"]["same_seed"]
+    same = analysed(tmp_path / "b")["null"]["same_seed"]["pooled"]
     percent = [100 * 0.001 / 2.6, 100 * 0.003 / 2.4, 100 * 0.002 / 2.2]
-    assert (same["pooled"]["pairs"], same["pooled"]["dof"]) == (3, 1) and len(same["sizes"]) == 3
-    assert same["pooled"]["sd_percent"] == pytest.approx(math.sqrt(sum(one**2 for one in percent) / 3))
-    assert same["pooled"]["band"] == pytest.approx(student.ppf(0.975, 1) * same["pooled"]["sd_percent"])
+    assert (same["pairs"], same["dof"]) == (3, 1)
+    assert same["sd_percent"] == pytest.approx(math.sqrt(sum(one**2 for one in percent) / 3))
 
 
-def test_equal_bits_are_said_and_are_no_band(tmp_path, capsys, undrawn):
-    output = printed(capsys, write_null(tmp_path / "all", {1: 0.0, 2: 0.0}))
-    assert "no null: equal to the last bit" in output
-    assert "2 pairs of BF16 with BF16 of the same seed are equal to the last bit" in output
-    result = analysed(tmp_path / "all")
-    assert result["null"]["same_seed"]["pooled"] is None and result["null"]["same_seed"]["equal"] == 2
-    figure = draw_precision(result)
-    assert not any("one seed" in text.get_text() for text in figure.legends[0].get_texts())
-    assert "No null of one seed: such runs are equal to the last bit" in said(figure)
-    output = printed(capsys, write_null(tmp_path / "one", {1: 0.0, 2: 0.004}))
-    assert "1 pair of BF16 with BF16 of the same seed is equal to the last bit" in output and "over 1 pair " in output
-    pooled = analysed(tmp_path / "one")["null"]["same_seed"]["pooled"]
-    assert (pooled["pairs"], pooled["dof"], pooled["sd_percent"]) == (1, 1, pytest.approx(100 * 0.004 / LOSS[2]))
+SHAPES = {"a": (3_150_000, 16_000_000), "b": (6_490_000, 25_800_000), "c": (12_600_000, 38_300_000)}   # nonembed, total
 
 
-def said(figure):
-    return " ".join(" ".join(text.get_text() for text in figure.texts).split())
-
-
-def bands(figure):
-    """label -> (low, high) of the grey bands, the last drawn last."""
-    return {patch.get_label(): (patch.get_y(), patch.get_y() + patch.get_height())
-            for patch in figure.axes[0].patches if "null" in patch.get_label()}
-
-
-def test_both_nulls_are_bands_of_their_own(tmp_path):
-    result = analysed(write_null(tmp_path, {1: 0.0005, 2: -0.0004}))
-    figure = draw_precision(result)
-    same = result["null"]["same_seed"]["pooled"]["band"]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert bands(figure) == {f"null of one seed, ±{same:.2g} %": pytest.approx((-same, same))}
-    assert f"null, ±{result['null']['pooled']['band']:.2g} % (beyond the axis)" in names        # two seeds, one degree of freedom
-    assert "Darker grey: the same of one seed, rounded otherwise (n = 2 pairs, 2 degrees of freedom)." in said(figure)
-    result["null"]["pooled"]["band"] = 2 * same
-    figure = draw_precision(result)
-    assert [*bands(figure)] == [f"null, ±{2 * same:.2g} %", f"null of one seed, ±{same:.2g} %"]     # the narrower on top
-    result["null"]["same_seed"]["pooled"]["band"] = 500.0
-    figure = draw_precision(result)
-    assert [*bands(figure)] == [f"null, ±{2 * same:.2g} %"] and figure.axes[0].get_ylim()[1] < 10
-    assert "Not drawn, beyond the axis: the same of one seed" in said(figure)
-
-
-@pytest.mark.parametrize("change, sentence", [
-    ({"pair_id": "another"}, "unpaired null_1: the BF16 run that it repeats is not there (pair_id another)"),
-    ({"recipe": "tensorwise"}, "unpaired null_1: it repeats an FP8 run"),
-])
-def test_a_repeat_without_its_run_is_said(tmp_path, capsys, undrawn, change, sentence):
-    write_null(tmp_path)
-    (tmp_path / "null_1/summary.json").unlink()
-    write_run(tmp_path / "more/null_1", loss=2.203, seed=1, repeat=1, curve=False, **change)
-    (tmp_path / "more/null_1").rename(tmp_path / "null_1b")
-    assert sentence in printed(capsys, tmp_path)
-    assert analysed(tmp_path)["null"]["same_seed"]["pooled"]["pairs"] == 1
-
-
-# ------------------------------------------------------------------------------------------------ which parameters N is
-
-# Parameters without and with the vocabulary.
-SHAPES = {"a": (3_150_000, 16_000_000), "b": (6_490_000, 25_800_000), "c": (12_600_000, 38_300_000)}
-
-
-def write_counted(folder, params="nonembed", gap=0.005):
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory):
     """Three sizes at 5, 10 and 20 tokens per parameter without the vocabulary, losses from a known law of those."""
+    folder = tmp_path_factory.mktemp("counted")
     for name, (nonembed, total) in SHAPES.items():
-        for seed in (1, 2):
-            for ratio in (5, 10, 20):
-                for recipe in ("bf16", "tensorwise"):
-                    noise = math.exp(np.random.default_rng([seed, ratio, nonembed]).normal(0, 1e-4))
-                    trunk, tokens = f"{name}_{recipe}_{seed}", ratio * nonembed + 40_000
-                    lineage = {} if ratio == 20 else {"parent_run": trunk, "parent_step": 8 * ratio}
-                    write_run(folder / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
-                              params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
-                              gap=gap * seed * (recipe != "bf16"), precision={**RECIPE, "recipe": recipe}, **lineage)
-    (folder / "study.json").write_text(json.dumps({"margin_percent": 1, "declared": "2026-11-19T00:00:00Z", "params": params}))
+        for seed, ratio, recipe in ((s, r, p) for s in (1, 2) for r in (5, 10, 20) for p in ("bf16", "tensorwise")):
+            noise = math.exp(np.random.default_rng([seed, ratio, nonembed]).normal(0, 1e-4))
+            trunk, tokens = f"{name}_{recipe}_{seed}", ratio * nonembed + 40_000
+            lineage = {} if ratio == 20 else {"parent_run": trunk, "parent_step": 8 * ratio}
+            write_run(folder / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
+                      params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
+                      gap=0.005 * seed * (recipe != "bf16"), precision={**RECIPE, "recipe": recipe}, **lineage)
+    return write_margin(folder, params="nonembed")
+
+
+def test_our_law_and_trend_are_of_our_count_and_published_laws_of_all_parameters(counted):
+    """Effective parameters by hand: under a law's own A, alpha and count of N."""
+    result = analysed(counted)
+    assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
+    row = result["sizes"][0]
+    assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
+    (own, epoch), nats = row["costs"], row["nats"].mean
+    assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
+    assert epoch["effective_parameters"] == pytest.approx((1 + nats / (477.826 * 16e6**-0.347310))**(-1 / 0.347310))
+    for found, count in ((result, 0), (analysed(counted, convention="total"), 1)):
+        own = {}                            # a trunk's mean gap
+        for pair in found["pairs"]:
+            own.setdefault((pair["fp8"][0], pair["fp8"].split("_")[2]), []).append(pair["gap_bf16"].percent)
+        line = linregress([math.log10(SHAPES[name][count]) for name, _ in own], [np.mean(gaps) for gaps in own.values()])
+        half = student.ppf(0.975, len(own) - 2) * line.stderr
+        assert found["common"]["tensorwise"]["trend"].half == pytest.approx(half, rel=1e-6)
+
+
+# -------------------------------------------------------------------------------------------------------------- ranking
+
+SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
+NOISE = {(40_000, 1): 0.001, (40_000, 2): -0.002, (90_000, 1): 0.0015, (90_000, 2): -0.0004}     # nats, the BF16 run's own
+OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # nats / 10,000, of each cell
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+def write_cell(folder, recipe, N, seed, gap=0.0, ratio=20, speed=1000.0, linears=8, device=GPU):
+    write_run(folder / f"{recipe}_{N}_{seed}_{ratio}", recipe=recipe, params=N, tokens=ratio * N, seed=seed, loss=2.0, gap=gap,
+              device=device, tok_per_s_median=speed, curve=False, precision={
+                  "recipe": recipe, "compile": True, "layers_converted": [f"layers.{i}" for i in range(linears)],
+                  "layers_skipped": {}})
+
+
+def write_study(folder, recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, device=GPU):
+    """recipes: name -> (mean gap in nats, tokens per second); BF16's own deviation is shared, each recipe adds its own."""
+    for i, (N, seed) in enumerate((N, seed) for N in sizes for seed in seeds):
+        write_cell(folder, "bf16", N, seed, ratio=ratio, device=device)
+        for recipe, (gap, speed) in recipes.items():
+            write_cell(folder, recipe, N, seed, gap + NOISE.get((N, seed), 0) + 1e-4 * OWN[recipe][i % 4], ratio, speed,
+                       device=device)
     return folder
 
 
-def test_sizes_and_labels_follow_the_studys_count(tmp_path, capsys, undrawn):
-    write_counted(tmp_path)
-    output = printed(capsys, tmp_path)
-    assert "| 3,150,000 | 15,790,000 | tensorwise | 2 |" in output and "N: params_nonembed." in output
-    assert "at 5 tokens per parameter [%] | at 10 | at 20 |" in output and "| 3.15M | FP8 tensorwise | 2 |" in output
-    result = json.loads((tmp_path / "law/precision.json").read_text())
-    assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
-    row = result["sizes"][0]
-    assert (row["N"], row["params_total"], row["params_nonembed"]) == (3_150_000, 16_000_000, 3_150_000)
-    assert row["tokens_per_param"] == 15_790_000 / 3_150_000
-    assert "Published laws take params_total, ours params_nonembed." in output
-    output = printed(capsys, tmp_path, "n=total")
-    assert "| 16,000,000 | 15,790,000 | tensorwise | 2 |" in output and "N: params_total." in output
-    assert "ours params_nonembed" not in output
+def ranked(folder, arm="bf16"):
+    return rank(pairs(read_runs([folder])[0])[0], arm)
 
 
-@pytest.mark.parametrize("ratios, cells", [
-    ((5.02, 10.01, 20), ["5", "10", "20"]), ((5.3, 5.0), ["5.2"]), (range(1, 7), list("123456")),
-    ([2**i for i in range(7)], None)])
-def test_budgets_rounded_to_whole_steps_share_a_column(ratios, cells):
-    rows = [{"N": 1000 + i, "recipe": "amax", "converted": [1, 1], "tokens_per_param": ratio, "bf16": estimate([0.1])}
-            for i, ratio in enumerate(ratios)]
-    text = grid({"loss": "bf16", "sizes": rows, "null": {"sizes": [], "same_seed": {"sizes": []}}})
-    if cells is None:
-        assert text == ""
-        return
-    head = [cell.strip() for cell in text.splitlines()[0].split("|")[4:-1]]
-    assert [cell.removeprefix("at ").split(" ")[0] for cell in head] == cells
-    assert all(len(line.split("|")) == 5 + len(cells) for line in text.splitlines())
+def names(found):
+    return [row["recipe"] for row in found["recipes"]]
 
 
-def test_our_law_is_of_our_count_and_published_ones_of_all_parameters(tmp_path):
-    """Effective parameters by hand: under a law's own A, alpha and count of N."""
-    write_run(write_counted(tmp_path) / "again", params=16_000_000, params_nonembed=3_150_000, tokens=63_040_000, seed=1,
-              loss=2.9, repeat=1, curve=False)
-    result = analysed(tmp_path)
-    assert "these 18 BF16 runs" in result["laws"]["own"]        # a repeat is no point of it
-    row = next(row for row in result["sizes"] if row["N"] == 3_150_000)
-    own, epoch = row["costs"]
-    nats = row["nats"].mean
-    assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
-    assert epoch["effective_parameters"] == pytest.approx((1 + nats / (477.826 * 16e6**-0.347310))**(-1 / 0.347310))
-    total = next(row for row in analysed(tmp_path, "total")["sizes"] if row["N"] == 16_000_000)
-    assert total["costs"][-1]["effective_parameters"] == pytest.approx(epoch["effective_parameters"])
+def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties(tmp_path):
+    write_study(tmp_path, {"rowwise": (0.002, 800), "tensorwise": (0.00205, 1100), "cscale": (0.02, 1300)})
+    found = ranked(tmp_path)
+    assert names(found) == ["rowwise", "tensorwise", "cscale"]
+    assert [row["ties"] for row in found["recipes"]] == [True, True, False]
+    gaps = {recipe: mean + np.array([*NOISE.values()]) + 1e-4 * np.array(OWN[recipe])
+            for recipe, mean in (("rowwise", 0.002), ("tensorwise", 0.00205))}
+    theirs = 100 * (np.log1p(gaps["tensorwise"] / 2.0) - np.log1p(gaps["rowwise"] / 2.0))
+    difference = found["recipes"][1]["difference"]
+    interval = ttest_1samp(theirs, 0).confidence_interval()
+    assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
+    # BF16's own deviations are a hundred times the difference: it is paired, or nothing could be told apart.
+    assert difference.half < 0.2 * found["recipes"][0]["gap"].half
+    assert found["best"] == "tensorwise" and "the fastest, 1.100 of BF16's tokens per second" in found["reason"]
+    plain, trained = (ranked(tmp_path, arm)["recipes"][2]["gap"].mean for arm in ("bf16", "as_trained"))
+    assert trained == pytest.approx(1.5 * plain, rel=1e-2)
 
 
-@pytest.mark.parametrize("convention, count", [("nonembed", 0), ("total", 1)])
-def test_the_trend_over_size_is_over_the_count_that_is_asked_for(tmp_path, convention, count):
-    result = analysed(write_counted(tmp_path), convention)
-    own = {}                            # a trunk's mean gap
-    for pair in result["pairs"]:
-        own.setdefault((pair["fp8"][0], pair["fp8"].split("_")[2]), []).append(pair["gap_bf16"].percent)
-    line = linregress([math.log10(SHAPES[name][count]) for name, _ in own], [np.mean(gaps) for gaps in own.values()])
-    assert result["common"]["tensorwise"]["trend"].half == pytest.approx(student.ppf(0.975, len(own) - 2) * line.stderr, rel=1e-6)
+@pytest.mark.parametrize("recipes, device, sizes, seeds, best, words", [
+    ({"rowwise": (0.002, 700), "tensorwise": (0.006, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "higher by more than chance"),
+    ({"rowwise": (-0.03, 700), "tensorwise": (0.001, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "higher by more than chance"),
+    ({"rowwise": (0.002, 800), "tensorwise": (0.00205, 1100)}, "cpu EPYC", BUDGETS, SEEDS, "rowwise", "a CPU has no FP8 units"),
+    ({"rowwise": (0.002, 800), "tensorwise": (0.02, 1100)}, GPU, BUDGETS[:1], SEEDS[:1], "tensorwise", "over 1 pair at"),
+    ({"rowwise": (0.002, 800)}, GPU, BUDGETS, SEEDS, "rowwise", "the only recipe")])
+def test_the_best_recipe_by_the_declared_rule(tmp_path, recipes, device, sizes, seeds, best, words):
+    found = ranked(write_study(tmp_path, recipes, sizes, seeds, device=device))
+    assert found["best"] == best and words in found["reason"]
 
 
-def test_the_figures_left_side_is_of_our_count_and_its_right_of_all_parameters(tmp_path):
-    figure = draw_precision(analysed(write_counted(tmp_path)))
-    left, right = figure.axes[:2]
-    x = next(one for one in left.containers if one.get_label() == "FP8 tensorwise").lines[0].get_xdata()
-    assert 3e6 / 1.6 < min(x) < 3.2e6 and 12e6 < max(x) < 12.6e6 * 1.6
-    beside = [line.get_xdata()[0] for line in right.lines if line.get_marker() == "s"]
-    assert min(beside) == pytest.approx(16e6, rel=0.05) and max(beside) == pytest.approx(38.3e6, rel=0.05)
-    assert "N = params_nonembed, right params_total, which the laws count" in said(figure)
-    assert left.get_xlabel() == "non-embedding parameters N" and right.get_xlabel() == "parameters N, all"
+def test_what_cannot_be_compared_is_not_ranked(tmp_path):
+    write_study(tmp_path, {"rowwise": (0.002, 800), "tensorwise": (0.006, 1100)})
+    write_study(tmp_path, {"rowwise": (0.9, 800), "tensorwise": (0.1, 1100)}, ratio=10)     # the smaller budget does not count
+    for N, seed in NOISE:
+        write_cell(tmp_path, "auto", N, seed, -0.5, speed=2000.0, linears=0 if (N, seed) == (40_000, 2) else 3)
+    found = ranked(tmp_path)
+    assert found["best"] == "rowwise" and {cell["tokens_per_param"] for cell in found["cells"]} == {20}
+    assert found["left_out"] == [{"recipe": "auto", "reason":
+                                  "converts no Linear in 1 of 4 pairs (auto_40000_2_20): it is BF16 there"}]
+    write_study(tmp_path, {"rowwise": (0.5, 800)}, sizes=(200_000,))        # the chosen recipe's further sizes undo nothing
+    assert ranked(tmp_path) == found
+    write_study(tmp_path / "c", {"rowwise": (0.002, 800), "tensorwise": (0.006, 1100), "cscale": (0.001, 1300)})
+    (tmp_path / "c/cscale_90000_2_20/summary.json").unlink()
+    found = ranked(tmp_path / "c")
+    assert names(found) == ["rowwise", "tensorwise"]
+    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at the largest budget of 90k seed 2"}]
+    write_study(tmp_path / "d", {"rowwise": (0.002, 800)}, sizes=BUDGETS[:1])
+    write_study(tmp_path / "d", {"tensorwise": (0.002, 800)}, sizes=BUDGETS[1:])
+    assert ranked(tmp_path / "d")["best"] is None and len(ranked(tmp_path / "d")["left_out"]) == 2
 
 
-# --------------------------------------------------------------------------------------------------- published results
+# ----------------------------------------------------------------------------------- published laws, what a gap costs
 
 
-def test_results_come_back_from_their_file_as_they_were(tmp_path, capsys, undrawn):
-    write_null(tmp_path)
-    output = printed(capsys, tmp_path)
-    assert tables(read_result(tmp_path / "law/precision.json")) == output.split("\n\npair.png is not drawn")[0]
+def test_kumar_and_sun_give_the_table_of_four_sizes():
+    assert np.round(kumar_gap(SIZES), 4).tolist() == [0.0091, 0.0065, 0.0055, 0.0027]
+    assert np.round(kumar_gap(SIZES, offsets=False), 4).tolist() == [0.0164, 0.0116, 0.0098, 0.0048]
+    assert (round(kumar_share(), 3), round(kumar_share(offsets=False), 3)) == (0.957, 0.924)
+    smaller = 4.299e3 * (kumar_share() * SIZES)**-0.4965     # by the definition, L(N_eff) - L(N)
+    assert kumar_gap(SIZES) == pytest.approx(smaller - 4.299e3 * SIZES**-0.4965, rel=1e-9)
+    assert np.round(sun_gap(SIZES, 20 * SIZES), 5).tolist() == [0.00011, 0.00013, 0.00014, 0.00022]
+    ends = SIZES[[0, 3]]
+    assert np.round(sun_gap(ends, 20 * ends, 5, 2), 5).tolist() == [0.00015, 0.00031]
+    assert np.round(sun_gap(ends, 20 * ends, 2, 1, block=32), 4).tolist() == [0.0061, 0.0123]
+    values = [law(SIZES, 20 * SIZES) for _, law, _ in PRECISION_LAWS]
+    assert (values[0] / values[2]).max() > 85 and (np.diff(values[0]) < 0).all() and (np.diff(values[2]) > 0).all()
 
 
-def test_published_runs_without_their_plain_logs_give_the_same_result(tmp_path, capsys, undrawn):
-    for name, recipe in (("bf16", "bf16"), ("fp8", "tensorwise")):
-        write_run(tmp_path / name, recipe=recipe, gap=0.01 * (name == "fp8"))
-    before = printed(capsys, tmp_path)
-    for log in tmp_path.glob("*/metrics.jsonl"):
-        (log.parent / "metrics.jsonl.gz").write_bytes(gzip.compress(log.read_bytes(), mtime=0))
-        log.unlink()
-    assert printed(capsys, tmp_path) == before and "pair.png is not drawn" not in before
+def test_slope_and_costs_of_a_gap_are_those_of_the_table():
+    assert (EPOCH.A, EPOCH.B, EPOCH.E, EPOCH.alpha, EPOCH.beta) == (477.826, 2143.417, 1.817218, 0.347310, 0.367172)
+    assert np.round(EPOCH.slope(20 * SIZES), 3).tolist() == [0.279, 0.216, 0.191, 0.112]
+    table = {0.001: ((1.012, 1.022), (0.987, 0.978)), 0.0025: ((1.030, 1.056), (0.968, 0.946)),
+             0.005: ((1.062, 1.117), (0.938, 0.895))}
+    for share, (tokens, parameters) in table.items():
+        for N, r, phi in zip((125e6, 1.5e9), tokens, parameters, strict=True):
+            gap = share * EPOCH.loss(N, 20 * N)
+            assert (round(EPOCH.extra_tokens(gap, 20 * N), 3), round(EPOCH.effective_parameters(gap, N), 3)) == (r, phi)
+    speedups = {1.10: (1.076, 1.041, 0.985), 1.17: (1.145, 1.108, 1.047), 1.28: (1.252, 1.212, 1.146)}
+    for ratio, expected in speedups.items():
+        gaps = [share * EPOCH.loss(1.5e9, 30e9) for share in table]
+        assert [round(matched_speedup(EPOCH, 30e9, gap, None, ratio)[0], 3) for gap in gaps] == list(expected)
 
 
-@pytest.mark.parametrize("content, sentence", [
-    ("[]", "expected an object"), ("{", "not valid JSON"), ("{}", "lacks 'conventions'")])
-def test_a_damaged_result_is_a_sentence(tmp_path, content, sentence):
-    (tmp_path / "precision.json").write_text(content)
-    with pytest.raises(precision.UserError, match=sentence):
-        read_result(tmp_path / "precision.json")
+@pytest.mark.parametrize("law", [EPOCH, HOFFMANN])
+@pytest.mark.parametrize("gap", [-0.01, 0.004, 0.03])
+def test_conversions_solve_the_law(law, gap):
+    N, D, step = 3e8, 6e9, 1e-5
+    here = law.loss(N, D)
+    r = brentq(lambda r: law.loss(N, r * D) + gap - here, 0.1, 50, xtol=1e-14)
+    phi = brentq(lambda phi: law.loss(phi * N, D) - gap - here, 0.1, 50, xtol=1e-14)
+    assert law.extra_tokens(gap, D) == pytest.approx(r, rel=1e-9)
+    assert law.effective_parameters(gap, N) == pytest.approx(phi, rel=1e-9)
+    numeric = (law.loss(N, D * math.exp(-step)) - law.loss(N, D * math.exp(step))) / (2 * step)
+    assert law.slope(D) == pytest.approx(numeric, rel=1e-6)
+
+
+def test_a_gap_beyond_the_law_is_none_with_the_reason():
+    most = EPOCH.B * 1e9**-EPOCH.beta
+    assert EPOCH.extra_tokens(most, 1e9) is None and EPOCH.extra_tokens(0.999 * most, 1e9) > 1000
+    assert EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
+    shown = costs(EPOCH, 5e7, 1e9, estimate([2 * most, 2.1 * most]), 1.2, None, None)
+    assert shown["extra_tokens"] is shown["speedup"] is None and "no number of tokens" in shown["reason"]
+
+
+@pytest.mark.parametrize("beta", [1e-17, 1e-5, 1e-3])
+@pytest.mark.parametrize("gap", [-0.5, 0.0, 1.9])
+def test_a_law_that_is_almost_flat_gives_numbers_or_none(beta, gap):
+    """Runs of one size whose losses fall by nothing: powers of it overflow."""
+    law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
+    shown = costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+    numbers = [shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]]
+    assert all(one is None or math.isfinite(one) and one > 0 for one in numbers)
+    assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
+
+
+def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
+    """Gap, throughput and the law's (ln B, beta) drawn with small errors; the delta method must give their spread."""
+    rng, D, gap, gap_se, ratio, ratio_se = np.random.default_rng(0), 6e9, 0.006, 0.0006, 1.17, 0.004
+    covariance = np.array([[0.25, 0.0123], [0.0123, 0.00061]]) / 50
+    law = replace(EPOCH, covariance=covariance)
+    value, se_log = matched_speedup(law, D, gap, gap_se, ratio, ratio_se)
+    shift = rng.multivariate_normal([0, 0], covariance, 200_000)
+    B, beta = EPOCH.B * np.exp(shift[:, 0]), EPOCH.beta + shift[:, 1]
+    gaps, ratios = rng.normal(gap, gap_se, 200_000), ratio * np.exp(rng.normal(0, ratio_se, 200_000))
+    drawn = np.log(ratios) + np.log(1 - gaps / (B * D**-beta)) / beta
+    # s, not r's exact derivative, is in the formula: a first-order one in gap / (B D^-beta), here 3 %.
+    assert se_log == pytest.approx(drawn.std(), rel=0.05)
+    assert math.log(value) == pytest.approx(drawn.mean(), abs=0.1 * drawn.std())
+    assert law.slope_se(D) == pytest.approx((beta * B * D**-beta).std(), rel=0.03) and EPOCH.slope_se(D) == 0.0
+    nats = estimate([0.004, 0.006, 0.005])
+    shown, (value, se_log) = costs(EPOCH, 3e8, D, nats, 1.2, 0.002, None), matched_speedup(EPOCH, D, 0.005, nats.se, 1.2, 0.002)
+    half = student.ppf(0.975, 2) * se_log       # Student's t of the pairs
+    assert np.log(shown["speedup_ci95"]) == pytest.approx([math.log(value) - half, math.log(value) + half])
+    assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, D), EPOCH.extra_tokens(nats.high, D)]
+    unknown = costs(EPOCH, 3e8, D, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
+    assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
+
+
+def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
+    N, D = (axis.ravel() for axis in np.meshgrid([5e7, 1.25e8, 2.5e8, 3.5e8], [1e9, 2e9, 4e9, 8e9, 1.6e10]))
+    loss = EPOCH.loss(N, D) * np.exp(np.random.default_rng(1).normal(0, 2e-4, len(N)))
+
+    def log_law(_, e, a, b, alpha, beta):               # natural parameters, plain squares: noise is well below Huber's delta
+        return np.log(np.exp(e) + np.exp(a) * N**-alpha + np.exp(b) * D**-beta)
+    few = [0, 1, 2, 5, 6, 7, 10, 11, 12, 4]             # few runs, each its own trajectory: the fit's own t covariance
+    for chosen, rel in ((list(range(20)), 0.3), (few, 0.05)):       # 20 runs: a bootstrap, with its own bias in width
+        (N, D, loss), kept = (axis[chosen] for axis in (N, D, loss)), (N, D, loss)
+        own, reason = own_surface(N, D, loss, np.arange(len(N)))
+        start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
+        best, covariance = curve_fit(log_law, N, np.log(loss), start)
+        s = best[4] * math.exp(best[2]) * 6e9**-best[4]
+        gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
+        assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
+        assert own.slope_se(6e9) == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
+        N, D, loss = kept
+
+
+def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
+    own, reason = own_surface(SIZES, 20 * SIZES, EPOCH.loss(SIZES, 20 * SIZES), SIZES)
+    assert own is None and "ray" in reason
+    assert own_surface(*[np.array([])] * 4)[0] is None
+    D = np.array([1e6, 2e6, 4e6, 4e6])
+    law = local_surface(D, 30 * D**-0.2)
+    r = brentq(lambda r: 30 * (r * 2e6)**-0.2 + 0.01 - 30 * 2e6**-0.2, 0.5, 2)
+    assert law.extra_tokens(0.01, 2e6) == pytest.approx(r) and law.effective_parameters(0.01, 5e4) is None
+    assert local_surface(D[2:], np.array([2.0, 2.1])) is None and local_surface(D[:2], np.array([2.0, 2.1])) is None
+    large = (50_000_000, 200_000_000, 800_000_000)      # 6 N D does not fit 64 bits
+    runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",), curve=False)])
+    laws, sources, reason = surfaces(runs, "loss_bf16")
+    assert reason is None and list(sources) == ["own", "Epoch"] and laws[50_000_000][0].beta == pytest.approx(0.3, abs=0.05)
+
+
+def test_throughput_is_a_geometric_mean_and_means_nothing_on_a_cpu():
+    def pair(ratio, device="NVIDIA H100"):
+        return SimpleNamespace(tok_per_s_ratio=ratio, fp8=SimpleNamespace(device=device))
+    found = throughput([pair(1.1), pair(1.3), pair(None)])
+    assert found["ratio"] == pytest.approx(math.sqrt(1.1 * 1.3)) and found["reason"] is None
+    assert found["se_log"] == pytest.approx(abs(math.log(1.1 / 1.3)) / 2) and throughput([pair(1.2)])["se_log"] is None
+    assert "different devices" in throughput([pair(None)])["reason"] and "CPU" in throughput([pair(1.2, "cpu AMD")])["reason"]
+
+
+def test_words():
+    assert [human(n) for n in (950, 38_912, 999_900, 124_400_000, 1_540_000_000, 2e12)] == [
+        "950", "38.9k", "1M", "124M", "1.54B", "2T"]
+    assert (freedom(1), freedom(3)) == ("1 degree of freedom", "3 degrees of freedom")

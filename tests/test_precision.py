@@ -1,9 +1,8 @@
-"""scaling/precision.py's command: gaps over seeds beside the null, in words that follow the numbers."""
+"""scaling/precision.py: the command's files, tables and figure say what the gaps are, in words that follow the numbers."""
 
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,25 +11,28 @@ from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
 from scaling import precision
-from scaling.pairs import EPOCH, over
+from scaling.pairs import EPOCH, Margin, kumar_gap, pairs, sun_gap
+from scaling.precision import analyse, draw_precision, read_result, tables
+from scaling.records import read_runs
 
 BF16 = {1: 2.20, 2: 2.21, 3: 2.18}
 
 
 @pytest.fixture(autouse=True)
 def render_nothing(monkeypatch, request):
-    """Drawing is test_gap_figure.py's business, and most of the time; one test here renders."""
-    if "chosen" not in request.node.name:
+    """Drawing takes most of the time; tests with "drawn" in their name draw."""
+    if "drawn" not in request.node.name:
         monkeypatch.setattr(precision, "draw_precision", lambda result: "figure")
         monkeypatch.setattr(precision, "render", lambda figure, form: b"")
 
 
-def write_seeds(folder, gaps, recipe="tensorwise", **changes):
+def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):
     """A BF16 run and its FP8 partner for each seed; gaps in nats."""
-    for seed, loss in BF16.items():
-        if not (folder / f"bf16_{seed}").exists():
-            write_run(folder / f"bf16_{seed}", loss=loss, seed=seed, curve=False, **changes)
-        write_run(folder / f"{recipe}_{seed}", recipe=recipe, loss=loss, gap=gaps[seed - 1], seed=seed, curve=False, **changes)
+    for seed, gap in enumerate(gaps, 1):
+        if not (folder / f"bf16_{params}_{seed}").exists():
+            write_run(folder / f"bf16_{params}_{seed}", loss=BF16[seed], seed=seed, curve=False, params=params, **changes)
+        write_run(folder / f"{recipe}_{params}_{seed}", recipe=recipe, loss=BF16[seed], gap=gap, seed=seed, curve=False,
+                  params=params, **changes)
     return folder
 
 
@@ -42,7 +44,7 @@ def study(folder, percent=0.25, declared="2026-11-19T00:00:00Z"):
 
 def run(capsys, *arguments):
     """Standard output of a call that succeeds, precision.json as strict JSON."""
-    assert precision.main([str(argument) for argument in arguments]) == 0
+    assert precision.main([str(argument) for argument in arguments] + ["--all"]) == 0
     output = capsys.readouterr().out
     folder = re.search(r"wrote (\S+)/precision\.json", output)[1]
 
@@ -69,76 +71,48 @@ def test_mean_interval_and_null_are_those_of_the_textbook(tmp_path, capsys):
     gaps = [0.004, 0.010, 0.007]
     output, result = run(capsys, write_seeds(tmp_path, gaps))
     percent = [100 * gap / loss for gap, loss in zip(gaps, BF16.values(), strict=True)]
-    mean = sum(percent) / 3
-    sd = math.sqrt(sum((p - mean) ** 2 for p in percent) / 2)
-    half = 4.302652729911275 * sd / math.sqrt(3)        # Student's t, 97.5 %, two degrees of freedom
-    cells = row(output, "tensorwise")
-    assert cells[3:5] == ["3", f"{mean:+.3f} ± {half:.3f}"]
-    logs = np.log(list(BF16.values()))
-    null = 100 * math.sqrt(2) * logs.std(ddof=1)
+    half = 4.302652729911275 * np.std(percent, ddof=1) / math.sqrt(3)        # Student's t, 97.5 %, two degrees of freedom
+    assert row(output, "tensorwise")[3:5] == ["3", f"{np.mean(percent):+.3f} ± {half:.3f}"]
+    null = 100 * math.sqrt(2) * np.log(list(BF16.values())).std(ddof=1)
     assert row(output, "bf16, two seeds")[3:6] == ["3 runs", f"SD {null:.3f}", f"SD {null:.3f}"]
-    pooled = result["null"]["pooled"]
-    assert (pooled["runs"], pooled["dof"]) == (3, 2) and pooled["sd_percent"] == pytest.approx(null)
-    assert pooled["band"] == pytest.approx(4.302652729911275 * null)
+    assert result["null"]["pooled"] == {"runs": 3, "dof": 2, "sd_percent": pytest.approx(null),
+                                        "band": pytest.approx(4.302652729911275 * null)}
     differences = result["null"]["sizes"][0]["differences"]
     assert [round(one["nats"], 6) for one in differences] == [0.01, -0.02, -0.03]    # all three, from two degrees of freedom
 
 
 def test_the_common_gap_is_one_parameter_over_all_sizes(tmp_path, capsys):
-    output, result = run(capsys, write_ladder(tmp_path, curve=False))
-    deltas = []
-    for letter in "abc":
-        bf16, fp8 = (json.loads((tmp_path / f"{letter}_{arm}/summary.json").read_text()) for arm in ("bf16", "fp8"))
-        deltas.append(100 * math.log(fp8["loss_bf16"] / bf16["loss_bf16"]))
-    found, theirs = result["common"]["tensorwise"]["bf16"], ttest_1samp(deltas, 0).confidence_interval()
-    assert (found["n"], found["mean"]) == (3, pytest.approx(np.mean(deltas)))
-    assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
-    assert common(output)[1:4] == [f"{found['mean']:+.3f} ± {found['high'] - found['mean']:.3f}", "3 of 3", "3"]
-    trained = result["common"]["tensorwise"]["as_trained"]
-    assert trained["mean"] == pytest.approx(1.5 * found["mean"], rel=0.01)
+    _, result = run(capsys, write_ladder(tmp_path, curve=False))
+    losses = {name: json.loads((tmp_path / name / "summary.json").read_text())["loss_bf16"]
+              for name in (f"{letter}_{arm}" for letter in "abc" for arm in ("bf16", "fp8"))}
+    deltas = [100 * math.log(losses[f"{letter}_fp8"] / losses[f"{letter}_bf16"]) for letter in "abc"]
+    theirs, found = ttest_1samp(deltas, 0).confidence_interval(), result["common"]["tensorwise"]["bf16"]
+    assert (found["n"], found["low"], found["high"]) == (3, pytest.approx(theirs.low), pytest.approx(theirs.high))
 
 
-def test_branches_of_a_trunk_are_one_cluster_and_add_no_freedom_to_the_null(tmp_path, capsys):
-    output, result = run(capsys, write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), seeds=(1, 2), curve=False))
-    assert common(output)[2] == "6 of 24"
-    pooled = result["null"]["pooled"]
-    assert (pooled["runs"], pooled["dof"]) == (24, 3)       # two seeds at each of three sizes: 3, not 12
+@pytest.mark.parametrize("cut_off", [None, "*_tensorwise_1_*", "*_d5"])
+def test_branches_of_one_trunk_count_once(tmp_path, capsys, cut_off):
+    """Also where they were trained from scratch without their trunk's checkpoint: they share its seed, data and schedule."""
+    declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), curve=False))
+    if cut_off:
+        cut(tmp_path, cut_off)
+    output, result = run(capsys, tmp_path)
+    assert common(output)[2] == "6 of 24" and "own" in result["laws"]
+    assert (result["null"]["pooled"]["runs"], result["null"]["pooled"]["dof"]) == (24, 3)   # two seeds at each of three sizes
     assert all(one["bf16"]["n"] == 2 for one in result["sizes"]) and len(result["sizes"]) == 12
-    clusters = {}
+    trunks = {}
     for pair in result["pairs"]:
-        trunk = re.sub(r"_d\d+$", "", pair["fp8"])
-        clusters.setdefault(trunk, []).append(100 * math.log1p(pair["gap_bf16"]["percent"] / 100))
-    theirs = ttest_1samp([np.mean(own) for own in clusters.values()], 0).confidence_interval()
+        logs = trunks.setdefault(re.sub(r"_d\d+$", "", pair["fp8"]), [])
+        logs.append(100 * math.log1p(pair["gap_bf16"]["percent"] / 100))
+    theirs = ttest_1samp([np.mean(own) for own in trunks.values()], 0).confidence_interval()
     found = result["common"]["tensorwise"]["bf16"]
     assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
-    assert "own" in result["laws"]                          # four ratios a size: our own law is fitted
-    again, _ = run(capsys, tmp_path)
-    assert "skipped" not in again                           # the law folder that the first call left is no run
-
-
-def fake_pair(percent, trunk):
-    return SimpleNamespace(bf16=SimpleNamespace(trunk=f"{trunk}_bf16"), fp8=SimpleNamespace(trunk=f"{trunk}_fp8"),
-                           in_bf16=SimpleNamespace(percent=percent))
-
-
-def test_the_clustered_interval_covers_with_clusters_of_unequal_size():
-    """95 % nominal over 1,500 studies of six trunks with one to four branches; the truth is 0.1 %."""
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(1500):
-        found = [fake_pair(0.1 + shift + rng.normal(0, 0.02), i) for i, shift in enumerate(rng.normal(0, 0.1, 6))
-                 for _ in range(1 + i % 4)]
-        estimate = over(found, lambda pair: pair.in_bf16.percent)
-        assert estimate.n == 6
-        covered += estimate.low < 0.1 < estimate.high
-    assert covered / 1500 == pytest.approx(0.95, abs=0.017)
 
 
 def test_scratch_runs_at_several_ratios_are_all_independent(tmp_path, capsys):
-    for ratio in (10, 20):
-        for seed in (1, 2):
-            for recipe, gap in (("bf16", 0.0), ("tensorwise", 0.01)):
-                write_run(tmp_path / f"{recipe}_{ratio}_{seed}", recipe=recipe, gap=gap * (1 + seed / 5), seed=seed, curve=False,
-                          params=30_000, tokens=ratio * 30_000, loss=2 - ratio / 100 + seed / 1000)
+    for ratio, seed, recipe in ((r, s, p) for r in (10, 20) for s in (1, 2) for p in ("bf16", "tensorwise")):
+        write_run(tmp_path / f"{recipe}_{ratio}_{seed}", recipe=recipe, gap=0.01 * (1 + seed / 5) * (recipe != "bf16"), seed=seed,
+                  curve=False, params=30_000, tokens=ratio * 30_000, loss=2 - ratio / 100 + seed / 1000)
     output, result = run(capsys, tmp_path)
     assert common(output)[2] == "4 of 4" and result["null"]["pooled"]["dof"] == 2
 
@@ -149,70 +123,80 @@ def test_scratch_runs_at_several_ratios_are_all_independent(tmp_path, capsys):
 @pytest.mark.parametrize("gaps, reading", [
     ([0.010, 0.011, 0.012], r"costs 0\.\d+ %"), ([-0.010, -0.011, -0.012], r"gains 0\.\d+ %"),
     ([-0.010, 0.011, 0.003], r"undecided: interval -\d\.\d+ to \+\d\.\d+, could not have seen less than \d(\.\d+)?"),
-    ([0.0002, -0.0003, 0.0002], r"undecided: .*"),
+    ([0.0, 0.0, 0.0], "no interval: 3 equal gaps are copies, not independent pairs"),
 ])
 def test_words_follow_numbers(tmp_path, capsys, gaps, reading):
     output, _ = run(capsys, write_seeds(tmp_path, gaps))
-    assert re.fullmatch(reading, row(output, "tensorwise")[-1])
-    assert "no loss" not in output and "No margin was declared" in output
+    assert re.fullmatch(reading, row(output, "tensorwise")[-1]) and "No margin was declared" in output
 
 
 def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, capsys):
     output, result = run(capsys, study(write_seeds(tmp_path, [0.0002, -0.0003, 0.0002])))
-    assert re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", common(output)[4])
-    assert result["margin"]["is_declared"] and "before the runs" in output
+    assert re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", common(output)[4]) and result["margin"]["is_declared"]
+    one = result["common"]["tensorwise"]
+    assert common(output)[6:] == [str(one["pairs_to_see_margin"]), str(one["pairs_to_show_margin"])]
     output, result = run(capsys, tmp_path, "margin=0.5")
     assert "margin after the fact" in common(output)[4] and "±0.5 %" in output and not result["margin"]["is_declared"]
-    output, result = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))
+    output, _ = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))
     assert "margin after the fact" in common(output)[4] and "after 6 of 6 runs had begun" in output
 
 
-def test_plans_for_the_margin_are_printed(tmp_path, capsys):
-    output, result = run(capsys, study(write_seeds(tmp_path, [-0.010, 0.011, 0.003])))
-    one = result["common"]["tensorwise"]
-    assert common(output)[6:] == [str(one["pairs_to_see_margin"]), str(one["pairs_to_show_margin"])]
-    assert one["pairs_to_see_margin"] > 3 and one["smallest_seen"] > 0.5
-
-
 def test_one_pair_has_no_interval_and_one_seed_no_null(tmp_path, capsys):
-    write_run(tmp_path / "a", seed=1, curve=False)
-    write_run(tmp_path / "b", recipe="amax", gap=0.01, seed=1, curve=False)
-    output, result = run(capsys, study(tmp_path))
-    assert row(output, "amax")[-1] == "one pair: no interval"
-    assert row(output, "bf16")[-1] == "no null: one BF16 seed"
+    output, result = run(capsys, study(write_seeds(tmp_path, [0.01], "amax")))
+    assert row(output, "amax")[-1] == "one pair: no interval" and row(output, "bf16")[-1] == "no null: one BF16 seed"
     assert result["null"] == {"sizes": [], "pooled": None, "same_seed": {"sizes": [], "equal": 0, "pooled": None}}
-    assert result["sizes"][0]["tost_p"] is None and result["common"]["amax"]["trend"]["slope"] is None
-    assert "pair.png is not drawn" in output and not (tmp_path / "law/pair.png").exists()
+    assert "WARNING: pair.png is not drawn" in output and not (tmp_path / "law/pair.png").exists()
 
 
-def test_losses_that_are_equal_to_the_last_bit_are_no_evidence(tmp_path, capsys):
-    output, _ = run(capsys, study(write_seeds(tmp_path, [0.0, 0.0, 0.0])))
-    assert "copies" in common(output)[4]
-
-
-def test_without_a_pair_it_says_so(tmp_path, capsys):
+def test_without_a_pair_it_says_so_and_old_figures_go(tmp_path, capsys):
     for seed, loss in BF16.items():
         write_run(tmp_path / f"bf16_{seed}", loss=loss, seed=seed, curve=False)
-    output, result = run(capsys, tmp_path)
-    assert output.startswith("No BF16/FP8 pair") and result["pairs"] == [] and "unpaired bf16_1" in output
-    assert row(output, "bf16, two seeds")[3] == "3 runs"
-    assert sorted(path.name for path in (tmp_path / "law").iterdir()) == ["precision.json"]
-    assert output.endswith(f"wrote {tmp_path}/law/precision.json\n")
+    (tmp_path / "law").mkdir()
     for name in ("precision.png", "pair.svg", "figure.png"):
         (tmp_path / "law" / name).touch()
     output, result = run(capsys, tmp_path)
-    assert f"removed precision.png, pair.svg of an earlier call from {tmp_path}/law\n" in output
+    assert output.startswith("No BF16/FP8 pair") and result["pairs"] == [] and "WARNING: unpaired bf16_1" in output
+    assert f"WARNING: removed precision.png, pair.svg of an earlier call from {tmp_path}/law\n" in output
     assert sorted(path.name for path in (tmp_path / "law").iterdir()) == ["figure.png", "precision.json"]
-    output, result = run(capsys, tmp_path / "bf16_1", f"out={tmp_path}/one")
-    assert "|" not in output and "removed" not in output        # no table without a row
+    assert row(output, "bf16, two seeds")[3] == "3 runs" and output.endswith(f"wrote {tmp_path}/law/precision.json\n")
 
 
-def test_several_recipes_are_lines_of_their_own(tmp_path, capsys):
-    write_seeds(tmp_path, [0.01, 0.011, 0.012])
-    write_seeds(tmp_path, [0.02, 0.021, 0.025], "cscale")
+def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(tmp_path, capsys):
+    write_seeds(tmp_path, [0.010, 0.011, 0.012])
+    write_seeds(tmp_path, [0.020, 0.021, 0.025], "cscale")
+    write_seeds(tmp_path, [1e-5, 2e-5, 3e-5], "auto", precision={
+        "recipe": "auto", "compile": False, "layers_converted": [], "layers_skipped": {}})
     output, result = run(capsys, tmp_path)
-    assert row(output, "cscale")[3] == row(output, "tensorwise")[3] == "3"
-    assert list(result["common"]) == ["cscale", "tensorwise"] and len(result["pairs"]) == 6
+    assert common(output, "auto")[4] == "BF16 again: no Linear converted" and "| auto: BF16 again |" in output
+    assert row(output, "cscale")[3] == row(output, "tensorwise")[3] == "3" and len(result["pairs"]) == 9
+    assert "Best: tensorwise has the lowest gap" in output and "Not ranked: auto (converts no Linear in 3 of 3 pairs" in output
+    assert tables(read_result(tmp_path / "law/precision.json")) in output      # the file holds all that is printed
+
+
+def test_the_console_gets_forty_lines_headline_first_and_all_on_request(tmp_path, capsys):
+    write_branches(tmp_path, seeds=(1, 2), curve=False)
+    for i in range(12):
+        write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax", curve=False)
+    output, _ = run(capsys, tmp_path)
+    assert output.count("\n") > 60 and output.count("WARNING: unpaired alone") == 12 and "| size N | |" in output
+    assert precision.main([str(tmp_path)]) == 0
+    short = capsys.readouterr().out
+    assert short.count("\n") <= 40 and short.splitlines()[1].split()[0] == "tensorwise"
+    assert "9 more in precision.json" in short and "more tables: --all" in short
+
+
+@pytest.mark.parametrize("ratios, cells", [((5.02, 10.01, 20), ["5", "10", "20"]), ((5.3, 5.0), ["5.2"]),
+                                           ([2**i for i in range(7)], None)])
+def test_budgets_rounded_to_whole_steps_share_a_column(tmp_path, capsys, ratios, cells):
+    for i, ratio in enumerate(ratios):
+        for recipe in ("bf16", "tensorwise"):
+            write_run(tmp_path / f"{recipe}_{i}", recipe=recipe, params=40_000, tokens=int(ratio * 40_000), curve=False)
+    output, _ = run(capsys, tmp_path)
+    if cells is None:
+        assert "| size N |" not in output
+        return
+    line = next(line for line in output.splitlines() if line.startswith("| size N |"))
+    assert [cell.strip().removeprefix("at ").split(" ")[0] for cell in line.split("|")[4:-1]] == cells
 
 
 # ----------------------------------------------------------------------------------------------------------- costs
@@ -220,13 +204,11 @@ def test_several_recipes_are_lines_of_their_own(tmp_path, capsys):
 
 def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     output, result = run(capsys, write_seeds(tmp_path / "cpu", [0.004, 0.010, 0.007]))
-    assert "a CPU has no FP8 units" in output and "means nothing (CPU)" in output
+    assert "a CPU has no FP8 units" in output and "means nothing (CPU)" in output and "factor of ten" in output
     assert all(cost["speedup"] is None for cost in result["sizes"][0]["costs"])
-    assert "factor of ten" in output and "No law of our own" in output
     output, result = run(capsys, write_seeds(tmp_path / "gpu", [0.004, 0.010, 0.007], device="NVIDIA H100",
                                              params=1_500_000_000, tok_per_s_median=1.0))
-    size = result["sizes"][0]
-    cost = next(one for one in size["costs"] if one["law"] == "Epoch")
+    cost = next(one for one in result["sizes"][0]["costs"] if one["law"] == "Epoch")
     r = EPOCH.extra_tokens(0.007, 30e9)
     assert cost["extra_tokens"] == pytest.approx(r) and cost["speedup"] == pytest.approx(1 / r)     # equal throughput
     half = student.ppf(0.975, 2) * 0.003 / math.sqrt(3) / EPOCH.slope(30e9)
@@ -234,71 +216,56 @@ def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     assert "factor of ten" not in output
 
 
-def test_a_gap_beyond_the_law_is_none_with_the_reason(tmp_path, capsys):
-    output, result = run(capsys, write_seeds(tmp_path, [1.0, 0.9, 1.1], device="NVIDIA H100", params=1_500_000_000))
-    cost = result["sizes"][0]["costs"][0]
-    assert cost["extra_tokens"] is cost["speedup"] is None and "no number of tokens makes up 1.0" in cost["reason"]
-    assert "| none |" in output and "no number of tokens makes up 1.0" in output and "nan" not in output.lower()
-
-
 def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_path, capsys):
-    for ratio, loss in ((10, 2.2), (20, 2.0)):
+    for ratio, loss, params in ((10, 2.2, 30_000), (20, 2.0, 30_000), (20, 1.9, 60_000)):
         for recipe in ("bf16", "tensorwise"):
-            write_run(tmp_path / f"{recipe}_{ratio}", recipe=recipe, gap=0.01 * (recipe != "bf16"), params=30_000,
-                      tokens=ratio * 30_000, loss=loss, curve=False)
-    for recipe in ("bf16", "tensorwise"):
-        write_run(tmp_path / f"{recipe}_other", recipe=recipe, gap=0.01 * (recipe != "bf16"), params=60_000, loss=1.9,
-                  curve=False)
+            write_run(tmp_path / f"{recipe}_{params}_{ratio}", recipe=recipe, gap=0.01 * (recipe != "bf16"), params=params,
+                      tokens=ratio * params, loss=loss, curve=False)
     output, result = run(capsys, tmp_path)
-    beta = math.log(2.2 / 2.0) / math.log(2)
-    one, epoch = result["sizes"][1]["costs"]
-    assert one["law"] == "own, at this N" and epoch["law"] == "Epoch"
+    beta, (one, epoch) = math.log(2.2 / 2.0) / math.log(2), result["sizes"][1]["costs"]
+    assert (one["law"], epoch["law"]) == ("own, at this N", "Epoch") and list(result["laws"])[0] == "own, at this N"
     assert one["extra_tokens"] == pytest.approx((1 - 0.01 / 2.0) ** (-1 / beta)) and one["effective_parameters"] is None
     assert [cost["law"] for cost in result["sizes"][2]["costs"]] == ["Epoch"]       # one token count at that size
     assert "| 60k | 1.2M | tensorwise | none | none | none | +" in output
-    assert list(result["laws"])[0] == "own, at this N"
-
-
-def test_the_arm_that_is_judged_can_be_chosen(tmp_path, capsys):
-    _, plain = run(capsys, write_seeds(tmp_path, [0.004, 0.010, 0.007]))
-    output, trained = run(capsys, tmp_path, "loss=as_trained", "--out", tmp_path / "elsewhere")
-    assert trained["loss"] == "as_trained" and "common gap as trained" in output
-    assert trained["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * plain["sizes"][0]["nats"]["mean"])
-    assert (tmp_path / "elsewhere/precision.png").stat().st_size > 10_000
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize("arguments, sentence", [
-    (["{runs}/nowhere"], "does not exist"), (["{runs}", "margn=1"], "did you mean margin?"),
-    (["{runs}", "--verbose"], "there are out, loss, margin"), (["{runs}", "loss=fp8"], "must be bf16 or as_trained"),
-    (["{runs}", "n=matmul"], "must be total or nonembed"),
-    (["{runs}", "margin=0"], "is no margin"), (["{runs}", "--margin"], "lacks its value"),
-    (["{runs}", "out="], "lacks its value"), (["{runs}/bf16_1", "{runs}/tensorwise_1"], "out=DIR is missing"),
-    (["{runs}", "margin=1", "--margin", "2"], "margin is given twice: '1' and '2'"),
-    (["{runs}", "--out", "--loss=bf16"], "--out lacks its value"),
-    (["{runs}", "--margin", "--out", "x"], "--margin lacks its value"),
-    (["{runs}/bf16_1"], "out=DIR is missing"), (["out=x"], "no runs given"), (["{runs}", "out={runs}/study.json"], "is a file"),
+    (["{runs}/nowhere"], "does not exist"), (["{runs}", "margn=1"], "did you mean 'margin'?"),
+    (["{runs}", "loss=fp8"], "loss='fp8'"), (["{runs}", "n=matmul"], "n='matmul'"), (["{runs}", "margin=0"], "is no margin"),
+    (["{runs}", "margin=nan"], "margin=nan"), (["{runs}", "--margin"], "needs a value"), (["out=x"], "paths is missing"),
+    (["{runs}/bf16_38912_1", "{runs}/tensorwise_38912_1"], "out=DIR is missing"),
+    (["{runs}/bf16_38912_1"], "out=DIR is missing"), (["{runs}", "out={runs}/study.json"], "cannot be"),
 ])
 def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
     study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
     before = sorted(tmp_path.rglob("*"))
     assert precision.main([word.format(runs=tmp_path) for word in arguments]) == 2
     out, err = capsys.readouterr()
-    assert sentence in err and err.startswith("scaling/precision.py: ") and out == "" and "Traceback" not in err
+    assert sentence in err and err.startswith("scaling/precision.py: ") and out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def damaged(runs, **arrays):
+    with np.load(runs / "bf16_38912_2/val_losses.npz") as file:
+        np.savez(runs / "bf16_38912_2/val_losses.npz", **dict(file) | arrays)
+
+
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda runs: (runs / "study.json").write_text("{"), "study.json is not valid JSON"),
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
-    (lambda runs: (runs / "bf16_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
-    (lambda runs: (runs / "bf16_2/val_losses.npz").write_bytes(b"PK"), "cannot be read"),
-    (lambda runs: (runs / "tensorwise_1/summary.json").write_text("{}"), "schema_version"),
+    (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
+    (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "cannot be read"),
+    (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "val_losses.npz is damaged"),
+    (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "val_losses.npz is damaged"),    # a source without a target
+    (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "the two files are not from one evaluation"),
+    (lambda runs: (runs / "tensorwise_38912_1/summary.json").write_text("{}"), "schema_version"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
     (lambda runs: write_run(runs / "null", loss=2.2, seed=9, per_source=5, curve=False), "same validation sequences"),
+    (lambda runs: [path.unlink() for path in runs.glob("*/summary.json")]
+     + [write_run(runs / "x", status="diverged", curve=False)], "no run is left to compare"),
 ])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
     damage(study(write_seeds(tmp_path, [0.004, 0.010, 0.007])))
@@ -306,51 +273,99 @@ def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, da
     assert sentence in capsys.readouterr().err and not (tmp_path / "law").exists()
 
 
-def masked(folder, tokens):
-    """The run's val_losses.npz with other n_tokens in its first source; the losses of its targets follow, the rest is kept."""
-    with np.load(folder / "val_losses.npz") as file:
-        losses = dict(file)
-    first = losses["source"] == 0
-    for arm in ("as_trained", "bf16"):
-        level = losses[arm][first].sum() / losses["n_tokens"][first].sum()
-        losses[arm][first] = level * np.array(tokens)
-    losses["n_tokens"][first] = tokens
-    np.savez(folder / "val_losses.npz", **losses)
-
-
 def test_a_sequence_may_be_context_alone(tmp_path, capsys):
     """Instruction data: sequences differ in their targets, a window of prompt has none; the loss is the same by construction."""
     _, plain = run(capsys, write_seeds(tmp_path, [0.004, 0.010, 0.007]))
+    tokens = np.array([0, 0, 5, 128, 7, 0, 64, 1, 2, 3, 0, 90])
     for folder in tmp_path.glob("*_[123]"):
-        masked(folder, [0, 0, 5, 128, 7, 0, 64, 1, 2, 3, 0, 90])
+        with np.load(folder / "val_losses.npz") as file:
+            losses = dict(file)
+        first = losses["source"] == 0
+        for arm in ("as_trained", "bf16"):
+            losses[arm][first] = losses[arm][first].sum() / losses["n_tokens"][first].sum() * tokens
+        losses["n_tokens"][first] = tokens
+        np.savez(folder / "val_losses.npz", **losses)
     _, result = run(capsys, tmp_path)
     for before, after in zip(plain["pairs"], result["pairs"], strict=True):
         assert after["gap_bf16"]["nats"] == pytest.approx(before["gap_bf16"]["nats"]) and after["gap_bf16"]["se"] > 0
-    for tokens, sentence in (([-1] + [9] * 11, "fewer tokens than none"), ([0] * 12, "a source has no sequence with a token")):
-        masked(tmp_path / "bf16_1", tokens)
-        assert precision.main([str(tmp_path)]) == 2
-        assert sentence in capsys.readouterr().err
-
-
-def test_runs_that_stopped_early_are_left_out(tmp_path, capsys):
-    write_run(tmp_path / "a", status="diverged", curve=False)
-    assert precision.main([str(tmp_path)]) == 2
-    assert "no run is left to compare" in capsys.readouterr().err
 
 
 def test_help_lists_the_options(capsys):
     assert precision.main(["--help"]) == 0 and precision.main([]) == 2
     output = capsys.readouterr().out
-    assert "margin" in output and "loss" in output and "out" in output
+    assert all(word in output for word in ("margin", "loss", "out", "--all", "--report"))
 
 
-@pytest.mark.parametrize("names", ["*", "*_tensorwise_1_*", "*_bf16_*", "*_d5"])
-def test_branches_that_were_trained_from_scratch_are_no_pairs_of_their_own(tmp_path, capsys, names):
-    """Without their trunk's checkpoint they share its seed, data and schedule all the same."""
-    folder = declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000), seeds=(1, 2), curve=False))
-    _, branched = run(capsys, folder)
-    cut(folder, names)
-    _, result = run(capsys, folder)
-    for key in ("common", "null", "sizes", "ranking"):
-        assert result[key] == branched[key]
-    assert result["common"]["tensorwise"]["bf16"]["n"] == 4 and result["common"]["tensorwise"]["pairs"] == 16
+# ----------------------------------------------------------------------------------------------------------- its figure
+
+MARGIN = Margin(0.25, "study.json", True)
+
+
+def analysed(folder, margin=MARGIN):
+    records, _ = read_runs([folder])
+    return analyse(records, pairs(records)[0], "bf16", margin)
+
+
+def errorbars(panel, colour=None):
+    """(x, mean, low, high) of each error bar, those of one colour."""
+    found = []
+    for one in panel.containers:
+        if colour in (None, one.lines[0].get_color()):
+            ends = [segment[:, 1] for segment in one.lines[2][0].get_segments()]
+            found += [(x, y, *end) for (x, y), end in zip(one.lines[0].get_xydata(), ends, strict=True)]
+    return found
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
+    write_seeds(tmp_path, [0.010, 0.012, 0.015], params=40_000)
+    write_seeds(tmp_path, [-0.004, -0.006, -0.009], "rowwise", params=40_000)
+    write_seeds(tmp_path, [0.004], params=300_000)
+    result = analysed(tmp_path)
+    result["null"]["pooled"]["band"] = reach = 0.5
+    figure = draw_precision(result)
+    left, right = figure.axes
+    percent = 100 * np.array([0.010, 0.012, 0.015]) / [*BF16.values()]
+    half = student.ppf(0.975, 2) * percent.std(ddof=1) / np.sqrt(3)
+    first, alone = errorbars(left, "#D55E00")
+    assert first[1:] == pytest.approx((percent.mean(), percent.mean() - half, percent.mean() + half), rel=1e-6)
+    assert alone == pytest.approx((300_000, *[100 * 0.004 / 2.2] * 3), rel=1e-6)        # one pair: no bar
+    (other,) = errorbars(left, "#009E73")
+    assert other[0] < 40_000 < first[0] and other[1] < 0                 # two recipes of one size stand side by side
+    edges = [(patch.get_y(), patch.get_y() + patch.get_height()) for patch in left.patches]
+    found = result["common"]["tensorwise"]["bf16"]
+    assert any(edge == pytest.approx((-reach, reach)) for edge in edges)
+    assert any(edge == pytest.approx((found.low, found.high)) for edge in edges)
+    assert {-0.25, 0.25} <= {line.get_ydata()[0] for line in left.lines if line.get_linestyle() == "--"}
+    assert legend(figure) == ["null, other seed, ±0.5 %", "margin, ±0.25 %", "FP8 rowwise", "FP8 tensorwise"]
+    lines = {line.get_label(): line.get_data() for line in right.lines}
+    N, nats = lines["Kumar INT8"]
+    assert nats == pytest.approx(kumar_gap(N)) and N.min() >= 30e6 and N.max() <= 220e6
+    N, nats = lines["Sun E4M3, block 128"]
+    assert nats == pytest.approx(sun_gap(N, 20 * N)) and N.min() >= 41e6 and right.get_xlim()[1] > 1.5e9
+    assert any(nats == pytest.approx(np.mean([0.010, 0.012, 0.015]), rel=1e-6) for _, nats, *_ in errorbars(right))
+
+
+def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path):
+    for recipe, *gaps in (("rowwise", 0.0004, 0.0005), ("tensorwise", 0.0002, 0.0003), ("auto", 0.0001, 0.0002)):
+        write_seeds(tmp_path, gaps, recipe)
+    write_run(tmp_path / "again", loss=BF16[1] + 1e-4, params=38_912, seed=1, repeat=1, curve=False)
+    result = analysed(tmp_path, None)
+    figure = draw_precision(result)
+    assert figure.axes[0].get_ylim()[1] < 0.2 and len(figure.axes[0].patches) == 1      # of one seed; three recipes: no band
+    assert legend(figure)[0].endswith("% (beyond the axis)") and legend(figure)[1].startswith("null, same seed, ±")
+    colours = [one.lines[0].get_color() for one in figure.axes[0].containers]
+    assert colours == ["#000000", "#009E73", "#D55E00"]      # a recipe has its own colour in every figure
+
+
+@pytest.mark.parametrize("gaps", [[-0.01], [2.0, 2.5]])
+def test_few_or_extreme_pairs_are_drawn(tmp_path, capsys, gaps):
+    write_seeds(tmp_path, gaps)
+    assert precision.main([str(tmp_path), "loss=as_trained", "--out", str(tmp_path / "elsewhere")]) == 0
+    assert "FP8 minus BF16, as trained" in capsys.readouterr().out
+    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"precision.json", "precision.png", "precision.svg"}
+    assert json.loads((tmp_path / "elsewhere/precision.json").read_text())["sizes"][0]["nats"]["mean"] == pytest.approx(
+        1.5 * np.mean(gaps))

@@ -1,16 +1,16 @@
-"""The report on several precisions: every number by an independent count, every refusal a sentence."""
+"""scaling/report.py: every number by an independent count, every refusal a sentence; a study's page says what its files say."""
 
 import json
 import math
+import shutil
 import statistics
 
 import numpy as np
 import pytest
-from scaling_runs import write_run
+from scaling_runs import declare_branches, write_branches, write_run
 
-from scaling import precision, report
-from scaling.report import analyse, clock, read_arms, spread
-from scaling.report_figure import BF16, STYLES, draw_gpu, draw_losses, draw_time, styled
+from scaling import fit, precision, report
+from scaling.report import BF16, STYLES, analyse, clock, draw_costs, draw_losses, read_arms, spread, styled
 from tests.conftest import call_train, with_recipe
 
 H100 = {"device": "NVIDIA H100 80GB HBM3", "n_gpu": 4}
@@ -67,23 +67,20 @@ def runs(tmp_path):
             for letter, recipe in zip("abc", ("tensorwise", "rowwise", "bf16"), strict=True)]
 
 
-def call(capsys, *words):
+def call(capsys, *words, said=report.main):
     """Standard output and report.json of a call that succeeds; the JSON is strict."""
-    assert precision.main(["--report", *map(str, words)]) == 0
+    assert said([*map(str, words)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-
-    def refuse(name):
-        raise AssertionError(f"{name} in report.json")
     folder = out.rsplit("wrote ", 1)[1].split("/: ")[0]
     with open(f"{folder}/report.json") as file:
-        return out, json.load(file, parse_constant=refuse)
+        return out, json.load(file, parse_constant=lambda name: pytest.fail(name))
 
 
 def refused(capsys, *words):
-    assert precision.main(["--report", *map(str, words)]) == 2
+    assert report.main([*map(str, words)]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("scaling/precision.py: ") and err.endswith("\n") and "Traceback" not in err
+    assert out == "" and err.startswith("scaling/report.py: ") and "Traceback" not in err
     return err
 
 
@@ -96,9 +93,6 @@ def tables_of(text):
                  for line in body.split("\n\n")[0].splitlines()]
         found[title] = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
     return found
-
-
-# --------------------------------------------------------------------------------------------------------- numbers
 
 
 def test_each_number_is_that_of_an_independent_count(runs, tmp_path, capsys):
@@ -163,7 +157,7 @@ def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path):
     assert row["step_time_s"] == {"with_compile": 21.5, "without_compile": 13.5, "compile": 8.0}
     assert notes == ["bf16: 2 of 12 steps have no row in metrics.jsonl: time is too short",
                      "bf16: went back 1 times: that time is counted, those losses are not; 2 steps' worth of data were left out, "
-                     "so its data order is not the others'", "bf16: 1 rows tell no time: counted as the median step"]
+                     "so its data order is not the others'"]
     assert row["train_loss"]["n"] == 10
 
 
@@ -173,18 +167,6 @@ def test_times_have_a_unit_that_reads_easily(tmp_path, capsys, seconds, unit, sh
     row = tables_of(call(capsys, write_arm(tmp_path / "run", rows=rows, wall_s=40 * seconds))[0])["Time, memory, speed"]["bf16"]
     assert [row[f"{name} [{unit}]"] for name in ("steps", "without compilation", "compilation", "whole run")] == [
         shown, shown, "0.00", shown]
-
-
-def test_an_eager_runs_first_step_is_called_no_compilation(tmp_path, capsys):
-    runs = [write_arm(tmp_path / recipe, recipe, precision={"recipe": recipe, "compile": recipe == "rowwise"}) for recipe in GAPS]
-    out, _ = call(capsys, *runs[:2], f"out={tmp_path / 'law'}")
-    row = tables_of(out)["Time, memory, speed"]["bf16"]
-    assert row["the first step's extra [s]"] == "8.00" and "ompilation" not in out
-    figure = draw_time(arms_of(runs[:2]))
-    assert [panel.get_title(loc="left") for panel in figure.axes] == ["with the first step's extra",
-                                                                      "without the first step's extra"]
-    out, _ = call(capsys, *runs, f"out={tmp_path / 'law'}")       # one of three compiled
-    assert "compilation [s]" in tables_of(out)["Time, memory, speed"]["bf16"] and "of an eager run too." in out
 
 
 def test_steps_without_targets_have_no_loss(tmp_path, capsys):
@@ -200,14 +182,8 @@ def test_steps_without_targets_have_no_loss(tmp_path, capsys):
     assert result["notes"] == ["bf16: 2 steps had a training loss of exactly 0, so no target: left out of the statistics",
                                "bf16: 1 training losses are not finite: left out of the statistics"]
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)      # they took their time
-    train = line(draw_losses(arms_of([tmp_path / "run"])).axes[0], BF16)[0]
+    train = draw_losses(arms_of([tmp_path / "run"])).axes[0].get_lines()[0]
     assert len(train.get_xdata()) == 37 and min(train.get_ydata()) > 2
-
-
-@pytest.mark.parametrize("steps, words", [(40, "Training: each step, "), (400, "Training: mean over 10 steps, ")])
-def test_the_figures_caption_says_over_how_many_steps_it_means(tmp_path, steps, words):
-    figure = draw_losses(arms_of([write_arm(tmp_path / "run", rows=ordinary("bf16", steps), steps=steps)]))
-    assert words in " ".join(" ".join(text.get_text() for text in figure.texts).split())
 
 
 @pytest.mark.parametrize("starts, bare", [((1, 2), [1.0, 2.0]), ((1, 1), [3.5, 4.5]), ((None, None), [6.0, 7.0])])
@@ -223,7 +199,7 @@ def test_without_any_time_there_is_neither_number_nor_figure(tmp_path, capsys):
     assert clock(read_arms([folder])[0][0].history) is None
     out, result = call(capsys, folder)
     assert result["runs"][0]["step_time_s"] is None and "bf16: no row tells step_s: no time" in result["notes"]
-    assert "report_time" not in out and "no BF16 run" not in out
+    assert draw_costs(arms_of([folder])) is None
 
 
 def test_without_gpu_rows_words_stand_for_numbers_and_for_a_figure(tmp_path, capsys):
@@ -232,34 +208,14 @@ def test_without_gpu_rows_words_stand_for_numbers_and_for_a_figure(tmp_path, cap
     out, result = call(capsys, *bare)
     row = tables_of(out)["Time, memory, speed"]["tensorwise"]
     assert list(row.values())[-3:] == ["not told"] * 3
-    assert "compilation [s]" in row and "of an eager run too" not in out
     assert row["speed against BF16"] == "1.300 (CPU)" and "A CPU has no FP8 units" in out
     assert all(one["memory_percent"] is None and one["utilisation_percent"] is None for one in result["runs"])
-    assert "report_gpu" not in out and "it takes a GPU, its driver" in out
-
-
-def test_the_law_folder_beside_the_runs_receives_it_and_old_figures_go(runs, capsys, tmp_path):
-    out, _ = call(capsys, runs[2], runs[0])
-    folder = runs[0].parent / "law"
-    assert out.endswith(f"wrote {folder}/: report_loss.png, report_loss.svg, report_gpu.png, report_gpu.svg, report_time.png, "
-                        "report_time.svg, report.json, report.md\n")
-    page = (folder / "report.md").read_text()
-    assert page.startswith(out.rsplit("\n\nwrote", 1)[0]) and "![gpu](report_gpu.png)" in page
-    (folder / "law.json").write_text("{}")
-    for run, recipe in ((runs[2], "bf16"), (runs[0], "tensorwise")):
-        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ordinary(recipe, gpu=False)))
-    out, _ = call(capsys, runs[0].parent)       # the folder of all, its law folder is no run
-    assert sorted(path.name for path in folder.iterdir()) == ["law.json", "report.json", "report.md"] + sorted(
-        f"report_{name}.{form}" for name in ("loss", "gpu", "time") for form in ("png", "svg"))     # rowwise still tells
-    out, _ = call(capsys, runs[2], runs[0])
-    assert not (folder / "report_gpu.png").exists() and "gpu" not in (folder / "report.md").read_text().split("![", 1)[1]
-
-
-# ----------------------------------------------------------------------------------------------- what may be compared
+    assert len(draw_costs(arms_of(bare)).axes) == 2 and "it takes a GPU, its driver" in out
 
 
 def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path, capsys):
-    other = write_arm(tmp_path / "runs/lr", "rowwise", settings={"optim": {"lr": 2e-3}, "seed": 1338}, pair_id="other")
+    other = write_arm(tmp_path / "runs/other", "rowwise", pair_id="another",
+                      settings={"seed": 1338, "optim": {"lr": 2e-3}, "eval": {"every": 5}})
     err = refused(capsys, runs[2], other, f"out={tmp_path / 'r'}")
     assert "differ in more than the precision: seed 1337 against 1338, optim.lr 0.001 against 0.002; give the runs of one" in err
     assert not (tmp_path / "r").exists()
@@ -328,31 +284,24 @@ def test_a_diverged_run_is_shown_with_its_losses(runs, tmp_path, capsys):
     assert tables_of(out)["Training loss [nats/token]"]["amax"]["max"] == "1e+09"
     blown = [row | {"loss": 1e6} if row["step"] > 20 else row for row in ordinary("bf16")]
     blown = write_arm(tmp_path / "runs/blown", "cscale", rows=blown, status="diverged")
-    loss, val, _ = draw_losses(read_arms([runs[2], bad, blown])[0]).axes
+    loss, val, *_ = draw_losses(read_arms([runs[2], bad, blown])[0]).axes
     assert loss.get_ylim()[1] < 20 and val.get_ylim()[1] < 20       # neither a spike nor a whole run governs the axis
 
 
 @pytest.mark.parametrize("words, sentence", [
     (["{runs}/nowhere"], "does not exist"), ([], "no runs given: name those of one training"), (["out=x"], "no runs given"),
-    (["{runs}/c_bf16", "loss=bf16"], "is no option"), (["{runs}/c_bf16", "--out"], "lacks its value"),
-    (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], "cannot be written"),
-    (["{runs}/c_bf16", "{runs}/copy"], "have one run_id: leave one out")])
+    (["{runs}/c_bf16", "loss=bf16"], "there is no key 'loss'"), (["{runs}/c_bf16", "study={runs}"], "or --study out/STUDY"),
+    (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], "cannot be written"), (["study={runs}/nowhere"], "does not exist")])
 def test_mistakes_are_a_sentence(runs, capsys, words, sentence):
-    if "{runs}/copy" in words:
-        (runs[0].parent / "copy").mkdir()
-        for path in runs[2].iterdir():
-            (runs[0].parent / "copy" / path.name).write_bytes(path.read_bytes())
     before = sorted(runs[0].parent.rglob("*"))
     assert sentence in refused(capsys, *(word.format(runs=runs[0].parent) for word in words))
     assert sorted(runs[0].parent.rglob("*")) == before
 
 
 @pytest.mark.parametrize("name, content, sentence", [
-    ("config.json", "{", "config.json is not valid JSON"), ("config.json", "[]", "holds a list; expected an object"),
-    ("config.json", None, "config.json cannot be read (No such file or directory)"),
-    ("config.json", "[" * 99999, "not valid JSON"), ("summary.json", "{}", "schema_version"),
-    ("metrics.jsonl", None, "has no metrics.jsonl"),
-    ("metrics.jsonl", '{"kind": "tr', "no step to draw yet"), ("val_losses.npz", None, "val_losses.npz is missing"),
+    ("config.json", "{", "config.json is not valid JSON"), ("config.json", None, "config.json cannot be read"),
+    ("summary.json", "{}", "schema_version"), ("metrics.jsonl", None, "has no metrics.jsonl"),
+    ("val_losses.npz", None, "val_losses.npz is missing"),
     ("metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts")])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(runs, capsys, name, content, sentence):
     path = runs[0] / name
@@ -361,96 +310,26 @@ def test_damaged_runs_are_a_sentence_and_nothing_is_written(runs, capsys, name, 
     assert not (runs[0].parent / "law").exists()
 
 
-HOSTILE = ['{"kind": "train", "step": 41, ' + junk + "}" for junk in (
-    '"loss": "3"', '"loss": true, "step_s": {}, "since_start": "1"', '"loss": 1e999, "step_s": 1e999',
-    '"loss": 9e29, "step_s": 9e29', '"loss": -9e29, "gpu_mem_pct": 9e29, "gpu_util_pct": -3',
-    '"loss": NaN, "since_start": 1e29', '"loss": ' + "9" * 400)] + [
-    '{"kind": "val", "step": 41, "loss": 9e29}', '{"kind": "val", "step": 41, "loss": null}', "[1]", "\0",
-    '{"kind": "train", "step": 9007199254740991}']
-
-
-def test_hostile_rows_and_names_end_in_tables_and_figures_on_disk(runs, tmp_path, capsys, recwarn):
-    name = "$x_$ | \\frac{ \n| a"
-    bad = write_arm(tmp_path / "runs/hostile", name, rows=ordinary("bf16"), run_id=name, steps=[3], wall_s="long",
-                    mem_peak_gib=-1, moved_on_steps={})
-    with open(bad / "metrics.jsonl", "a") as file:
-        for step, junk in enumerate(HOSTILE, 41):
-            file.write(junk.replace("41", str(step)) + "\n")
-    out, result = call(capsys, *runs, bad, f"out={tmp_path / 'report'}")
-    assert len(tables_of(out)["Training loss [nats/token]"]) == 4
-    row = result["runs"][-1]
-    assert row["wall_s"] is None and row["mem_peak_gib"] is None and row["memory_percent"]["max"] < 73
-    assert any("are no percentage: left out" in note for note in result["notes"])
-    assert any("2 lines that cannot be read" in note for note in result["notes"])
-    assert all((tmp_path / "report" / f"report_{name}.png").stat().st_size > 20_000 for name in ("loss", "gpu", "time"))
-    assert not [w for w in recwarn if "Glyph" not in str(w.message)], [str(w.message) for w in recwarn]
-
-
-# --------------------------------------------------------------------------------------------------------- figures
-
-
 def arms_of(folders):
     return read_arms(folders)[0]
 
 
-def line(panel, style, x=2):
-    """Points of the lines of one arm, of those with more than `x` of them."""
-    return [one for one in panel.get_lines() if one.get_color() == style["color"] and len(one.get_xdata()) > x]
-
-
-def test_lines_are_where_the_rows_are(runs):
+def test_lines_of_the_figures_are_where_the_rows_are_and_an_arm_looks_the_same_in_all(runs):
     arms = arms_of(runs)
-    loss, val, gap = draw_losses(arms).axes
-    assert line(val, BF16)[0].get_xydata().tolist() == arms[0].history.val.tolist()
-    smooth, marks = line(gap, STYLES[0])
+    loss, val, gap = (panel.get_lines() for panel in draw_losses(arms).axes)
+    assert val[0].get_xydata().tolist() == arms[0].history.val.tolist() and len(loss) == 3
     steps = np.arange(1, 41)
-    assert smooth.get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
-    assert marks.get_ydata() == pytest.approx([100 * 0.01 / (2.5 + 4 / s) for s in (10, 20, 30, 40)])
-    assert marks.get_linestyle() == "None" and gap.get_ylabel() == "minus BF16 [%]"
-    low, high = gap.get_ylim()
+    assert gap[1].get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
+    low, high = draw_losses(arms).axes[2].get_ylim()
     assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
-    memory, busy = draw_gpu(arms).axes
-    assert line(memory, BF16)[0].get_xdata()[0] == pytest.approx(8.5) and memory.get_ylim()[0] == 0
-    assert line(busy, STYLES[1])[0].get_ydata()[5] == 90 - 6 % 5 and busy.get_xlabel() == "time [s]"
-    first, second = draw_time(arms).axes
-    for panel, total in ((first, 40 * 0.5 / 1.3 + 8), (second, 40 * 0.5 / 1.3)):
-        assert line(panel, STYLES[0])[0].get_ydata()[-1] == pytest.approx(total)
-        assert f"{total:,.1f}" in [text.get_text() for text in panel.texts]
-    assert (first.get_title(loc="left"), second.get_title(loc="left")) == ("with compilation", "without compilation")
-
-
-def test_an_arm_looks_the_same_in_all_figures_and_like_no_other(runs):
-    looks = [BF16, *STYLES]
-    for key in ("color", "marker", "linestyle"):        # each alone tells them apart: in grey, and without colour vision
-        assert len({str(look[key]) for look in looks}) == len(looks), key
-    arms = arms_of(runs)
+    whole, bare, memory, busy = (panel.get_lines() for panel in draw_costs(arms).axes)
+    assert whole[1].get_ydata()[-1] == pytest.approx(40 * 0.5 / 1.3 + 8) and bare[1].get_ydata()[-1] == pytest.approx(20 / 1.3)
+    assert memory[0].get_ydata()[5] == 70 and busy[2].get_ydata()[5] == 90 - 6 % 5
+    for key in ("color", "marker"):        # each alone tells arms apart: in grey, and without colour vision
+        assert len({str(look[key]) for look in (BF16, *STYLES)}) == 1 + len(STYLES), key
+    for lines in (loss, val, whole, busy):
+        assert [one.get_color() for one in lines] == [BF16["color"], STYLES[0]["color"], STYLES[1]["color"]]
     assert [look for _, look in styled(arms[1:])] == list(STYLES[:2])       # BF16's is its own, where it is missing too
-    for figure in (draw_losses(arms), draw_gpu(arms), draw_time(arms)):
-        legend = {text.get_text(): handle.get_color() for text, handle in
-                  zip(figure.legends[0].get_texts(), figure.legends[0].legend_handles, strict=True)}
-        assert legend == {"bf16": BF16["color"], "tensorwise": STYLES[0]["color"], "rowwise": STYLES[1]["color"]}
-
-
-@pytest.mark.parametrize("n, steps", [(1, 1), (2, 2), (8, 40)])
-def test_words_stay_on_the_page_and_off_each_other(tmp_path, n, steps):
-    names = ["bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "tensorwise_gw_hp", "amax", "cscale", "mxfp8"][:n]
-    for i, name in enumerate(names):
-        rows = [row | {"step_s": row.get("step_s", 0) * (1 + 0.004 * i)} for row in ordinary("bf16", steps)]
-        write_arm(tmp_path / name, name, rows=rows, steps=steps)
-    arms = arms_of([tmp_path])
-    for figure in (draw_losses(arms), draw_gpu(arms), draw_time(arms)):
-        renderer = figure.canvas.get_renderer()
-        texts = [*figure.texts, figure.legends[0], *(panel.yaxis.label for panel in figure.axes if panel.get_ylabel())]
-        texts += [text for panel in figure.axes for text in panel.texts]
-        boxes = [text.get_window_extent(renderer) for text in texts]
-        for i, box in enumerate(boxes):
-            assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1
-            for other in boxes[:i]:
-                assert not box.overlaps(other), (figure.get_suptitle(), texts[i], i)
-        assert figure.legends[0].get_window_extent(renderer).y0 >= figure.axes[0].get_window_extent().y1 - 1
-
-
-# -------------------------------------------------------------------------------------------------------- real runs
 
 
 def test_what_train_writes_is_what_the_report_reads_on_disk(tiny, tmp_path, capsys):
@@ -459,16 +338,92 @@ def test_what_train_writes_is_what_the_report_reads_on_disk(tiny, tmp_path, caps
         config = with_recipe(tiny, recipe, run=f"tiny_{recipe}")
         assert call_train(capsys, config, tmp_path, "eval.every=2").returncode == 0
         folders.append(config.run_dir)
-    out, result = call(capsys, *folders)
+    out, result = call(capsys, "--report", *folders, said=precision.main)
     for row, folder in zip(result["runs"], folders, strict=True):
         summary = json.loads((folder / "summary.json").read_text())
         assert row["val_loss"]["final"] == pytest.approx(summary["loss_as_trained"]) and row["val_loss"]["n"] == 3
         assert row["train_loss"]["n"] == 6 and row["train_loss"]["final"] == summary["train_loss_last"]
         assert row["speed_against_bf16"] != 1 and row["step_time_s"]["with_compile"] < summary["wall_s"]
-        assert row["step_time_s"]["compile"] >= 0
-    assert result["notes"] == [] and (tmp_path / "out/law/report_loss.svg").read_bytes().startswith(b"<?xml")
+    law, names = tmp_path / "out/law", [f"report_{name}.{form}" for name in ("loss", "cost") for form in ("png", "svg")]
+    assert result["notes"] == [] and (law / "report_loss.svg").read_bytes().startswith(b"<?xml")
+    assert sorted(path.name for path in law.iterdir()) == sorted([*names, "report.json", "report.md"])
+    page = (law / "report.md").read_text()
+    assert page.startswith(out.rsplit("\n\nwrote", 1)[0]) and "![cost](report_cost.png)" in page
 
 
-def test_help_names_it(capsys):
-    assert precision.main(["--help"]) == 0
-    assert "--report out/a_bf16 out/a_fp8" in capsys.readouterr().out
+# ---------------------------------------------------------------------------------------------------------------- a study
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A study of 24 runs with its largest size held out, predicted, run and scored; its laws, its gaps."""
+    folder, later = tmp_path_factory.mktemp("out") / "s", tmp_path_factory.mktemp("later") / "s"
+    write_branches(folder, sizes=(30_000, 60_000, 120_000), ratios=(5, 20), t_start="2026-11-20T09:00:00Z")
+    write_branches(later, sizes=(240_000,), ratios=(20,), seeds=(1,), recipes=("bf16",), t_start="2999-01-01T00:00:00Z")
+    target = "s240000_bf16_1"
+    goal = json.loads((later / target / "summary.json").read_text())
+    declare_branches(folder)
+    declared = json.loads((folder / "study.json").read_text())
+    row = {"run": target, "size": "x", "recipe": "bf16", "parent": None, "parent_step": None, "tokens": goal["tokens"]}
+    row |= {key: goal[key] for key in ("params_total", "params_nonembed", "params_matmul", "flops_per_token", "seed")}
+    declared |= {"study": "s", "held_out": [target], "runs": [*declared["runs"], row]}
+    (folder / "study.json").write_text(json.dumps(declared))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("figures", "precision"):     # rendering is most of the time
+            patch.setattr(f"scaling.{module}.render", lambda figure, form: b"", raising=False)
+        for command, words in ((precision, ()), (fit, ("--predict", target))):
+            assert command.main([str(folder), *words]) == 0
+        (later / target).rename(folder / target)
+        assert fit.main([str(folder), "--score"]) == 0
+    return folder
+
+
+def test_a_studys_page_says_what_its_files_say(study, capsys):
+    assert report.main(["--study", str(study)]) == 0
+    out, page = capsys.readouterr().out, (study / "README.md").read_text()
+    said, law = (json.loads((study / name).read_text()) for name in ("report.json", "law/law.json"))
+    found = json.loads((study / "law/precision.json").read_text())["common"]["tensorwise"]["bf16"]
+    score, = json.loads((study / "law/score_s240000_bf16_1.json").read_text())["runs"]
+    assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z, held out: s240000_bf16_1." in page
+    assert f"Gap of tensorwise to BF16: {found['mean']:+.3f} ± {found['high'] - found['mean']:.3f} % of the loss" in out
+    assert f"measured {score['loss']:.4f} in s240000_bf16_1, {'inside' if score['inside'] else 'OUTSIDE'} the interval" in page
+    for group in law["groups"].values():
+        fitted = group["laws"][group["headline"]["form"]]
+        assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
+    assert "![figure](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
+    assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
+    for row in said["runs"]:
+        assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
+        assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
+    assert said["predictions"][0]["scored"][0]["error_percent"] == score["error_percent"]
+    assert said["gaps"]["tensorwise"]["bf16"] == found
+    assert report.main(["--study", str(study)]) == 0 and (study / "README.md").read_text() == page      # again: the same bytes
+
+
+def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
+    folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
+    (folder / "s30000_bf16_1_d5/summary.json").unlink()
+    assert report.main(["--study", str(folder)]) == 0
+    page = (folder / "README.md").read_text()
+    assert "3 finished runs of 4 declared on 2026-11-19T00:00:00Z; missing: s30000_bf16_1_d5" in page
+    assert f"**Missing:** law/law.json (`python scaling/fit.py {folder}`)." in page
+    assert f"**Missing:** law/precision.json (`python scaling/precision.py {folder}`)." in page
+    capsys.readouterr()
+    (folder / "README.md").write_text("mine")
+    assert "was not written by this command" in refused(capsys, "--study", folder)
+    (folder / "README.md").unlink()
+    (folder / "law").mkdir()
+    (folder / "law/law.json").write_text('{"groups": {"bf16": {}}}')
+    assert "a file is damaged or of another version (KeyError: 'headline')" in refused(capsys, "--study", folder)
+
+
+def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
+    folder = shutil.copytree(study, tmp_path / "s")
+    path = folder / "s30000_bf16_1/summary.json"
+    path.write_text(path.read_text() + " ")
+    assert report.main(["--study", str(folder)]) == 0
+    assert "law.json is not of these files: s30000_bf16_1 went in with other bytes" in (folder / "README.md").read_text()
+    score = folder / "law/score_s240000_bf16_1.json"
+    score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
+    capsys.readouterr()
+    assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)

@@ -1,25 +1,37 @@
-"""The sweep's command starts what it is asked to start, and refuses the rest in a sentence."""
+"""scaling/sweep.py: the table says what is true; runs are started as asked, by one writer each, to their end or to the limit."""
 
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
+import torch
 
-from runtime.cli import UserError
+import train
+from runtime import cli
 from runtime.config import load_config
 from runtime.log import pair_id
-from scaling import command, sweep
-from scaling.data_check import check_data
-from scaling.grid import state_of
+from runtime.rows import read_rows
+from scaling import report, sweep
 from scaling.predict import digest
-from scaling.study import expand
+from scaling.study import ENDED, expand, state_of
+from scaling.sweep import Cost, Options, costs_of, kind_of, table
 from tests.conftest import ROOT
-from tests.study_cases import fake_sweep, summaries, tiny_study
+from tests.study_cases import checkpoint, fake_sweep, finish, summaries, tiny_study
+
+OPTIONS = Options(study="x", start=2.0)
+
+
+@pytest.fixture
+def rows(tiny, tmp_path):
+    """a_bf16_t20_s1, its branch t10, the same of b."""
+    return expand(sweep.load_study(tiny_study(tiny, tmp_path)))
 
 
 @pytest.fixture
@@ -27,6 +39,59 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
     with fake_sweep(tiny, tmp_path, monkeypatch, capsys) as call:
         yield call
 
+
+# -------------------------------------------------------------------------------------------------------------- the table
+
+def test_the_table_by_hand(rows, tmp_path):
+    lines = table(rows, tmp_path / "none", OPTIONS)
+    trunk, branch = rows[:2]
+    assert (trunk.steps, branch.steps, branch.parent_step) == (884, 442, 354)
+    assert lines[0].split()[-2:] == ["seconds", "state"]
+    assert lines[2].split() == ["a_bf16_t10_s1", "22.6k", "10", "226k", "354", f"{88 * 512 * trunk.flops_per_token:.2e}", "~2",
+                                "missing"]
+    assert " FLOPs, 8 device-seconds; left: 4 runs, " in lines[6] and not (tmp_path / "none").exists()
+    own, apart = (sum(getattr(row, key) for row in rows) for key in ("own_flops", "flops"))
+    assert f"as 4 separate runs {apart:.3g} FLOPs: branches save {1 - own / apart:.0%}" in lines
+    assert lines[-1] == ("~ assumed: 45% of the 989 BF16 TFLOP/s of one h100 (mfu=), FP8 as fast, "
+                         "2 s to start and end a run (start=)")
+    options = replace(OPTIONS, mfu=1e-7, start=6.0, gpus=2)
+    seconds = 4 * 6 * 2 + own / (989.4e12 * 1e-7)
+    assert f"; left: 4 runs, {own:.3g} FLOPs, {seconds / 60:.3g} device-minutes" in table(rows, tmp_path, options)[6]
+    checkpoint(trunk, tmp_path, 800)      # of a run in progress only the rest is left, with a start
+    seconds -= 800 * 512 * trunk.flops_per_token / (989.4e12 * 1e-7)
+    assert f" FLOPs, {seconds / 60:.3g} device-minutes" in table(rows, tmp_path, options)[6].partition("left")[2]
+
+
+def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
+    # of the size: 1,500 and 1,000 tokens/s on each GPU; 8.5 and 1.5 seconds beside the steps, and 5 no summary tells of
+    finish(rows[0], tmp_path, status="diverged", tok_per_s_median=3000.0, n_gpu=2, wall_s=884 * 512 / 3000 + 8.5)
+    finish(rows[1], tmp_path, tok_per_s_median=1000.0, wall_s=88 * 512 / 1000 + 1.5)
+    start = 5 + (8.5 + 1.5) / 2
+    lines = table(rows, tmp_path, OPTIONS)
+    assert [line.split()[-2:] for line in lines[:4]] == [
+        ["minutes", "state"], [f"{(start + 884 * 512 / 1250) / 60:.3g}", "diverged"],
+        [f"{(start + 88 * 512 / 1250) / 60:.3g}", "done"], ["~0.0333", "missing"]]
+    assert "measured: a bf16 1.25k tokens/s on each X, 10 s to start and end (5 of them assumed)" in lines
+    assert "left: 2 runs" in lines[6] and lines[-2].endswith("2 s to start and end a run (start=)")
+    lines = table(rows, tmp_path, replace(OPTIONS, gpus=8))      # a start occupies all of them
+    assert lines[2].split()[-2:] == [f"{(8 * start + 88 * 512 / 1250) / 60:.3g}", "done"]
+
+
+def test_a_kind_is_a_size_a_recipe_and_whether_it_is_a_null_run(tiny, tmp_path):
+    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, null=True, recipes=("bf16", "tensorwise"), sizes=(64,))))
+    finish(rows[0], tmp_path)                                           # without its hours: the start stays assumed
+    finish(rows[2], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
+    costs = costs_of(rows, tmp_path, OPTIONS)
+    assert costs[kind_of(rows[0])] == Cost(1000.0, 2.0, "X", False)
+    assert costs["a", "bf16 null"] == Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X", True)
+    assert costs["a", "tensorwise"].device is None
+    alone = table(rows, tmp_path, OPTIONS)      # the trunk is done, its checkpoint gone: the branch costs its whole length
+    assert alone[2].split()[4:] == ["-", f"{442 * 512 * rows[0].flops_per_token:.2e}", f"{(2 + 442 * 512 / 1000) / 3600:.3g}",
+                                    "missing"]
+    assert "from scratch, for the checkpoints of their trunks are gone: a_bf16_t10_s1, a_bf16_null_t10_s1" in alone
+
+
+# ------------------------------------------------------------------------------------------------------------ before it all
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path, data_dir):
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
@@ -41,19 +106,11 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path
     assert "epochs" not in fake("", "only=a_*", max_epochs=20)[1]       # nothing begins, nothing is looked at
 
 
-def test_runs_on_other_data_than_those_that_are_done_are_refused(fake, tmp_path):
-    sound = "finish(data_sha256=DATA, val_sha256=VAL)"
-    for train_sha256, val_sha256, what in (("0" * 64, None, "trained"), (None, "1" * 64, "validated")):
-        assert fake(sound.replace("DATA", repr(train_sha256)).replace("VAL", repr(val_sha256)), "only=a_bf16_t20_s1")[0] == 0
-        code, told = fake("finish()")
-        assert code == 2
-        assert re.match(rf"sweep.py: .*/data\d* holds other tokens than a_bf16_t20_s1 was {what} on", told), told
-        rows = [replace(row, overrides=(*row.overrides, "data.max_epochs=99")) if row.size == "b" else row
-                for row in expand(sweep.load_study(tmp_path / "study_tiny.py"))]
-        with pytest.raises(UserError, match=f"than a_bf16_t20_s1 was {what} on"):     # more epochs are of the same tokens
-            check_data([row for row in rows if row.size == "b" or row.parent is None], tmp_path / "out/tiny")
-        shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1")
-    assert fake("finish()", "only=a_*")[0] == 0
+@pytest.mark.parametrize("key, what", [("data_sha256", "trained"), ("val_sha256", "validated")])
+def test_runs_on_other_data_than_those_that_are_done_are_refused(fake, tmp_path, key, what):
+    assert fake(f"finish({key}='{'0' * 64}')", "only=a_bf16_t20_s1")[0] == 0
+    code, told = fake("finish()")
+    assert code == 2 and re.match(rf"sweep.py: .*/data\d* holds other tokens than a_bf16_t20_s1 was {what} on", told), told
 
 
 def test_a_config_that_has_changed_since_a_run_was_done_is_refused(tiny, tmp_path, monkeypatch, capsys):
@@ -62,25 +119,19 @@ def test_a_config_that_has_changed_since_a_run_was_done_is_refused(tiny, tmp_pat
         with fake_sweep(config, tmp_path, monkeypatch, capsys) as fake:
             return fake(body, *more)
 
-    for row in expand(sweep.load_study(tiny_study(tiny, tmp_path)))[:2]:
-        config = load_config(row.config, row.overrides)
-        folder = tmp_path / "out/tiny" / row.run
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text(json.dumps(config.to_dict()))
-        ids = f"{{'{row.run}': '{pair_id(config)}'}}.get(run)"
-        assert call(tiny, f"finish(pair_id={ids})", f"only={row.run}")[0] == 0
+    row = expand(sweep.load_study(tiny_study(tiny, tmp_path)))[0]
+    config, folder = load_config(row.config, row.overrides), tmp_path / "out/tiny" / row.run
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    assert call(tiny, f"finish(pair_id='{pair_id(config)}')", f"only={row.run}")[0] == 0
     other = replace(tiny, optim=replace(tiny.optim, lr=7e-3, weight_decay=0.3))
     code, told = call(other, "finish()", "only=b_bf16_t20_s1")
-    assert (code, len(summaries(tmp_path))) == (2, 2), told
-    assert re.match(r"sweep.py: \S+/a_bf16.py no longer says what a_bf16_t10_s1, which is done, was trained with: "
+    assert (code, len(summaries(tmp_path))) == (2, 1), told
+    assert re.match(r"sweep.py: \S+/a_bf16.py no longer says what a_bf16_t20_s1, which is done, was trained with: "
                     rf"optim.lr was {tiny.optim.lr}, now 0.007, optim.weight_decay was {tiny.optim.weight_decay}, now 0.3; ",
                     told), told
-    (folder / "config.json").unlink()
-    assert ", was trained with: its pair_id was " in call(other, "finish()")[1].replace("which is done, ", "")
-    assert call(other, "", "only=a_*")[0] == 0        # nothing begins
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    summary = json.loads((folder / "summary.json").read_text())
-    (folder / "summary.json").write_text(json.dumps(summary | {"pair_id": "of older code"}))
+    assert call(other, "", f"only={row.run}")[0] == 0        # nothing begins
+    finish(row, tmp_path / "out/tiny", pair_id="of older code")
     moved = replace(tiny, data=replace(tiny.data, max_epochs=77), log=replace(tiny.log, every=7))
     code, told = call(moved, "finish()")        # what the weights do not depend on may change
     assert (code, len(summaries(tmp_path))) == (0, 4), told
@@ -96,11 +147,10 @@ def test_held_out_runs_wait_to_be_named(fake, tmp_path):
     code, told = fake("finish()", "only=*_t20_*", held_out=True)       # a broad pattern does not start the largest runs
     assert (code, "0 of 1 runs to do" in told, "left out, for what is held out is run by its own name: b_bf16_t20_s1\n" in told
             ) == (0, True, True), told
-    for only in ("b_bf16_t10_s1", "b_*", "*,b_bf16_t20_s1"):
+    for only in ("b_*", "*,b_bf16_t20_s1"):
         code, told = fake("finish()", f"only={only}", held_out=True)
         assert (code, len(summaries(tmp_path))) == (2, 2), told
         assert f"(python scaling/fit.py {tmp_path}/out/tiny --predict b_bf16_t20_s1" in told
-    rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
     predict(rows[2], tmp_path / "out/tiny/law", tokens=1)       # of another run by that name
     predict(rows[3], tmp_path / "out/tiny/law")
     code, told = fake("finish()", "only=b_bf16_t10_s1", held_out=True)
@@ -108,9 +158,6 @@ def test_held_out_runs_wait_to_be_named(fake, tmp_path):
     predict(rows[2], tmp_path / "out/tiny/law")
     code, told = fake("finish()", "only=b_bf16_t10_s1", held_out=True)     # with the trunk it needs
     assert (code, len(summaries(tmp_path))) == (0, 4), told
-    (tmp_path / "out/tiny/law/prediction_b_bf16_t20_s1.json").unlink()
-    code, told = fake("finish()", "only=b_bf16_t20_s1", held_out=True)     # what is done may be named
-    assert (code, "0 of 1 runs to do" in told) == (0, True), told
 
 
 def predict(row, folder, **changes):
@@ -122,42 +169,25 @@ def predict(row, folder, **changes):
     (folder / f"prediction_{row.run}.json").write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
-def test_a_changed_margin_is_refused_once_a_run_has_finished(fake, tmp_path, capsys):
-    assert fake("finish()", "only=a_bf16_t20_s1")[0] == 0
-    file = tmp_path / "study_tiny.py"
-    file.write_text(file.read_text().replace("margin_percent=1.0", "margin_percent=2.0"))
-    assert sweep.main([str(file), "--out", f"{tmp_path}/out"]) == 2
-    assert capsys.readouterr().err.startswith(
-        f"sweep.py: {tmp_path}/out/tiny/study.json was declared before runs that have finished since: margin_percent was 1.0, "
-        "now 2.0; runs may be added")
-
-
 def test_the_grid_is_left_by_ctrl_c_and_by_a_reader_that_goes(tiny, tmp_path, capsys, monkeypatch):
     def leave(error):
         def table(*_):
             raise error
         monkeypatch.setattr(sweep, "table", table)
-        return command.run(sweep.main, [str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out"])
+        return cli.run_command(sweep.main, [str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out"]), capsys.readouterr().err
 
-    assert (leave(KeyboardInterrupt()), *capsys.readouterr()) == (130, "", "\ninterrupted\n")
-    monkeypatch.setattr(command.os, "dup2", lambda *_: None)
+    monkeypatch.setattr(cli.os, "dup2", lambda *_: None)
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    assert (leave(BrokenPipeError(32, "Broken pipe")), *capsys.readouterr()) == (1, "", "")
-    assert leave(OSError(5, "Input/output error")) == 1
-    assert capsys.readouterr().err == "sweep.py: a file: Input/output error\n"
+    assert leave(KeyboardInterrupt()) == (130, "\ninterrupted\n") and leave(BrokenPipeError(32, "Broken pipe")) == (1, "")
+    assert leave(OSError(5, "Input/output error")) == (1, "sweep.py: a file: Input/output error\n")
 
 
 @pytest.mark.parametrize("arguments, told", [
     (["--rum"], "there is no key 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
-    (["jobs=x"], "jobs='x' is not a whole number"), (["limit=-1"], "limit=-1.0 must be"),
-    (["mfu=1.5"], "mfu=1.5 must be a share of the GPU's peak"), (["start=0"], "start=0.0 must be a positive, finite number"),
-    (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["jobs=1", "jobs=2"], "jobs is given twice: '1' and '2'"),
-    (["--run", "--slurm"], "--run and --slurm: give one of the two"), (["only=c_*"], "only='c_*' matches no run of"),
-    (["other.py"], "'other.py' is one word too many"), (["--gpus", "--run"], "--gpus needs a value: write gpus=VALUE"),
-    (["--jobs"], "--jobs needs a value"), (["only=a"], "; write a_* for the 2 that begin so"),
-    (["only=a_bf16_t1"], "; write a_bf16_t1* for the 1 that begin so"),
+    (["limit=-1"], "limit=-1.0 must be"), (["mfu=1.5"], "mfu=1.5 must be a share of the GPU's peak"),
+    (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["--run", "--slurm"], "--run and --slurm: give one of the two"),
+    (["only=c_*"], "only='c_*' matches no run of"), (["only=a"], "; write a_* for the 2 that begin so"),
     (["only=d_bf16_t10_s1"], "; the nearest are b_bf16_t10_s1, a_bf16_t10_s1, b_bf16_t20_s1, a_bf16_t20_s1"),
-    (["out={here}/a_bf16.py"], "/a_bf16.py is a file: name a folder with out=FOLDER"),
     (["out={here}/a_bf16.py/deep", "--run"], "/a_bf16.py is a file: name a folder with out=FOLDER"),
 ])
 def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, arguments, told):
@@ -202,3 +232,266 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
     process.terminate()     # as --signal=B:TERM does before the time limit
     assert process.communicate(timeout=20)[0] == "scontrol requeue 71\n"
     assert process.returncode == 3
+
+
+# ------------------------------------------------------------------------------------------------------- running the runs
+
+def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
+    code, told = fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
+    assert code == 0, told
+    done = summaries(tmp_path)
+    ran = sorted(done.items(), key=lambda item: item[1]["began"])
+    assert [run for run, _ in ran] == ["a_bf16_t20_s1", "a_bf16_t10_s1", "a_tensorwise_t20_s1", "a_tensorwise_t10_s1",
+                                       "b_bf16_t20_s1", "b_bf16_t10_s1", "b_tensorwise_t20_s1", "b_tensorwise_t10_s1"]
+    assert all(a["ended"] <= b["began"] for (_, a), (_, b) in zip(ran, ran[1:], strict=False))
+    branch, trunk = done["a_tensorwise_t10_s1"], done["a_tensorwise_t20_s1"]["given"]
+    left = f"{tmp_path}/out/tiny/a_tensorwise_t20_s1/checkpoints/step_{int(trunk['checkpoint.at']):08d}"
+    assert branch["given"]["start_from"] == left and "start_from" not in trunk and branch["threads"] is None
+    assert json.loads((tmp_path / "out/tiny/study.json").read_text())["margin_percent"] == 1.0
+    code, told = fake("sys.exit('not again')", recipes=("bf16", "tensorwise"))
+    assert (code, "0 of 8 runs to do" in told) == (0, True)
+
+
+def test_two_jobs_run_side_by_side_each_with_its_share_of_the_machine(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    code, told = fake("time.sleep(0.4); finish()", "jobs=2", budgets=(20,), seeds=(1, 2))
+    assert code == 0, told
+    ran = list(summaries(tmp_path).values())
+    overlaps = [sum(other["began"] < run["began"] < other["ended"] for other in ran) for run in ran]
+    assert max(overlaps) == 1       # never three at once, and not one after the other
+    assert {run["threads"] for run in ran} == {"4"}
+
+
+def test_every_job_has_gpus_of_its_own(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
+    seen = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **more: (seen.append(command), popen(
+        [command[0], *command[command.index(str(tmp_path / "train.py")):]], **more))[1])
+    code, told = fake("time.sleep(0.2); finish()", "jobs=2", "gpus=2", budgets=(20,))
+    assert code == 0, told
+    assert {run["gpus"] for run in summaries(tmp_path).values()} == {"3,5", "6,7"}
+    assert seen[0][1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    code, told = fake("", "jobs=3", "gpus=2", budgets=(20,))
+    assert (code, "gpus=2 for each of jobs=3 is more than the 4 GPUs of this machine" in told) == (2, True)
+
+
+def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
+    body = "if run == 'a_bf16_t20_s1': print('train.py: the disk is full', file=sys.stderr); sys.exit(1)\nfinish()"
+    code, told = fake(body)
+    assert code == 1
+    assert summaries(tmp_path).keys() == {"b_bf16_t20_s1", "b_bf16_t10_s1"}     # its branch could not start
+    assert "failed: a_bf16_t20_s1; correct the cause and run the same command again" in told
+    assert "2 of 4 runs are not done, a_bf16_t20_s1 the first" in told
+    rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
+    log = tmp_path / "out/tiny/a_bf16_t20_s1.log"
+    assert state_of(rows[0], tmp_path / "out/tiny") == f"failed, exit code 1: train.py: the disk is full ({log})"
+    assert state_of(rows[1], tmp_path / "out/tiny") == "missing"
+    (tmp_path / "out/tiny/b_bf16_t10_s1/summary.json").unlink()
+    code, told = fake("finish()")       # what failed is tried again, after what may succeed
+    assert (code, len(summaries(tmp_path))) == (0, 4), told
+    assert summaries(tmp_path)["b_bf16_t10_s1"]["began"] < summaries(tmp_path)["a_bf16_t20_s1"]["began"]
+    assert state_of(rows[0], tmp_path / "out/tiny") == "done"
+
+
+def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path):
+    code, told = fake("if 't20' in run: checkpoint(given['checkpoint.at']); time.sleep(1)\nfinish()", "jobs=2", "only=a_*")
+    assert code == 0, told
+    ran = summaries(tmp_path)
+    assert ran["a_bf16_t10_s1"]["began"] < ran["a_bf16_t20_s1"]["ended"]
+    assert len(ran) == 2
+
+
+UNDER_WAY = """
+for step in range(1, 9):
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"kind": "train", "step": step, "loss": 4 - step / 8, "tok_per_s": 5000.0}) + "\\n")
+    time.sleep(0.05)
+if "t20" in run: time.sleep(0.5)
+finish()"""
+
+
+def test_a_study_tells_how_far_it_is_a_line_a_minute(fake, monkeypatch):
+    monkeypatch.setattr(sweep, "LOG_S", 0.3)
+    code, told = fake(UNDER_WAY, "jobs=2", "only=a_*,b_bf16_t20*")
+    assert code == 0, told
+    lines = [line for line in told.splitlines() if "runs done" in line]
+    assert len(lines) >= 2 and "0 of 3 runs done" in lines[0]
+    last = next(line for line in lines if "8 / " in line)
+    assert re.search(r"\d of 3 runs done, \d+ \w+.* left, until \d\d:\d\d; "
+                     r"a_bf16_t\d0_s1 8 / \d+, loss 3.000, 5k tokens/s, \d+ \w.* left", last), last
+
+
+def test_on_a_terminal_the_runs_under_way_are_a_table_below_the_lines(fake, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")      # what a terminal says of itself
+    monkeypatch.setattr(sweep, "LIVE_S", 0.1)
+    code, told = fake(UNDER_WAY, "only=a_*")
+    assert code == 0, told
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", told)
+    assert re.search(r"run +step +loss +tokens/s +left", shown)
+    assert re.search(r"a_bf16_t20_s1 +8 / \d+ +3\.000 +5k +\d+ \w", shown)
+    assert "1 of 2 runs done" in shown and "a_bf16_t10_s1 starts from step" in shown
+
+
+def test_what_is_left_counts_every_run_at_the_speed_of_its_kind(tiny, tmp_path):
+    """Two of four runs are left, one under way: its own speed; the other's from the FLOPs of the kind that is nearest."""
+    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, budgets=(20,), recipes=("bf16", "tensorwise"))))
+    folder = tmp_path / "out"
+    by_name = {row.run: row for row in rows}
+    for run in ("a_bf16_t20_s1", "a_tensorwise_t20_s1"):
+        (folder / run).mkdir(parents=True)
+        (folder / run / "summary.json").write_text(json.dumps({
+            "status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "d",
+            "wall_s": 7 + by_name[run].tokens / 1000}))        # 7 s to start and end, and 5 that no summary tells
+    row, other = by_name["b_bf16_t20_s1"], by_name["b_tensorwise_t20_s1"]
+    (folder / row.run).mkdir()
+    (folder / row.run / "metrics.jsonl").write_text("".join(
+        json.dumps({"kind": "train", "step": step, "loss": 2.0, "tok_per_s": 500.0}) + "\n" for step in range(1, 11)) + '{"cut')
+    options = sweep.Options(study="s", jobs=1)
+    with sweep.Progress(rows, rows, folder, options) as shown:
+        left, share = shown.left({row.run: sweep._State(row, folder)})
+    here = (row.steps - 10) * row.tokens_per_step
+    speed = 1000 * by_name["a_tensorwise_t20_s1"].flops_per_token / other.flops_per_token
+    assert left == pytest.approx(here / 500 + 12 + other.tokens / speed)
+    flops = sum(r.flops for r in rows)
+    assert share == pytest.approx(1 - (here * row.flops_per_token + other.flops) / flops)
+
+
+def test_a_limit_has_the_runs_save_and_leave(fake, tmp_path):
+    body = """
+import signal
+def leave(*_):
+    checkpoint(7)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+if not list((folder / "checkpoints").glob("step_00000007")): time.sleep(30)
+finish()"""
+    began = time.monotonic()
+    code, told = fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1")
+    assert (code, time.monotonic() - began < 15) == (3, True), told
+    assert "a_bf16_t20_s1 at step 7" in told
+    code, told = fake(body, "limit=20", "start=0.1", "only=a_bf16_t20_s1")
+    assert (code, list(summaries(tmp_path))) == (0, ["a_bf16_t20_s1"])
+    assert "a_bf16_t20_s1 goes on from step 7" in told
+
+
+def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
+    code, told = fake("finish()", "limit=50", "only=a_bf16_t20_s1")
+    assert (code, summaries(tmp_path)) == (3, {})
+    assert re.search(r"a_bf16_t20_s1 is not begun: of limit=50 (49|50) s are left, and to start and end it takes 60 s \(assumed, "
+                     r"start=\), to save and leave up to 0 s\n", told), told
+    # 452,608 tokens at 1,000 a second; 13 s beside them, and 5 that no summary tells of
+    code, told = fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
+    assert code == 0, told
+    code, told = fake("finish()", "limit=17", "only=a_*", seeds=(1, 2))
+    assert (code, len(summaries(tmp_path))) == (3, 1), told
+    assert re.search(r"a_bf16_t10_s1 is not begun: of limit=17 1[67] s are left, and to start and end it takes 18 s \(measured\)",
+                     told), told
+    assert "nor are begun, for the same reason: a_bf16_t20_s2\n" in told       # and no branch of what was not
+    code, told = fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
+    assert (code, len(summaries(tmp_path))) == (0, 4), told
+
+
+def test_the_limit_counts_from_the_start_of_the_command(fake, tmp_path):
+    code, told = fake("finish()", "limit=100", "start=20", began=time.monotonic() - 90)
+    assert (code, summaries(tmp_path)) == (3, {})
+    assert re.search(r"; (9|10)\.\d s are left of limit=100\n", told), told
+
+
+SLOW = """
+def asked(*_):
+    asked.times += 1
+    Path(folder / "asked").write_text(str(asked.times))
+    if asked.times == 2: os._exit(143)
+asked.times = 0
+signal.signal(signal.SIGTERM, asked)
+(folder / "up").touch()
+"""
+
+
+def test_a_run_that_is_asked_to_leave_while_it_compiles_is_told_twice_and_loses_nothing(fake, tmp_path):
+    code, told = fake(SLOW + "while True: time.sleep(0.05)", "limit=2", "start=0.1", "only=a_bf16_t20_s1")
+    assert (code, "a_bf16_t20_s1 has nothing to save and is told to leave at once" in told) == (3, True), told
+    assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "2"
+    code, told = fake("finish()", "only=a_bf16_t20_s1")
+    assert (code, len(summaries(tmp_path))) == (0, 1), told
+
+
+def test_a_run_with_steps_to_save_has_the_time_it_needs(fake, tmp_path):
+    body = SLOW + """
+row(8)
+while not asked.times: time.sleep(0.02)
+time.sleep(1.5)
+checkpoint(8)
+sys.exit(0)"""
+    code, told = fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1")
+    assert (code, "at once" in told, "a_bf16_t20_s1 at step 8" in told) == (3, False, True), told
+    assert (tmp_path / "out/tiny/a_bf16_t20_s1/asked").read_text() == "1"
+
+
+def test_a_branch_whose_trunk_has_no_checkpoints_any_more_is_trained_from_scratch(fake, tmp_path):
+    assert fake("finish()", "only=a_bf16_t20_s1")[0] == 0
+    shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1/checkpoints")
+    code, told = fake("finish()", "only=a_*")
+    assert (code, "a_bf16_t10_s1 starts from scratch: step 354 of a_bf16_t20_s1, which is done, is gone" in told) == (0, True)
+    assert "start_from" not in summaries(tmp_path)["a_bf16_t10_s1"]["given"]
+
+
+def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(tiny, tmp_path, capsys, monkeypatch):
+    """Real runs. First Ctrl-C, then the sweep alone is killed, while its run lives on and nobody else may write there."""
+    file = tiny_study(tiny, tmp_path, budgets=(3, 6), sizes=(64,))
+    folder, env = tmp_path / "out/tiny", {**os.environ, "OMP_NUM_THREADS": "1"}
+    call = [sys.executable, "scaling/sweep.py", str(file), "--run", f"out={tmp_path}/out"]
+
+    def begin(run, steps):
+        process = subprocess.Popen([*call, "limit=1000"], cwd=ROOT, stdout=subprocess.PIPE, text=True, env=env,
+                                   start_new_session=True)
+        end = time.monotonic() + 90
+        while len(read_rows(folder / run / "metrics.jsonl")) < steps:
+            assert process.poll() is None, process.stdout.read()
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return process
+
+    rows = expand(sweep.load_study(file))
+    first = begin("a_bf16_t6_s1", 20)
+    os.killpg(first.pid, signal.SIGINT)     # as a terminal does, to all it started
+    told = first.communicate(timeout=60)[0]
+    assert first.returncode == 3, told
+    assert "asking the runs to save and leave" in told
+    assert 900 < float(re.search(r"; (\S+) s are left of limit=1000\n", told)[1]) < 999.7      # torch's import counts
+    at = int(re.fullmatch(r"at step (\d+)", state_of(rows[0], folder))[1])
+    assert 20 <= at < rows[0].steps
+
+    second = begin("a_bf16_t6_s1", at + 20)
+    second.kill()
+    second.communicate()
+    assert state_of(rows[0], folder) == "running"
+    assert sweep.main([*call[2:], "only=a_bf16_t6_s1"]) == 3
+    assert "a_bf16_t6_s1 is being run by another sweep: left to it" in capsys.readouterr().out
+    end = time.monotonic() + 60
+    while state_of(rows[0], folder) == "running":
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert f"resuming {folder}/a_bf16_t6_s1/checkpoints" in (folder / "a_bf16_t6_s1.log").read_text()
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert sweep.main(call[2:]) == 0, capsys.readouterr()
+    assert (folder / "a_bf16_t3_s1.log").read_text().endswith(f"{ENDED}0\n")
+    torch.set_num_threads(1)        # as the runs of the sweep, or sums would be rounded otherwise
+    for row in rows:
+        path, *overrides = row.arguments(folder)
+        whole = [f"out={tmp_path}/whole" if text.startswith("out=") else text for text in overrides
+                 if not text.startswith("start_from=")]
+        assert train.main([path, *whole]) == 0, capsys.readouterr().err
+        ours, theirs = (json.loads((base / row.run / "summary.json").read_text()) for base in (folder, tmp_path / "whole"))
+        assert (ours["parent_run"], ours["parent_step"]) == (row.parent, row.parent_step)
+        for key in ("run_id", "pair_id", "loss_bf16", "loss_as_trained", "sources", "train_loss_last", "steps", "tokens",
+                    "status", "params_total", "flops_per_token", "is_annealed", "warmup_steps", "lr_last", "val_sha256"):
+            assert ours[key] == theirs[key], (row.run, key)
+        steps = [r["step"] for r in read_rows(folder / row.run / "metrics.jsonl") if r["kind"] == "train"]
+        assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
+    assert report.main(["--study", str(folder)]) == 0
+    page = (folder / "README.md").read_text()
+    assert "2 finished runs of 2 declared" in page and f"{ours['loss_bf16']:.4f}" in page
