@@ -45,7 +45,7 @@ from torch.distributed.tensor import DTensor
 from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB
+from runtime.machine import GIB, OUT_OF_MEMORY
 from runtime.optim import check_branch
 from runtime.rows import write_atomically
 
@@ -164,7 +164,7 @@ class Saver:
         final = self.dir / name_of(manifest["step"])
         tmp = final.with_name(f".tmp_{final.name}")
         try:
-            if self._together("copying to host memory", lambda: self._begin(tmp, final, problem))[0]:
+            if self._together("beginning", lambda: self._begin(tmp, final, problem, manifest))[0]:
                 return None
             files = self._together("writing", lambda: self._dump(tmp))
             self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
@@ -186,14 +186,15 @@ class Saver:
         except (Exception, CheckpointException) as error:
             rank = next(iter(getattr(error, "failures", ())), self.world.rank)
             problem = f"{name}: {f'rank {rank}: ' * (self.world.size > 1)}{cause(error)}"
-            with suppress(OSError):     # where the disk is full, torch's own words do not say so
-                problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free"
+            if not OUT_OF_MEMORY.search(problem):
+                with suppress(OSError):     # where the disk is full, torch's own words do not say so
+                    problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free on its disk"
         outcomes = gather((result, problem), self.world)
         if problems := [problem for _, problem in outcomes if problem]:
             raise RuntimeError(problems[0])
         return [result for result, _ in outcomes]
 
-    def _begin(self, tmp: Path, final: Path, problem: Exception | None) -> bool:
+    def _begin(self, tmp: Path, final: Path, problem: Exception | None, manifest: dict) -> bool:
         """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists already, as after a resume."""
         if problem:
             raise problem
@@ -203,6 +204,10 @@ class Saver:
         is_there = (final / "DONE").exists()
         if self.world.is_main and not is_there:
             self._sweep()
+            need = sum(math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
+                       for shape, dtype in manifest["tensors"].values())
+            if shutil.disk_usage(self.dir).free < need:
+                raise OSError(f"it needs {need / GIB:.3g} GiB")
             tmp.mkdir()
         return is_there
 
@@ -228,14 +233,14 @@ class Saver:
             there = {step_of(path): path for path in checkpoints(self.dir.parent)}
             for step in there.keys() - kept(list(there), self.policy, dict(self._losses)):
                 _remove(there[step])
-        except OSError as error:    # the save itself is good
+        except Exception as error:      # the save itself is good
             self.failures.append(f"an old checkpoint could not be removed: {error}")
 
     def _sweep(self) -> None:
         """Remove what a killed or failed save left."""
         self.dir.mkdir(parents=True, exist_ok=True)
         for leftover in self.dir.glob(".tmp_*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)     # on NFS a reader's open file may keep it; the next sweep tries again
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -274,7 +279,7 @@ def _remove(path: Path) -> None:
     trash = path.with_name(f".tmp_{path.name}")
     shutil.rmtree(trash, ignore_errors=True)
     os.rename(path, trash)
-    shutil.rmtree(trash)
+    shutil.rmtree(trash, ignore_errors=True)        # else the next save's sweep removes it
 
 
 # --------------------------------------------------------------------------------------------------------------- verify
@@ -294,7 +299,7 @@ def read_manifest(path: Path) -> dict:
     """
     def check(name: str, is_same: bool) -> None:
         if not is_same:
-            raise DamagedError(f"{path / name} differs from what was written: go on from the checkpoint before it")
+            raise DamagedError(f"{path / name} differs from what was written: move {path} away to use the one before it")
 
     try:
         text = (path / "manifest.json").read_bytes()
@@ -309,8 +314,8 @@ def read_manifest(path: Path) -> dict:
                 check(name, found == entry["sha256"])
     except PermissionError as error:    # no damage
         raise UserError(f"{error.filename} may not be read: correct its rights") from error
-    except OSError as error:
-        raise DamagedError(f"{error.filename or path} cannot be read ({error.strerror}): go on from the checkpoint before "
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:     # any other OSError is the machine's
+        raise DamagedError(f"{error.filename} cannot be read ({error.strerror}): move {path} away to use the one before "
                            f"it") from error
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
@@ -349,7 +354,10 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
     """
     found = run_on_rank0(world, partial(_newest_whole, Path(run_dir), say, before))
     if found:
-        load(*found, tensors, world)
+        try:
+            load(*found, tensors, world)
+        except DamagedError as error:       # its files are what was written
+            raise MachineError(f"{error}: run the same command again, or move it away to use the one before it") from error
     return found
 
 
@@ -362,7 +370,7 @@ def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None)
                 names = (path.with_name(f"bad_{path.name}" + f"_{n}" * (n > 1)) for n in count(1))
                 bad = next(name for name in names if not name.exists())     # an earlier one of that step stays too
                 os.rename(path, bad)
-                say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {error}")
+                say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {str(error).partition(': move ')[0]}")
     if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
         raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a "
                            f"copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
@@ -373,7 +381,7 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
 
     Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; DamagedError, on
-    all ranks, where reading failed on one of them.
+    all ranks, where reading failed on one of them; MemoryError in the same way.
     """
     for name, want in describe(tensors).items():
         have = manifest["tensors"].get(name)
@@ -385,6 +393,8 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
     except (Exception, CheckpointException) as error:
         failure = cause(error)
     if failures := list(filter(None, gather(failure, world))):
+        if failures[0].startswith("MemoryError") or OUT_OF_MEMORY.search(failures[0]):      # told with what needs less memory
+            raise MemoryError(f"{path} could not be loaded: {failures[0]}")
         raise DamagedError(f"{path} could not be loaded ({failures[0]})")
 
 

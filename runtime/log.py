@@ -42,6 +42,7 @@ class Log:
     def __init__(self, config: Config, resume_step: int, total_steps: int):
         self.config, self.total_steps, self.path = config, total_steps, config.run_dir / "metrics.jsonl"
         self._is_terminal, self._is_line_open, self._is_waiting = sys.stdout.isatty(), False, False
+        self._file = None       # stays open: on NFS each close sends the row to the server while the GPUs wait
         self._steps, self._seconds = 0, deque(maxlen=50)    # since this start; of the latest steps after the warm-up
         self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
         self._write()
@@ -98,6 +99,7 @@ class Log:
             self.say(f"{self.path}: the last rows are lost, there was no room for them")
         elif self._is_line_open:
             self._print("")
+        self._close_file()
         self._show("close")
 
     def _append(self, row: dict) -> None:
@@ -113,10 +115,15 @@ class Log:
     def _write(self) -> None:
         if self._is_new:
             write_atomically(self.path, self._unwritten)
+            self._close_file()
+            self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
             self._is_new, self._unwritten = False, b""
-        with open(self.path, "ab", buffering=0) as file:
-            while self._unwritten:
-                self._unwritten = self._unwritten[file.write(self._unwritten):]
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten):]
+
+    def _close_file(self) -> None:
+        if self._file:
+            self._file.close()
 
     def _flush(self) -> None:
         try:
@@ -248,9 +255,14 @@ class Profiler:
         elif self.first <= step <= self.last:
             if self.world.device.type == "cuda":    # private, yet the documented way; so many events are about 100 MB
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self._trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
-            self._trace.step_num = self.first = step        # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
-            self._trace.start()
+            trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
+            trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
+            try:
+                trace.start()
+                self._trace = trace
+            except Exception as error:      # a second profiler, a driver without CUPTI
+                self.last = -1
+                self.say(f"profile: rank {self.world.rank} traces nothing: {type(error).__name__}: {error}")
 
     def end(self, step: int) -> None:
         """After the step; after the last one the files are written, which takes seconds for a large model."""
@@ -305,7 +317,11 @@ def environment(device: torch.device, root: Path) -> dict:
 
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
     """Write env.json: the environment now, but the t_start of the run's very first start: a prediction counts only if older."""
-    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
+    try:
+        first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
+    except (ValueError, KeyError) as error:
+        raise UserError(f"{path} is damaged, so it no longer tells when the run was begun: restore it, or choose another "
+                        f"run=") from error
     write_json(path, environment(device, root) | first)
 
 

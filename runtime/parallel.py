@@ -90,7 +90,7 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise UserError(f"torchrun started a process {device.index} on this machine, which has {torch.cuda.device_count()} "
                         f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
-    if p.compile and device.type == "cpu" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+    if p.compile and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
     nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))

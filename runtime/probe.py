@@ -73,8 +73,11 @@ class Probe:
             for p in self.model.parameters():
                 p.grad = None
         if self.path is not None:
-            with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short
-                file.write(b"".join(map(to_line, rows(step, seen, self.recipes))))
+            try:
+                with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short
+                    file.write(b"".join(map(to_line, rows(step, seen, self.recipes))))
+            except OSError as error:        # a full disk ends no run
+                print(f"{self.path}: {error.strerror}; the probe of step {step} is lost, training goes on", flush=True)
 
 
 def sequences(B: int, T: int, tokens: int) -> int:

@@ -4,6 +4,7 @@ train.py holds the step. A Run holds everything that outlives one: the folder an
 the guard, the requests to stop, the log. All ranks call its methods together.
 """
 
+import errno
 import fcntl
 import gc
 import json
@@ -11,6 +12,7 @@ import math
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -87,6 +89,10 @@ class Run:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
             return
+        self._is_locked = False
+        if run_on_rank0(world, config.run_dir.is_dir) and self._lock():     # finished while this start waited for the lock
+            self.is_finished = True
+            return
         self.data = open_data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own
         self._val_sets = {source: self.data.val(source) for source in self.data.sources}
@@ -125,15 +131,24 @@ class Run:
 
     # ------------------------------------------------------------------------------------------------------- the start
 
+    def _lock(self) -> bool:
+        """Lock the folder; whether the run in it is finished. Raises UserError where another run has it, or its identity differs.
+
+        A folder that exists is locked before memory is taken, a new one is made after all that may refuse the run."""
+        run_on_rank0(self.world, lambda: bool(self._cleanup.enter_context(lock_folder(self.config.run_dir))))
+        self._is_locked = True
+        return is_finished(self.config)
+
     def _restore(self, damaged: list[str]) -> tuple[tuple[Path, dict] | None, bool]:
-        """Lock the folder; resume from the run's own newest whole checkpoint, else branch off start_from, else initialise.
+        """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise.
 
         Returns the checkpoint's folder and manifest, and whether it is another run's. `damaged` gets lines about own ones."""
         config, world, model, parent = self.config, self.world, self.model, None
         if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
             parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
             self._check_data(*parent)
-        run_on_rank0(world, lambda: bool(self._cleanup.enter_context(lock_folder(config.run_dir))))    # against a second run
+        if not self._is_locked:
+            self._lock()
         own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
         if own is None:
             run_on_rank0(world, lambda: refuse_to_start_over(config))
@@ -234,6 +249,7 @@ class Run:
 
     def can_roll_back(self, before: int) -> bool:
         """Whether there is a checkpoint of fewer than `before` steps; by all ranks."""
+        self._at_slow("waiting for the save under way")
         self.saver.wait()
         return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir)))
 
@@ -415,6 +431,9 @@ def lock_folder(run_dir: Path) -> TextIO:
                                 f"it, or choose another run=") from error
             time.sleep(0.1)
         except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+                error.filename = str(run_dir)
+                raise
             print(f"{run_dir}: this file system has no locks ({error.strerror}), so nothing keeps a second run from writing "
                   f"here: start none")
             break
@@ -459,20 +478,28 @@ ONE_REQUEST_S = 1.0     # torchrun and Slurm may both pass one request on
 
 
 class StopRequest:
-    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once."""
+    """Set by the first of SIGNALS; the loop reads it once a step. A later one of the same kind ends the process at once.
+
+    A thread counts them as they arrive: Python's own handlers wait for a collective or the device to come back."""
 
     def __init__(self):
         self.requested = False
-        self._first: dict[int, float] = {}
+        self._numbers, self._written = socket.socketpair()
+        self._written.setblocking(False)
+        signal.set_wakeup_fd(self._written.fileno(), warn_on_full_buffer=False)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            signal.signal(number, lambda *_: None)      # so that it is written to the wake-up socket
+        threading.Thread(target=self._count, name="signals", daemon=True).start()
 
-    def _on_signal(self, number, frame):
-        self.requested = True
-        if time.monotonic() - self._first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
-            os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and the same "
-                        f"command goes on from there\n".encode())
-            os._exit(128 + number)
+    def _count(self) -> None:
+        first: dict[int, float] = {}
+        while numbers := self._numbers.recv(64):
+            for number in filter(SIGNALS.__contains__, numbers):
+                self.requested = True
+                if time.monotonic() - first.setdefault(number, time.monotonic()) > ONE_REQUEST_S:
+                    os.write(2, f"\ntrain.py: a second {signal.Signals(number).name}: left at once; what was saved stays, and "
+                                f"the same command goes on from there\n".encode())
+                    os._exit(128 + number)
 
 
 # -------------------------------------------------------------------------------------------------------- the summary

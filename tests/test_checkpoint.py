@@ -147,13 +147,15 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
             raise error
         return call
 
-    for where, what, error, told in (
-            (checkpoint, "sha256_of", PermissionError(13, "Permission denied", "x"), "x may not be read: correct its rights"),
-            (dcp, "load", checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)}),
-             r"could not be loaded \(EOFError: short read\)")):
+    for where, what, error, kind, told in (
+            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read: correct its rights"),
+            (checkpoint, "sha256_of", OSError(5, "Input/output error"), OSError, "Input/output error"),
+            (dcp, "load", checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)}), MachineError,
+             r"could not be loaded \(EOFError: short read\): run the same command again, or move it away"),
+            (dcp, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, "could not be loaded: ")):
         with monkeypatch.context() as patch:
             patch.setattr(where, what, fail(error))
-            with pytest.raises(UserError, match=told):
+            with pytest.raises(kind, match=told):
                 restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"] and holds(latest(tiny.run_dir), 1)
 
@@ -216,7 +218,7 @@ def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
     dcp.load({"model.norm": torch.zeros(16)}, no_dist=True, storage_reader=dcp.FileSystemReader(path))
     assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
     canary.rmdir()
-    with pytest.raises(DamagedError, match=r"names .*(mkdir|BytesStorageMetadata), which no checkpoint of ours contains"):
+    with pytest.raises(MachineError, match=r"names .*(mkdir|BytesStorageMetadata), which no checkpoint of ours contains"):
         restore(tiny.run_dir, {"model.norm": torch.zeros(16)}, ALONE, pytest.fail)
     assert not canary.exists()
 
@@ -272,7 +274,7 @@ def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeyp
             saver.staged()
             saver.wait()
         assert saver.failures[-1].startswith(f"checkpoint step_0000000{step} could not be written under {tiny.run_dir}/checkp")
-        with pytest.raises(MachineError, match="No space left .* GiB are free.: correct that, then run the same command"):
+        with pytest.raises(MachineError, match="No space left .* GiB are free on its disk.: correct that, then run the same"):
             saver.finish()
         if step == 3:       # one good save counts the others out
             assert names(tiny) == []
@@ -282,6 +284,20 @@ def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeyp
     with pytest.raises(MachineError, match="3 saves in a row have failed, the last: .*step_00000007 .*No space"):
         saver.save(8, tensors(8), {}, tiny)
     assert len(saver.failures) == 5 and names(tiny) == ["step_00000004"]
+
+
+def test_a_save_without_room_says_how_much_it_needs_and_writes_nothing(tiny, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    saver = saver_of(tiny)
+    saver.save(1, {"model.a": torch.zeros(2**18)}, {}, tiny)
+    with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free on its disk"):
+        saver.finish()
+    assert names(tiny) == []
+
+
+def test_a_folder_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, ignore_errors=False: ignore_errors or full())
+    assert steps_of(tiny) == [] and not save(tiny, 1, 2, 3, keep=1).failures and steps_of(tiny) == [2, 3]
 
 
 def test_pruning_that_fails_is_told_and_the_save_is_good(tiny, monkeypatch):

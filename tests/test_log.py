@@ -332,6 +332,9 @@ def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatc
     assert env["torch"] == torch.__version__ and env["git_commit"] is None and "secret-of-mine" not in text
     assert {name: env["variables"][name] for name in ALLOWED} == ALLOWED and not set(FORBIDDEN) & set(env["variables"])
     assert env["t_start"] == "2026-01-01T00:00:00Z" != log.environment(torch.device("cpu"), tmp_path)["t_start"]
+    (tmp_path / "env.json").write_text("{}")
+    with pytest.raises(UserError, match="env.json is damaged, so it no longer tells when the run was begun"):
+        log.write_environment(tmp_path / "env.json", torch.device("cpu"), tmp_path)
 
 
 def test_throughput_by_hand():
@@ -452,7 +455,7 @@ def test_the_steps_asked_for_are_traced_and_no_number_changes(tmp_path, steps, a
         assert traced_steps(tmp_path) == traced and f" to {traced[-1]} -> {tmp_path}/profile/ " in said[0]
 
 
-def test_an_error_inside_a_step_leaves_a_readable_trace_and_a_trace_that_fails_is_reported(tmp_path):
+def test_an_error_inside_a_step_leaves_a_readable_trace_and_a_trace_that_fails_is_reported(tmp_path, monkeypatch):
     said = []
     one = profiler((1, 9), tmp_path / "a", said, rank=3)
     one.begin(1)
@@ -462,6 +465,9 @@ def test_an_error_inside_a_step_leaves_a_readable_trace_and_a_trace_that_fails_i
     (tmp_path / "b").write_text("a file")
     train(profiler((2, 3), tmp_path / "b", said, rank=1))
     assert len(said) == 1 and said[0].startswith("profile: rank 1 wrote no trace: NotADirectoryError")
+    monkeypatch.setattr(torch.profiler.profile, "start", lambda _: exec('raise RuntimeError("no CUPTI")'))
+    train(profiler((2, 3), tmp_path / "c", said, rank=1))
+    assert said[1:] == ["profile: rank 1 traces nothing: RuntimeError: no CUPTI"] and not (tmp_path / "c").exists()
 
 
 def test_on_a_gpu_the_allocations_are_recorded_too(tmp_path, monkeypatch):

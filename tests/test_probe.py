@@ -219,13 +219,17 @@ def test_nan_becomes_null(tmp_path):
     assert rows[1]["attention_logit_max"] is None and rows[0]["attention_logit_max"] > 0
 
 
-def test_few_sequences_whole_ones_and_a_torn_last_line(tmp_path):
+def test_few_sequences_whole_ones_a_torn_last_line_and_a_full_disk(tmp_path, capsys):
     """A probe of half the tokens equals a probe of half the batch; a last line cut short by a kill is removed first."""
     model, recipes, x, y = build("tensorwise")
     half = probed(tmp_path, model, recipes, x, y, n_tokens=95)
     with open(tmp_path / "probe.jsonl", "a") as file:
         file.write('{"kind": "block", "st')
     assert probed(tmp_path, model, recipes, x[:2], y[:2]) == half * 2
+    probe = Probe(tmp_path / "probe.jsonl", model, recipes, 64)
+    probe.path = "/dev/full"        # a full disk ends no run
+    probe(0, x, y, 1.0)
+    assert "No space left on device; the probe of step 0 is lost" in capsys.readouterr().out
     for B, T, n, want in ((8, 128, 4096, 8), (8, 2048, 4096, 2), (8, 4096, 100, 1), (8, 1000, 2500, 4), (8, 48, 150, 2),
                           (8, 1000, 9000, 8), (6, 8, 16, 4), (6, 8, 1000, 6), (3, 48, 1, 2), (1, 16, 4096, 1), (3, 5, 1, 3)):
         assert sequences(B, T, n) == want, (B, T, n)
