@@ -2,21 +2,20 @@
 
     python prepare_data.py fineweb_edu python c arxiv tokens=31e9    the mixture of the 1.5B run, streamed from the Hub
     python prepare_data.py hf:OWNER/NAME column=text tokens=1e9      any parquet or JSON-lines data set there
-    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl, .parquet (also .gz, .xz, .zst)
+    python prepare_data.py local FILE... name=mydata                 your .txt, .jsonl (also .gz, .xz, .zst), .parquet
     python prepare_data.py demo                                      this Python installation's own text, a little
-    python prepare_data.py installed                                 all its source code and headers: python and c
     python prepare_data.py --check-sources [NAME...]                 each source's first record: is it still there?
     python prepare_data.py --show [FOLDER...]                        what a data folder holds, finished or not
     python prepare_data.py --verify [FOLDER...]                      hash every shard again; OK, or the bad one's name
-    python prepare_data.py --twins [FOLDER...]                       share of validation documents that training nearly holds
 
 The named sources are values in configs/sources.py. Options are key=value, a leading -- is accepted:
     tokens=N                training tokens to prepare, split among several sources by configs/mixture.py (all there are)
     out=FOLDER              folder of the sources (data; demo: data/demo)
     tokenizer=NAME          gpt2, byte or a folder with tokenizer.json (gpt2; demo: byte)
     val_share=0.005         share of the documents, by hash, that is kept for validation (demo: 0.04)
-    processes=N             processes that tokenise (one per core; demo: 1)
-    worker=3/16             this is worker 3 of 16 on the same folder, of a job array say; torchrun sets it by itself
+    processes=N             tasks at the same time, an input file each (local: one per core; demo: 1; slurm, ray: 100)
+    on=slurm partition=P    submit an array of jobs, time=20:00:00 each, and one behind them that makes the shards;
+                            --dry-run prints them. on=ray: a running Ray cluster. out= must be seen by all machines
     decontaminate=FILE,...  drop documents that share 13 words in a row with these evaluation files
     skip_bad=true           finish without the files that could not be read, rather than stop before that
     name=NAME               what the mixture calls the source (its own name; needed for local)
@@ -26,105 +25,104 @@ The named sources are values in configs/sources.py. Options are key=value, a lea
     revision=, files=       hf: a commit or branch; a pattern of file names, such as files=sample/10BT/*.parquet
 
 A document that came before, word for word, in this source or another one of the folder, is dropped. Killed at any
-moment, the same command goes on, and the shards end as if nothing had happened, however many workers there were.
+moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.
 """
 
 import errno
-import hashlib
-import json
 import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
-from prepare import harvest, hub, inventory, twins
-from prepare.contamination import read_grams
-from prepare.documents import PAIR, local_files
-from prepare.installed import installed_sources
-from prepare.job import HASH_STEPS, Job
-from prepare.options import DEFAULTS, KEYS, Options
-from prepare.parts import begun
-from prepare.phases import Unfinished, prepare
-from prepare.source import BadFile, Batch, Source, batches
-from runtime.cli import UserError, nearest, read_options
+from prepare import harvest, hub, show
+from prepare.assemble import HASH_STEPS
+from prepare.decontaminate import read_grams
+from prepare.pipeline import Job, begun, cached_tokenizer, prepare
+from prepare.sources import PAIR, BadFile, Source, folder_name, local_source
+from runtime.cli import MachineError, UserError, nearest, read_options
 from runtime.shards import read_index
-from runtime.tokenizer import clean, load_tokenizer
 
 # What a path itself is to blame for; any other error (no space, input/output, the network) is not the user's mistake.
 USERS_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
                errno.ENAMETOOLONG}
+COMMON = {"out", "tokenizer", "val_share", "processes"}
+STREAMED = COMMON | {"tokens", "decontaminate", "skip_bad", "on", "partition", "time", "dry_run"}
+KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
+        "hf": STREAMED | {"name", "column", "license", "revision", "files"},
+        "check-sources": set(), "show": set(), "verify": set()}
+DEFAULTS = {"demo": {"out": "data/demo", "tokenizer": "byte", "val_share": 0.04, "processes": 1}}   # small: a larger share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    words: tuple[str, ...] = ()         # files, folders or sources, as the command takes them
+    out: str = "data"
+    tokenizer: str = "gpt2"
+    val_share: float = 0.005
+    tokens: float | None = None
+    processes: int | None = None
+    on: Literal["local", "slurm", "ray"] = "local"
+    partition: str | None = None
+    time: str = "20:00:00"
+    dry_run: bool = False
+    decontaminate: tuple[str, ...] = ()
+    skip_bad: bool = False
+    name: str | None = None
+    column: str = "text"
+    instruct: bool = False
+    license: str | None = None
+    revision: str | None = None
+    files: str | None = None
+
+    POSITIONAL: ClassVar = ("words",)
+
+    def __post_init__(self):
+        if not 1 / HASH_STEPS <= self.val_share <= 0.5:
+            raise UserError(f"val_share={self.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
+        if self.instruct and self.column != "text":
+            raise UserError(f"column={self.column} names one text a row, instruct=true reads prompt and response: leave one out")
+        if self.tokens is not None and not 1 <= self.tokens < 2**53:
+            raise UserError(f"tokens={self.tokens} must be a count, such as tokens=31e9")
+        if self.processes is not None and not 1 <= self.processes <= 1024:
+            raise UserError(f"processes={self.processes} must be a number from 1 to 1024")
+        if (self.on == "slurm") != (self.partition is not None) or (self.dry_run and self.on != "slurm"):
+            raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
 
 
 # -------------------------------------------------------------------------------------------------------------- sources
 
-@dataclass(frozen=True)
-class Installed:
-    """A source of the demo as one input file."""
-    name: str
-    bytes: int | None = None
-
-    def read(self, skip_rows: int) -> Iterator[Batch]:
-        texts = harvest.documents(self.name, note=lambda text: print(text, file=sys.stderr))
-        return batches(map(clean, texts), skip_rows)
-
-
-def demo_sources() -> list[Source]:
-    """What is installed; every machine has other versions, so an older harvest serves as well."""
-    return [Source(name, lambda known, name=name: [Installed(name)], "installed", harvest.revision(name), license, may_age=True)
-            for name, license in harvest.LICENSES.items()]
-
-
-def local_source(paths: list[str], options: Options) -> Source:
-    """Raises UserError: no name, no files, a missing file or one of another kind."""
-    name = _folder_name(options.name or "")
-    if not paths:
-        raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
-    columns = PAIR if options.instruct else (options.column,)
-    files = local_files(paths, *columns)
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
-    dataset = f"local: {', '.join(p.name for p in map(Path, paths))}; column {' and '.join(columns)}"
-    return Source(name, lambda known: files, dataset,
-                  hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16], options.license or "not stated",
-                  {"instruct": list(columns)} if options.instruct else {}, is_masked=options.instruct, has_stamps=True)
-
-
-def any_source(dataset: str, options: Options) -> Source:
-    """A data set of the Hub that configs/sources.py does not name; without revision= at the commit that was begun with."""
-    name = _folder_name(options.name or dataset.partition("/")[2].lower())
-    revision = options.revision or _revision(Path(options.out) / name, dataset)
-    return hub.hub_source(name, hub.any_dataset(dataset, options.column, revision, options.files, options.license))
+def _sources(kind: str, command: str, words: list[str], options: Options) -> list[Source]:
+    """Raises UserError for what cannot be a source."""
+    if kind == "demo":
+        return harvest.demo_sources()
+    if kind == "local":
+        name = folder_name(options.name or "")
+        return [local_source(name, words, PAIR if options.instruct else (options.column,), options.license)]
+    if kind == "hf":
+        dataset = command.removeprefix("hf:")
+        name = folder_name(options.name or dataset.partition("/")[2].lower())
+        revision = options.revision or _revision(Path(options.out) / name, dataset)
+        return [hub.hub_source(name, hub.any_dataset(dataset, options.column, revision, options.files, options.license))]
+    names = [command, *words]
+    for name in names:
+        if name not in SOURCES or names.count(name) > 1:
+            raise UserError(f"{name} is named twice" if name in SOURCES else
+                            f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
+                            f"commands of their own")
+    if options.name and len(names) > 1:
+        raise UserError(f"name={options.name} can name one source, not {len(names)}")
+    return [hub.hub_source(folder_name(options.name or name), SOURCES[name]) for name in names]
 
 
 def _revision(folder: Path, dataset: str) -> str | None:
     """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
-    try:
-        found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder / "parts") or {}
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    found = vars(read_index(folder)) if (folder / "index.json").exists() else (begun(folder / "parts") or {}).get("identity", {})
     return found["revision"] if found.get("dataset") == dataset else None
-
-
-def named_sources(names: list[str], options: Options) -> list[Source]:
-    """Values of configs/sources.py; one alone may get another name. Raises UserError for a name that is not there."""
-    for name in names:
-        if name not in SOURCES or names.count(name) > 1:
-            raise UserError(f"{name} is named twice" if name in SOURCES else
-                              f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
-                              f"commands of their own")
-    if options.name and len(names) > 1:
-        raise UserError(f"name={options.name} can name one source, not {len(names)}")
-    return [hub.hub_source(_folder_name(options.name or name), SOURCES[name]) for name in names]
-
-
-def _folder_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise UserError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as name=mydata")
-    return name
 
 
 # --------------------------------------------------------------------------------------------------------- command line
@@ -136,11 +134,9 @@ def main(arguments: list[str]) -> int:
         getattr(stream, "reconfigure", dict)(errors="backslashreplace")
     try:
         return _run(arguments)
-    except UserError as error:
+    except (UserError, MachineError) as error:
         print(error, file=sys.stderr)
-        return 2
-    except Unfinished as error:
-        print(error, file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:     # --show | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
@@ -150,24 +146,20 @@ def main(arguments: list[str]) -> int:
         # An error of ours, without a number, says itself what to do.
         goes_on = "; what was prepared stays, and the same command goes on" if error.errno else ""
         print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}{goes_on}", file=sys.stderr)
-    except (KeyboardInterrupt, Stopped) as error:
+    except (KeyboardInterrupt, SystemExit) as error:
         print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
-        return 143 if isinstance(error, Stopped) else 130
+        return 143 if isinstance(error, SystemExit) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
     return 1
 
 
-class Stopped(BaseException):
-    """SIGTERM: pieces at hand are dropped, locks and processes let go."""
-
-
 def _stop(*_) -> None:
-    raise Stopped
+    raise SystemExit        # workers end with this process
 
 
 def _run(arguments: list[str]) -> int:
-    words = [word for word in arguments if "=" not in word]
+    words = [word for word in arguments if "=" not in word and word.replace("_", "-") != "--dry-run"]
     if arguments and not words:
         raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
     command = (words[0] if words else "help").removeprefix("--")
@@ -180,27 +172,25 @@ def _run(arguments: list[str]) -> int:
     first = arguments.index(words[0])
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
     words = list(options.words)
-    if kind == "show":
-        print(*inventory.show([Path(word) for word in words] or [Path(options.out)]), sep="\n")
-        return 0
-    if kind == "verify":
-        inventory.verify([Path(word) for word in words] or [Path(options.out)])
-        return 0
-    if kind == "twins":
-        for folder in words or [options.out]:
-            for line in twins.describe(Path(folder)):
-                print(line, flush=True)
+    if kind in ("show", "verify"):
+        folders = [Path(word) for word in words] or [Path(options.out)]
+        show.verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show.show(folder)]
         return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
-    if kind in ("demo", "installed", "hf") and words:
+    if kind in ("demo", "hf") and words:
         raise UserError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
-                                                                ": it reads what is installed; your files are for `local`"))
-    job = _job(options)     # what is wrong with the options is told before any server is asked
-    sources = (demo_sources() if kind == "demo" else installed_sources() if kind == "installed" else
-               [local_source(words, options)] if kind == "local" else
-               [any_source(command.removeprefix("hf:"), options)] if kind == "hf" else named_sources([command, *words], options))
-    prepare(sources, replace(job, budgets=_budgets(options.tokens, [source.name for source in sources])))
+                                                              ": it reads what is installed; your files are for `local`"))
+    tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
+    grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
+    sources = _sources(kind, command, words, options)
+    again = [word for word in arguments if not re.match(r"(--)?(on|partition|time|dry.run)\b", word)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    prepare(sources, Job(
+        out=Path(options.out), tokenizer=tokenizer, val_per_10k=round(options.val_share * HASH_STEPS), grams=grams,
+        processes=options.processes or (cores if options.on == "local" else 100), skip_bad=options.skip_bad, on=options.on,
+        partition=options.partition, time=options.time, dry_run=options.dry_run, command=tuple(again),
+        budgets=_budgets(options.tokens, [source.name for source in sources])))
     return 0
 
 
@@ -216,34 +206,6 @@ def _check_sources(names: list[str]) -> int:
             print(f"{name}: {error}", file=sys.stderr)
             code = 2 if isinstance(error, UserError) else max(code, 1)
     return code
-
-
-def _job(options: Options) -> Job:
-    tokenizer = load_tokenizer(options.tokenizer)
-    worker, workers = _worker(options.worker)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processes = options.processes or max(1, cores // (_from_torchrun("LOCAL_WORLD_SIZE") or 1))
-    return Job(out=Path(options.out), tokenizer=tokenizer,
-               val_per_10k=round(options.val_share * HASH_STEPS), processes=processes, worker=worker, workers=workers,
-               grams=read_grams(list(options.decontaminate)) if options.decontaminate else None,
-               skip_bad=options.skip_bad, is_quiet=options.worker is None and worker > 1)
-
-
-def _worker(text: str | None) -> tuple[int, int]:
-    """Which worker this is, from 1, and of how many: by worker=, or as torchrun says in the environment."""
-    if text is None:
-        rank, size = _from_torchrun("RANK"), _from_torchrun("WORLD_SIZE")
-        return (1, 1) if rank is None or size is None else (rank + 1, size)
-    worker, slash, workers = text.partition("/")
-    if not (worker + workers).isascii() or not (worker.isdigit() and workers.isdigit() and 1 <= int(worker) <= int(workers)):
-        raise UserError(f"worker={text!r} must be this one's number, from 1, and how many there are, such as worker=3/16")
-    return int(worker), int(workers)
-
-
-def _from_torchrun(name: str) -> int | None:
-    """A number that torchrun sets; without torchrun, whatever is set, None."""
-    value = os.environ.get(name, "")
-    return int(value) if "TORCHELASTIC_RUN_ID" in os.environ and value.isdecimal() else None
 
 
 def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:

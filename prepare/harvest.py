@@ -10,12 +10,19 @@ import ast
 import importlib.metadata
 import inspect
 import platform
+import sys
 import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
+
+from datatrove.data import Document
+
+from prepare.sources import Source, document
+from runtime.tokenizer import clean
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
 SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
@@ -31,6 +38,27 @@ LICENSES = {
 }
 
 Note = Callable[[str], None]    # takes a sentence about something that was left out
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A source of the demo as one input file (prepare.sources.Source)."""
+    name: str
+    bytes: int | None = None
+    parts: int = 1
+    stamp: None = None
+
+    def read(self, skip_rows: int) -> Iterator[Document]:
+        texts = documents(self.name, note=lambda text: print(text, file=sys.stderr))
+        for row, text in enumerate(texts, 1):
+            if row > skip_rows:
+                yield document((clean(text),), self.name, row, 0.0)
+
+
+def demo_sources() -> list[Source]:
+    """What is installed; every machine has other versions, so an older harvest serves as well."""
+    return [Source(name, lambda known, name=name: [Installed(name)], "installed", revision(name), license, may_age=True)
+            for name, license in LICENSES.items()]
 
 
 def documents(source: str, note: Note) -> Iterator[str]:

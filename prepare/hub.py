@@ -1,27 +1,33 @@
-"""Find the files and the facts of data sets on the Hugging Face Hub."""
+"""Data sets of the Hugging Face Hub: which files to read, at which commit, and their documents whatever the network does."""
 
+import gzip
 import json
 import re
 import sys
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from pathlib import PurePosixPath
 
-from prepare.hub_faults import brief, faults, is_local, quiet_datasets, refused
-from prepare.hub_files import FORMATS, HubFile
-from prepare.source import Source
+from datatrove.data import Document
+
+from prepare.sources import BadFile, Source, document, json_rows, nested, parquet_documents, parts_of, unpacked
 from runtime.cli import UserError
 
-TIMEOUT_S = 8.0         # of a question to the Hub; with WAITS half a minute where there is no network
-WAITS = (1, 3)          # seconds before a question is asked again
+FORMATS = (".parquet", *(f"{suffix}{packing}" for suffix in (".jsonl", ".json") for packing in ("", ".gz", ".zst")))
+TIMEOUT_S = 8.0         # of a question to the Hub; with ASK_WAITS half a minute where there is no network
+ASK_WAITS = (1, 3)      # seconds before a question is asked again
+# Seconds before a file is opened again, while it comes no further: 18 minutes of silence cost no file. huggingface_hub's own
+# six tries add 23 s, to the first failure alone: the later ones fail when the file is opened, which it tries once.
+READ_WAITS = (1, 5, 25, 60, 120, 300, 600)
+BLOCK = 16 << 20        # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
 PROBES_AT_ONCE = 8
-HEAD_BYTES = (1 << 16, 1 << 20, 1 << 24)    # how much of a file is asked for until its first line is whole
+HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 
 
 @dataclass(frozen=True)
@@ -37,11 +43,62 @@ class HubSource:
     grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
 
 
+@dataclass(frozen=True)
+class HubFile:
+    """An input file (prepare.sources.Source) on the Hub, or one part of it."""
+    name: str               # its path within the repository
+    bytes: int | None
+    source: HubSource
+    part: int = 0
+    parts: int = 1
+    stamp: None = None      # a commit does not change
+
+    def read(self, skip_rows: int) -> Iterator[Document]:
+        """Raises BadFile where the file stays unreadable, UserError: no such column or data set, or no right to it."""
+        rows, failures = skip_rows, 0
+        while True:
+            try:
+                for found in self.documents(rows):
+                    rows, failures = found.metadata["row"], 0
+                    yield found
+                return
+            except (*_faults(), BadFile) as error:
+                if isinstance(error, OSError) and error.filename is not None:
+                    raise           # this machine's disk, such as a full one
+                if refusal := _refused(error, self.source.dataset, self.source.revision, is_sure=True):
+                    raise refusal from error
+                waits = READ_WAITS[:1] if _is_content(error) else READ_WAITS    # the network may mend, the file hardly
+                if failures >= len(waits):
+                    raise BadFile(f"{_brief(error)}, after {rows:,} rows") from error
+                print(f"{self.name}: {_brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
+                time.sleep(waits[failures])
+                failures += 1
+
+    def documents(self, skip_rows: int = 0, block: int = BLOCK) -> Iterator[Document]:
+        """Not by the builders of `datasets`: its parquet one holds a row group in memory, 2.7 GB for one of 1 GB; its json one
+        takes the types of the first 10 MB for those of the whole file."""
+        source, where = self.source, f"{self.source.dataset}/{self.name}"
+        with opened(source, self.name, block) as file:
+            if self.name.endswith(".parquet"):
+                yield from parquet_documents(file, where, source.column, source.keep, skip_rows, self.part, self.parts)
+                return
+            lines = unpacked(PurePosixPath(self.name), file)
+            for texts, row in json_rows(lines, where, (source.column,), source.keep, skip_rows, is_strict=False):
+                yield document(texts, where, row, file.tell() / max(1, file.size))
+
+
+def opened(source: HubSource, path: str, block: int):
+    """A file of the data set, of which `block` bytes are asked for at a time."""
+    from huggingface_hub import HfFileSystem
+    where = f"datasets/{source.dataset}@{source.revision}/{path}"
+    return HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block)       # its size may have mended
+
+
 def hub_source(name: str, value: HubSource) -> Source:
     """The source as the rest of the command knows it. The Hub is asked when its files() are, not before."""
     def files(known: list[tuple[str, int | None]] | None) -> list[HubFile]:
-        return [HubFile(path, size, value.dataset, value.revision, value.column, value.keep)
-                for path, size in known or _listing(value)]
+        return [HubFile(path, size, value, part, parts) for path, size in dict.fromkeys(known or _listing(value))
+                for parts in [parts_of(path, size) if path.endswith(".parquet") else 1] for part in range(parts)]
 
     selection = {"column": value.column, "files": value.files if isinstance(value.files, str) else list(value.files),
                  "keep": {column: list(values) for column, values in value.keep.items()}}
@@ -66,23 +123,16 @@ def check(name: str, value: HubSource) -> Iterator[str]:
     OSError where the Hub cannot be asked."""
     yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
     files = hub_source(name, value).files(None)
-    yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
-    first = _ask(lambda api: _first_document(files), value.dataset, value.revision)
+    sizes = {file.name: file.bytes or 0 for file in files}
+    yield f"  {len(sizes):,} files, {sum(sizes.values()) / 1e9:,.2f} GB"
+    # Of the first file that has a text near its beginning; a few MB are read, not a block.
+    texts = (found.text for file in files for found in islice(file.documents(block=1 << 20), 1000))
+    first = _ask(lambda api: next(filter(str.strip, texts), None), value.dataset, value.revision)
     if first is None:
         raise UserError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
-    line = next((line for line in first.splitlines() if line.strip()), "")
+    line = next(line for line in first.splitlines() if line.strip())
     # A line separator, a terminal's escape or one that turns the writing around would spoil the lines about it.
     yield "  " + "".join(c if c.isprintable() else " " for c in line.strip()[:100]).rstrip()
-
-
-def _first_document(files: list[HubFile]) -> str | None:
-    """Of the first file that has one near its beginning; a few MB are read, not a block."""
-    for file in files:
-        for texts, *_ in islice(file.tables(block=1 << 20), 20):
-            for text in texts.to_pylist():
-                if text.strip():
-                    return text
-    return None
 
 
 def _wanted(value: HubSource) -> str:
@@ -101,7 +151,10 @@ def _listing(value: HubSource) -> list[tuple[str, int]]:
         wanted = [re.compile(glob_translate(pattern)) for pattern in patterns] if isinstance(value.files, str) else []
     except (ValueError, re.error) as error:
         raise UserError(f"files={value.files} is no pattern ({error}): give one such as files=data/**/*.parquet") from error
-    folder = _common_folder(patterns)
+    # The folder that holds all matches: FineWeb-Edu has 2,410 files beside the 140 wanted.
+    folders = {re.split(r"[^/]*[*?\[]", pattern)[0] if re.search(r"[*?\[]", pattern) else pattern.rpartition("/")[0]
+               for pattern in patterns}
+    folder = folders.pop().rstrip("/") if len(folders) == 1 else ""
 
     def ask(api) -> list[tuple[str, int]]:
         api.dataset_info(value.dataset, revision=value.revision, timeout=TIMEOUT_S)     # fails soon where the listing tries long
@@ -123,13 +176,6 @@ def _listing(value: HubSource) -> list[tuple[str, int]]:
     return sorted(found, key=lambda file: blake2b(file[0].encode(), digest_size=8).digest())
 
 
-def _common_folder(patterns: tuple[str, ...]) -> str:
-    """The folder that holds all matches: FineWeb-Edu has 2,410 files beside the 140 wanted."""
-    folders = [re.split(r"[^/]*[*?\[]", pattern)[0] if re.search(r"[*?\[]", pattern) else pattern.rpartition("/")[0]
-               for pattern in patterns]
-    return folders[0].rstrip("/") if len(set(folders)) == 1 else ""
-
-
 def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
     with ThreadPoolExecutor(PROBES_AT_ONCE) as pool:
@@ -139,66 +185,40 @@ def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str,
     if not chosen:
         raise UserError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
                           f"{', '.join(sorted(set(begins)))}")
-    others = Counter(begin for n, begin in enumerate(begins) if n not in chosen)
-    told = ", ".join(f"{begin} ({count})" for begin, count in others.most_common())
-    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {_wanted(value)}" +
-          (f"; the others begin with {told}" if told else ""), file=sys.stderr)
+    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {_wanted(value)}", file=sys.stderr)
     return [found[n] for n in chosen]
 
 
 def _first_value(value: HubSource, path: str) -> str:
-    """The column `grouped_by` of the first record of a json.gz file that has it, by a request for the file's first bytes."""
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
-    url = hf_hub_url(value.dataset, path, repo_type="dataset", revision=value.revision)
-
-    def ask(size: int) -> bytes:
-        headers, head = {**build_hf_headers(), "Range": f"bytes=0-{size - 1}"}, b""
-        # Waits as long as a 429 asks for.
-        with http_stream_backoff("GET", url, headers=headers, timeout=TIMEOUT_S, follow_redirects=True) as answer:
-            hf_raise_for_status(answer)
-            for data in answer.iter_bytes():
-                head += data
-                if len(head) >= size:       # a server that knows no ranges would send all of the file
-                    break
-        return head[:size]
-
-    for size in HEAD_BYTES:
-        packed, lines = _ask(lambda api, size=size: ask(size), value.dataset, value.revision), []
-        with suppress(zlib.error):
-            lines = zlib.decompressobj(31).decompress(packed).split(b"\n")
-        is_whole = len(packed) < size
-        for line in lines if is_whole else lines[:-1]:
-            if (found := _at(line, value.grouped_by)) is not None:
-                return found
-        if is_whole:
-            break
-    raise UserError(f"{value.dataset}/{path}: its first rows have no {value.grouped_by}: the data set is laid out otherwise; "
-                      f"correct configs/sources.py")
-
-
-def _at(line: bytes, column: str) -> str | None:
-    """A text field, nested by dots, of a line of JSON; None where there is none."""
-    try:
-        found = json.loads(line)
-        for name in column.split("."):
-            found = found[name]
-    except (ValueError, KeyError, TypeError):
+    """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
+    def ask(api) -> str | None:
+        with opened(value, path, HEAD_BYTES) as file:
+            for line in islice(unpacked(PurePosixPath(path), file), HEAD_LINES):
+                with suppress(ValueError):
+                    if isinstance(found := nested(json.loads(line), value.grouped_by), str):
+                        return found
         return None
-    return found if isinstance(found, str) else None
+
+    found = _ask(ask, value.dataset, value.revision)
+    if found is None:
+        raise UserError(f"{value.dataset}/{path}: its first rows have no {value.grouped_by}: the data set is laid out otherwise; "
+                        f"correct configs/sources.py")
+    return found
 
 
 def _train_split(dataset: str, revision: str) -> tuple[str, ...]:
     """The paths of the train split, as datasets itself finds it. Raises UserError."""
-    datasets = quiet_datasets()
+    import datasets
+    datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
     advice = "give files= a pattern, such as files=data/*.parquet"
     try:
         builder = _ask(lambda api: datasets.load_dataset_builder(dataset, revision=revision), dataset, revision)
     except RuntimeError as error:
         raise UserError(f"{dataset} needs a loading script, which nobody runs any more: {advice}, or take "
-                          f"revision=refs/convert/parquet ({brief(error)})") from error
+                          f"revision=refs/convert/parquet ({_brief(error)})") from error
     except (ValueError, FileNotFoundError) as error:
-        raise UserError(f"{dataset}: {brief(error)}: {advice}") from error
+        raise UserError(f"{dataset}: {_brief(error)}: {advice}") from error
     paths = [path.partition(f"@{revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
     if not paths or not all(paths):     # files of another repository have no path here
         raise UserError(f"{dataset} has no train split of its own: {advice}")
@@ -208,18 +228,68 @@ def _train_split(dataset: str, revision: str) -> tuple[str, ...]:
 def _ask(question: Callable, dataset: str, revision: str | None):
     """question(HfApi), asked again while the network fails. Raises UserError: a refusal; OSError: no answer."""
     from huggingface_hub import HfApi
-    quiet_datasets()
-    for wait in (*WAITS, None):
+    from huggingface_hub.utils import logging
+    logging.set_verbosity_error()
+    for wait in (*ASK_WAITS, None):
         try:
             return question(HfApi())
-        except faults() as error:
-            if refusal := refused(error, dataset, revision):
+        except _faults() as error:
+            if refusal := _refused(error, dataset, revision):
                 raise refusal from error
-            if isinstance(error, FileNotFoundError) or is_local(error):
+            if isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.filename is not None):
                 raise
             if wait is None:
-                raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {dataset} ({brief(error)}): "
+                raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {dataset} ({_brief(error)}): "
                                       f"check the network, then the data set") from error
-            print(f"{dataset}: {brief(error)}; asked again in {wait} s", file=sys.stderr)
+            print(f"{dataset}: {_brief(error)}; asked again in {wait} s", file=sys.stderr)
             time.sleep(wait)
     raise AssertionError("the last wait is None")
+
+
+# --------------------------------------------------------------------------------------------------------------- faults
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What the network, the Hub and a damaged file raise."""
+    import httpx2
+    from huggingface_hub.errors import HFValidationError
+    return OSError, EOFError, zlib.error, httpx2.HTTPError, HFValidationError
+
+
+def _is_content(error: Exception) -> bool:
+    """Whether the file is to blame rather than the network."""
+    from huggingface_hub.errors import EntryNotFoundError
+    return isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile, BadFile, FileNotFoundError, EntryNotFoundError))
+
+
+def _refused(error: BaseException | None, dataset: str, revision: str | None, is_sure: bool = False) -> UserError | None:
+    """The sentence for an answer of the Hub that no second try will change; None for any other error.
+
+    is_sure: the data set was there before, so only the Hub's own word counts. A 401 or 403 without it, or by the servers that
+    hold the large files, may come of a link that ran out or a server that is unwell."""
+    from huggingface_hub import HfApi, errors
+    if is_sure and isinstance(error, errors.HfHubHTTPError):
+        is_hub = str(error.response.url).startswith(HfApi().endpoint + "/")
+        if not is_hub or "X-Error-Code" not in error.response.headers:
+            return None
+    at = f"{dataset}@{revision}" if revision else dataset
+    if isinstance(error, errors.GatedRepoError):
+        return UserError(f"{dataset} is gated: accept its terms at https://huggingface.co/datasets/{dataset}, then log in with "
+                           f"`hf auth login` or set HF_TOKEN")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UserError(f"there is no data set {dataset} on the Hub, or it is private: it may have moved; look for it at "
+                           f"https://huggingface.co/datasets, or log in with `hf auth login`")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UserError(f"{at}: the data set has no such revision; they are listed at "
+                           f"https://huggingface.co/datasets/{dataset}/commits/main")
+    if isinstance(error, errors.HFValidationError):
+        return UserError(f"{dataset!r} is no data set's name: it must look like OWNER/NAME")
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return UserError(f"{at}: the Hub refuses it ({error.response.status_code}): log in with `hf auth login` or set a "
+                           f"HF_TOKEN that may read it")
+    return _refused(error.__cause__, dataset, revision, is_sure) if error and error.__cause__ else None
+
+
+def _brief(error: Exception) -> str:
+    """An error in a few words on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

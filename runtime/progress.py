@@ -19,17 +19,18 @@ class ProgressLine:
         self._first: tuple[float, float, float] | None = None       # time, units and share at the first look
         self._bar: Bar | None = None
 
-    def show(self, state: Callable[[], tuple[float, float]]) -> None:
-        """`state()` gives the units so far and the share of the work that is done, 0 to 1; called only when a line is due."""
+    def show(self, state: Callable[[], tuple]) -> None:
+        """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
+        is due."""
         now, is_live = time.monotonic(), self._console.is_terminal
         if not self._is_shown or (self._first and now - self._looked < (LIVE_S if is_live else LOG_S)):
             return
-        self._looked, (units, share) = now, state()
+        self._looked, (units, share, *words) = now, state()
         if self._first is None:     # units that were there at the start say nothing of the speed
             self._first = now, units, share
             return
         seconds, gained = now - self._first[0], share - self._first[2]
-        told = f"{si(units)} {self._unit}, {si((units - self._first[1]) / seconds)}/s"
+        told = ", ".join([f"{si(units)} {self._unit}, {si((units - self._first[1]) / seconds)}/s", *words])
         told += f", {duration(seconds * (1 - share) / gained)} left" if gained > 0 else ""
         if not is_live:
             self._console.print(f"{self._name}: {share:.0%}, {told}", highlight=False, soft_wrap=True)

@@ -85,6 +85,15 @@ class HubServer:
         self._server.server_close()
 
 
+def point_at(url: str, monkeypatch) -> None:
+    """What HF_ENDPOINT does, after the packages were imported."""
+    import datasets
+    from huggingface_hub import constants
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", url)
+    monkeypatch.setattr(constants, "ENDPOINT", url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+
+
 def commit(folder: Path, repo: str) -> str:
     pinned = folder / repo / ".revision"
     return pinned.read_text().strip() if pinned.exists() else hashlib.sha1(repo.encode()).hexdigest()

@@ -7,8 +7,10 @@ Everything is compared, bit for bit, with a run that was left alone. The table a
 
 import os
 import random
+import shutil
 import signal
 import statistics
+import subprocess
 import time
 from dataclasses import replace
 
@@ -16,13 +18,11 @@ import pytest
 
 from runtime.config import Config, FP8Config
 from tests import faults
+from tests.conftest import ROOT
 from tests.faults import leftovers, record, saved_steps, torchrun
-from tests.prepare_runs import content
 from tests.test_faults import EVERY, base, finish, folder, nursery, whole2  # noqa: F401
-from tests.test_prepare_faults import big, files, fill_at_each, forge, kill_at_each, moments, paths  # noqa: F401
-from tests.test_prepare_faults import calm as calm_shards  # noqa: F401
-from tests.test_prepare_faults import storm as storm_of_shards
-from tests.test_prepare_workers import at_once
+from tests.test_prepare import big, changes, content, environment  # noqa: F401
+from tests.test_prepare import storm as storm_of_shards
 
 LONG = 90       # steps: room for ten kills
 
@@ -171,35 +171,26 @@ def test_finished_jobs_exit_cleanly(nursery, base, table):     # noqa: F811
 
 # ------------------------------------------------------------------------------------------------------------- prepare_data.py
 
-def test_a_hundred_kills_of_prepare_data(big, tmp_path, table):     # noqa: F811
-    told = []
-    for seed in range(5):
-        told += storm_of_shards(tmp_path, *big, 20, 100 + seed)
-    for phase, words in ("tokens", "while it tokenises"), ("assembly", "while it writes shards"):
-        table.append((f"prepare_data.py: kill -9 {words}", told.count(phase), told.count(phase), []))
+def test_forty_kills_of_prepare_data(big, tmp_path, table):     # noqa: F811
+    told = storm_of_shards(big, tmp_path, 40, 100)
+    for phase in "pieces", "shards":
+        table.append((f"prepare_data.py: kill -9 while it writes {phase}", told.count(phase), told.count(phase), []))
 
 
-def test_every_change_that_prepare_data_makes_on_disk(forge, paths, calm_shards, tmp_path, table):     # noqa: F811
-    everything = moments(calm_shards, each=10_000)
-    kill_at_each(forge, paths, calm_shards, tmp_path / "kill", everything)
-    table.append(("prepare_data.py: kill -9 before each change on disk", len(everything), len(everything), []))
-    room = moments(calm_shards, each=10_000, besides="rem")
-    filled = fill_at_each(forge, paths, calm_shards, tmp_path / "full", room)
-    table.append(("prepare_data.py: the disk full from each change on", filled, filled, []))
+@pytest.mark.parametrize("kind", ["kill", "full"])
+def test_every_change_that_prepare_data_makes_on_disk(big, tmp_path, table, kind):     # noqa: F811
+    """One command for each change; the disk stays full from that change on."""
+    code, at = 1, 0
+    while code:
+        at, out = at + 1, tmp_path / str(at)
+        code = changes(big, out, tmp_path, at, kind).returncode
+        assert changes(big, out, tmp_path, at, "none").returncode == 0 and content(out) == big.calm
+        shutil.rmtree(out)
+    table.append((f"prepare_data.py: {kind} at each change on disk", at - 1, at - 1, []))
 
 
-def test_workers_that_are_killed_and_come_back_in_other_numbers(big, tmp_path, table):     # noqa: F811
-    where, whole_folder = big
-    rng, killed = random.Random(4), 0
-    for number in range(20):
-        out = tmp_path / f"out{number}"
-        while not (out / "mine/index.json").exists():
-            runs = at_once(tmp_path / f"logs{number}", where, out, rng.choice((1, 2, 3, 5)))
-            time.sleep(rng.uniform(0.3, 0.9))
-            for run in rng.sample(runs, rng.randrange(1 + len(runs))):
-                killed += run.process.poll() is None
-                run.kill()
-            assert {run.wait() for run in runs} <= {0, -signal.SIGKILL}, [run.output for run in runs]
-        last = at_once(tmp_path / f"last{number}", where, out, 1)[0]     # what a kill left after the index goes
-        assert last.wait() == 0 and content(out) == whole_folder, last.output
-    table.append(("prepare_data.py: kill -9 of some of 1 to 5 workers, started again in other numbers", killed, killed, []))
+def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811
+    pytest.importorskip("ray")
+    subprocess.run(big.command(tmp_path, 2, "on=ray"), check=True, cwd=ROOT, env=environment())
+    assert content(tmp_path) == big.calm
+

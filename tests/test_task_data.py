@@ -63,7 +63,7 @@ def test_examples_are_saved_with_the_questions_and_mmlu_shows_five(tmp_path, mon
 
 
 def test_what_the_hub_had_is_saved_with_its_revision(tmp_path, monkeypatch, capsys):
-    from test_hub import point_at
+    from tests.hub_server import point_at
     protect_environment(monkeypatch)
     hub, saved = tmp_path / "hub", tmp_path / "saved"
     write_repository(hub, "baber/piqa", {f"data/{split}-00000-of-00001.parquet": PIQA["validation"] for split in

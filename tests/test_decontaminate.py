@@ -1,8 +1,7 @@
-"""Tests of prepare/contamination.py against plain sets of words."""
+"""Tests of prepare/decontaminate.py against plain sets of words."""
 
 import hashlib
 import json
-import pickle
 import random
 import unicodedata
 
@@ -11,8 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from prepare import contamination
-from prepare.contamination import Grams, read_grams
+from prepare.decontaminate import Grams, read_grams
 from runtime.cli import UserError
 
 LONG = "one two three four five six seven eight nine ten eleven twelve thirteen"
@@ -51,32 +49,12 @@ def test_what_is_found_is_what_sets_of_words_find(tmp_path):
 def test_case_punctuation_and_white_space_of_any_script(tmp_path):
     rng = random.Random(1)
     pieces = ["don't", "DON’T", "dont", "Straße", "STRASSE", "İstanbul", "ΣΊΣΥΦΟΣ", "σίσυφος", "日本", "𠀋", "𐐀", "𐐨", "x",
-              "\ud800", "👍", "…", "$", "“quoted”", "\u0301", "\u200b", "1.5", "15", "ﬁ", "\x00"]
+              "👍", "…", "$", "“quoted”", "\u0301", "\u200b", "1.5", "15", "ﬁ", "\x00"]
     gaps = [" ", "\n", "\u00a0", "\u2003", "\x1f", "\t \r\n", " — ", "-", "\u3000", "\x85"]
     texts = ["".join(rng.choice(pieces) + rng.choice(gaps) for _ in range(rng.randrange(45))) for _ in range(400)]
     copies = [rng.choice(["", "so "]) + "!" + text.title().replace(" ", " \n") for text in texts]
     found = compare(grams_of(texts[:100], tmp_path), texts[:100], texts[100:] + copies)
     assert 40 < found < 450
-
-
-def test_every_character_is_of_the_kind_that_unicode_gives():
-    kinds = contamination._kinds()
-    for code in range(0x110000):
-        char = chr(code)
-        expected = 1 if not char.split() else 0 if unicodedata.category(char)[0] in "PS" else 2
-        assert kinds[min(code, len(kinds) - 1)] == expected, hex(code)
-
-
-def test_where_a_text_is_cut_changes_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(contamination, "CHARS", 100)
-    grams, letters = grams_of([LONG], tmp_path), "abcdefg"
-    rng = random.Random(2)
-    for at in range(0, 230):
-        before = "".join(rng.choice(letters + "  ") for _ in range(at))
-        assert grams.found_in(f"{before} {LONG} {before}") and not grams.found_in(f"{before} {LONG[:-1]} {before}")
-        for filler in ("x" * at, " " * at, "." * at, " ." * at, "é." * at, "x " * at):
-            assert grams.found_in(f"{filler} {LONG}") and grams.found_in(f"{LONG} {filler}"), filler
-            assert not grams.found_in(f"{filler} {LONG[4:]}") and not grams.found_in(f"{filler} {LONG}th {filler}")
 
 
 def test_long_texts_against_the_sets(tmp_path):
@@ -87,10 +65,10 @@ def test_long_texts_against_the_sets(tmp_path):
     assert compare(grams_of([" ".join(planted), LONG], tmp_path), [" ".join(planted), LONG], documents) == 1
 
 
-def test_many_grams_and_a_trip_to_another_process(tmp_path):
+def test_many_grams(tmp_path):
     rng = random.Random(4)
     texts = [" ".join(str(rng.randrange(1000)) for _ in range(1012)) for _ in range(30)]
-    grams = pickle.loads(pickle.dumps(grams_of(texts, tmp_path)))
+    grams = grams_of(texts, tmp_path)
     assert len(grams.hashes) == 30_000 and grams._bits.nbytes <= 30_000 * 8
     assert not any(grams.found_in(" ".join(str(rng.randrange(1000)) for _ in range(1000))) for _ in range(100))
     for text in texts:
@@ -123,11 +101,6 @@ def test_every_string_of_a_file_is_looked_for(tmp_path, name, capsys):
         assert len(grams.hashes) == 3
 
 
-def test_a_line_separator_within_a_string_ends_no_row(tmp_path):
-    (tmp_path / "a.jsonl").write_text(json.dumps({"q": LONG.replace(" ", "\u2028")}, ensure_ascii=False))
-    assert read_grams([str(tmp_path / "a.jsonl")]).found_in(LONG)
-
-
 def test_several_files_are_one_set(tmp_path):
     (tmp_path / "a.txt").write_text(LONG)
     (tmp_path / "b.txt").write_text(LONG + " fourteen")
@@ -148,8 +121,3 @@ def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, name, content, sentenc
     with pytest.raises(UserError, match=sentence) as caught:
         read_grams([str(tmp_path / name)])
     assert name in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_folder_is_a_sentence(tmp_path):
-    with pytest.raises(UserError, match="is a folder: name the files in it"):
-        read_grams([str(tmp_path)])

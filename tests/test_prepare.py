@@ -1,0 +1,600 @@
+"""prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from hashlib import blake2b, sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import prepare_data
+from prepare import harvest, pipeline, sources
+from prepare_data import main
+from runtime import shards
+from runtime.tokenizer import load_tokenizer
+from tests.conftest import ROOT
+from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents, write_tokenizer
+
+LOSS_MASK_BIT = 2**31
+
+
+def split_of(data: bytes, val_per_10k=2000):
+    """The split rule, told a second time."""
+    return "val" if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 10_000 < val_per_10k else "train"
+
+
+def due(documents, tokenizer="byte"):
+    """The ids that must lie in each split: of each text the first copy, in order."""
+    tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
+    for text in dict.fromkeys(documents):
+        if text.strip():
+            ids[split_of(text.encode())] += [tok.eot, *tok.encode(text).tolist()]
+    return ids
+
+
+def tokens(folder, split):
+    return np.concatenate([np.fromfile(path, "<u2") for path in sorted(folder.glob(f"{split}_*.bin"))]).tolist()
+
+
+def content(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def local(*files, out, **options):
+    options = {"name": "mine", "tokenizer": "byte", "val_share": "0.2", "processes": 1, "out": out} | options
+    return main(["local", *map(str, files), *(f"{key}={value}" for key, value in options.items())])
+
+
+def write(path, documents):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(jsonl(documents))
+    return path
+
+
+# --------------------------------------------------------------------------------------------------------------- shards
+
+@pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
+def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    assert local(file, out=tmp_path, tokenizer=tokenizer, license="CC0-1.0") == 0
+    index, tok = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer)
+    for split, ids in due(DOCUMENTS, tokenizer).items():
+        assert tokens(tmp_path / "mine", split) == ids
+        chosen = [d for d in DOCUMENTS if split_of(d.encode()) == split]
+        assert ids.count(tok.eot) == len(chosen), "text that spells <|endoftext|> stays text"
+        data = (tmp_path / "mine" / f"{split}_00000.bin").read_bytes()
+        shard = {"file": f"{split}_00000.bin", "tokens": len(ids), "sha256": sha256(data).hexdigest()}
+        assert index["splits"][split] == {"documents": len(chosen), "text_bytes": sum(len(d.encode()) for d in chosen),
+                                          "tokens": len(ids), "shards": [shard]}
+    hashes = sorted(int.from_bytes(blake2b(d.encode(), digest_size=8).digest(), "little") for d in DOCUMENTS)
+    assert np.load(tmp_path / "mine/hashes.npy").tolist() == hashes
+    assert (index["format_version"], index["dtype"], index["source"], index["duplicates"]) == (2, "uint16", "mine", {})
+    assert (index["files"], index["skipped"], index["is_whole"], index["budget"]) == (["a.jsonl"], [], True, None)
+    assert (index["tokenizer"], index["tokenizer_sha256"], index["vocab_size"]) == (tokenizer, tok.sha256, tok.vocab_size)
+    assert index["license"] == "CC0-1.0" and "% 10000 < 2000" in index["split_rule"] and "a.jsonl" in index["dataset"]
+
+
+def test_all_formats_and_packings_give_the_same_shards(tmp_path):
+    for form, data in (".jsonl", jsonl(DOCUMENTS)), (".parquet", parquet(DOCUMENTS)), (".txt", None):
+        for packing, pack in PACK.items() if form != ".parquet" else [("", bytes)]:
+            folder = tmp_path / (form + packing).strip(".")
+            folder.mkdir()
+            contents = [data] if data else [d.encode() for d in DOCUMENTS[:12]]
+            files = [folder / f"{i:02d}{form}{packing}" for i in range(len(contents))]
+            for file, one in zip(files, contents, strict=True):
+                file.write_bytes(pack(one))
+            assert local(*files, out=folder) == 0
+            wanted = due(DOCUMENTS if data else DOCUMENTS[:12])
+            assert {split: tokens(folder / "mine", split) for split in wanted} == wanted, folder
+
+
+def test_odd_text(tmp_path, monkeypatch, capsys):
+    """Half characters, nulls, blank lines, byte order marks, bytes that are not UTF-8; a long .txt is cut at blank lines."""
+    rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
+    (tmp_path / "a.jsonl").write_bytes(rows + b'{"text": " \\n"}\n{"text": "\xff"}\n' + jsonl(DOCUMENTS))
+    assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
+    assert "0 documents dropped that came before, 2 empty ones" in capsys.readouterr().out
+    wanted = due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
+    assert {split: tokens(tmp_path / "mine", split) for split in wanted} == wanted
+    monkeypatch.setattr(sources, "TXT_CHARS", 100)
+    paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
+    (tmp_path / "b.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
+    assert local(tmp_path / "b.txt", out=tmp_path, name="cut") == 0
+    wanted = due(paragraphs)
+    assert {split: tokens(tmp_path / "cut", split) for split in wanted} == wanted
+
+
+def test_a_large_file_is_read_by_several_tasks_and_gives_the_same(tmp_path, monkeypatch):
+    even = write(tmp_path / "even.jsonl", [f"{n:03d}" for n in range(100, 200)]).read_bytes()
+    even = b"".join(line.replace(b" ", b"")[:-1].rjust(39) + b"\n" for line in even.splitlines(True))    # 40 bytes each
+    files = [write(tmp_path / "a.jsonl", some_documents(200, 1)), tmp_path / "b.parquet", tmp_path / "even.jsonl"]
+    files[1].write_bytes(parquet(some_documents(200, 2)))
+    files[2].write_bytes(even)
+    assert local(*files, out=tmp_path / "whole") == 0
+    for size in 2_000, 13_000:
+        monkeypatch.setattr(sources, "TASK_BYTES", size)
+        assert local(*files, out=tmp_path / str(size)) == 0
+        assert content(tmp_path / str(size)) == content(tmp_path / "whole")
+
+
+def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    assert local(file, out=tmp_path / "cut") == 0
+    index = shards.read_index(tmp_path / "cut/mine")
+    for split, ids in due(DOCUMENTS).items():
+        assert tokens(tmp_path / "cut/mine", split) == ids
+        sizes = [shard.tokens for shard in index.splits[split].shards]
+        assert len(sizes) > 2 and set(sizes[:-1]) == {100} and 0 < sizes[-1] <= 100
+    assert main(["--verify", str(tmp_path)]) == main(["verify", str(tmp_path / "cut/mine")]) == 0
+    assert capsys.readouterr().out.count("OK  ") == 2
+    shard = tmp_path / "cut/mine/val_00001.bin"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert f"{shard} is damaged" in refused(capsys, "--verify", tmp_path / "cut")
+    shard.unlink()
+    assert f"{shard} is missing" in refused(capsys, "--verify", tmp_path / "cut/mine")
+    assert "there is no" in refused(capsys, "--verify", tmp_path / "nowhere")
+
+
+def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys):
+    texts = {"one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
+    for name, documents in texts.items():
+        halves = [write(tmp_path / name / f"{i}.jsonl", documents[i * 15:(i + 1) * 15]) for i in range(2)]
+        assert local(*halves, out=tmp_path / "data", name=name, processes=2 if name == "two" else 1) == 0
+    assert "5 documents dropped that came before (5 in one), 0 empty ones" in capsys.readouterr().out
+    duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
+    assert duplicates == {"one": {"one": 3}, "two": {"one": 5}, "three": {"one": 5}}
+    assert tokens(tmp_path / "data/two", "train") == due(DOCUMENTS[25:])["train"]
+    said = refused(capsys, "local", write(tmp_path / "b.jsonl", DOCUMENTS[:9]), "name=four", "tokenizer=byte", "val_share=0.2",
+                   "processes=1", f"out={tmp_path / 'data'}")
+    assert "9 copies of documents in one alone" in said
+    assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
+
+
+def test_a_budget_counts_training_tokens(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 300)
+    files = [write(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 10:i * 10 + 10] + DOCUMENTS[:2] * 20) for i in range(4)]
+    texts = [d for i in range(4) for d in DOCUMENTS[i * 10:i * 10 + 10]]        # each once
+    for budget in 300, 2000, 5000:
+        ended = {"train": [], "val": []}
+        for text in texts:
+            ended[split_of(text.encode())] += [256, *text.encode()]
+            if len(ended["train"]) >= budget:
+                break
+        out = tmp_path / str(budget)
+        assert local(*files, out=out, tokens=budget) == 0
+        assert {split: tokens(out / "mine", split) for split in ended} == ended
+        index = shards.read_index(out / "mine")
+        assert (index.is_whole, index.budget) == (False, budget) and (budget > 300 or index.files == ["0.jsonl"])
+    capsys.readouterr()
+    assert local(*files, out=out, tokens=900) == 0 and "is complete" in capsys.readouterr().out     # it holds as many
+    again = ["local", *files, "name=mine", "tokenizer=byte", "val_share=0.2", f"out={out}"]
+    assert "training tokens, not the 9,000 asked for" in refused(capsys, *again, "tokens=9000")
+    files[0].write_bytes(files[0].read_bytes() + b"no json")
+    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 10**6)
+    assert local(*files, out=tmp_path / "early", tokens=300) == 0, "nothing is read behind what fills the budget"
+    files[0].write_bytes(files[0].read_bytes()[:-7])
+    assert local(*files, out=tmp_path / "all", tokens=9e9) == 0
+    assert "training tokens are all there are, 9,000,000,000 were asked for" in capsys.readouterr().err
+
+
+def test_documents_of_evaluation_files_are_left_out(tmp_path, capsys):
+    gram = "which of these thirteen words in a row may no document of the set ever hold"
+    (tmp_path / "eval.txt").write_text(gram)
+    file = write(tmp_path / "a.jsonl", [*DOCUMENTS[:20], f"so: {gram.upper()}!", *DOCUMENTS[20:]])
+    assert local(file, out=tmp_path, decontaminate=tmp_path / "eval.txt", processes=2) == 0
+    assert "1 contaminated ones" in capsys.readouterr().out
+    index = shards.read_index(tmp_path / "mine")
+    assert index.contaminated == 1 and index.decontaminated_against[0]["file"] == "eval.txt"
+    assert tokens(tmp_path / "mine", "train") == due(DOCUMENTS)["train"]
+
+
+def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(harvest, "documents", lambda source, note: iter(some_documents(300, len(source))))
+    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
+    assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
+    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["c", "prose", "python", "science"]
+    index = shards.read_index(tmp_path / "demo/science")
+    assert (index.tokenizer, index.dataset, index.license) == ("byte", "installed", "BSD-3-Clause")
+    before = content(tmp_path)
+    monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.12")
+    capsys.readouterr()
+    assert main(["demo", f"out={tmp_path / 'demo'}"]) == 0
+    assert "c was made from CPython 3.11; delete it to harvest what is installed now" in capsys.readouterr().err
+    assert content(tmp_path) == before
+
+
+# --------------------------------------------------------------------------------------------------------- instructions
+
+PAIRS = list(zip(some_documents(60, 3), some_documents(60, 4), strict=True))
+# The same two texts parted elsewhere are another pair; an empty prompt is one too; rows without a response are none.
+PAIRS += [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("abc", " \n"), ("", ""), PAIRS[0], (PAIRS[1][0], "other")]
+
+
+def write_pairs(path, pairs):
+    path.write_text("".join(json.dumps({"id": i, "prompt": p, "response": r}) + "\n" for i, (p, r) in enumerate(pairs)))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
+def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
+    name = str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind
+    file = write_pairs(tmp_path / "chat.jsonl", PAIRS)
+    assert local(file, out=tmp_path / "data", name="chat", tokenizer=name, instruct="true") == 0
+    tok, seen, index = load_tokenizer(name), set(), shards.read_index(tmp_path / "data/chat")
+    assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
+    expected = {split: SimpleNamespace(ids=[], targets=[], bytes=0, documents=0) for split in ("train", "val")}
+    for prompt, response in PAIRS:
+        if response.strip() and (prompt, response) not in seen:
+            seen.add((prompt, response))
+            first, *rest = tok.prefix
+            head, tail = [*rest, *tok.encode(prompt).tolist()], tok.encode(response).tolist()
+            of = expected[split_of(f"{prompt}\0{response}".encode())]
+            of.ids += [first, *head, *tail]
+            of.targets += [True, *[False] * len(head), *[True] * len(tail)]
+            of.bytes, of.documents = of.bytes + len(response.encode()), of.documents + 1
+    for split, of in expected.items():
+        raw = np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4")
+        assert (raw & ~np.uint32(LOSS_MASK_BIT)).tolist() == of.ids and (raw < LOSS_MASK_BIT).tolist() == of.targets
+        assert (index.splits[split].text_bytes, index.splits[split].documents) == (of.bytes, of.documents)
+    assert main(["--show", str(tmp_path / "data")]) == 0
+    assert "the responses and the ends of documents" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line, sentence", [
+    ('{"instruction": "a", "output": "b"}', "a.jsonl:41 has no 'prompt', only instruction, output: with instruct=true each line"),
+    ('{"prompt": ["a"], "response": "b"}', "a.jsonl:41: column 'prompt' holds list, not text"),
+    ('["a", "b"]', 'a.jsonl:41 is not an object: each line must look like {"prompt": "...", "response": "..."}'),
+    ("no json", "a.jsonl:41 is no line of JSON")])
+def test_lines_that_are_no_pairs_are_sentences(tmp_path, capsys, line, sentence):
+    file = write_pairs(tmp_path / "a.jsonl", PAIRS[:40])
+    file.write_text(file.read_text() + line)
+    assert local(file, out=tmp_path / "out", instruct="true") in (1, 2)
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said and not list(tmp_path.rglob("index.json"))
+
+
+# ----------------------------------------------------------------------------------------------- processes, kills, faults
+
+CHILD = """
+import hashlib, os, sys, time
+from prepare import pipeline, sources
+from runtime import shards
+pipeline.PIECE_TOKENS, pipeline.TELL_S, shards.SHARD_TOKENS, sources.TASK_BYTES = 30_000, 0.01, 20_000, 60_000
+if "SLOW" in os.environ:
+    pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
+"""
+
+
+@pytest.fixture(scope="module")
+def big(tmp_path_factory):
+    """Three files, some read by several tasks, with copies among them; what one process makes of them; the command."""
+    base = tmp_path_factory.mktemp("big")
+    texts = [some_documents(900, seed) for seed in range(3)]
+    write(base / "a.jsonl", texts[0] + texts[2][:50])
+    (base / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[1] + texts[0][:100])))
+    (base / "c.parquet").write_bytes(parquet(texts[2]))
+    (base / "small.py").write_text(
+        CHILD + "import prepare_data\nif __name__ == '__main__':\n    sys.exit(prepare_data.main(sys.argv[1:]))")
+
+    def command(out, processes=1, *more):
+        return [sys.executable, base / "small.py", "local", *(base / name for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")),
+                "name=mine", "tokenizer=byte", "val_share=0.1", f"out={out}", f"processes={processes}", *more]
+    subprocess.run(command(base / "calm"), check=True, cwd=ROOT, env=environment(), capture_output=True)
+    calm = content(base / "calm")
+    assert {"mine/train_00002.bin", "mine/val_00000.bin"} <= calm.keys() and not any("parts" in name for name in calm)
+    every = [text for some in (texts[0] + texts[2][:50], texts[1], texts[2]) for text in some]
+    ids = {"train": [], "val": []}
+    for text in dict.fromkeys(every):
+        ids[split_of(text.encode(), 1000)] += [256, *text.encode()]
+    assert {split: tokens(base / "calm/mine", split) for split in ids} == ids
+    return SimpleNamespace(command=command, calm=calm, files=[base / "a.jsonl", base / "b.jsonl.gz", base / "c.parquet"])
+
+
+def environment(**more):
+    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+
+
+def start(command, **more):
+    """In a group of its own: a kill reaches its processes through their parent's end alone."""
+    return subprocess.Popen(command, cwd=ROOT, env=environment(**more), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                            text=True, start_new_session=True)
+
+
+@pytest.mark.parametrize("processes", [2, 5])
+def test_any_number_of_processes_makes_the_same_bytes(big, tmp_path, processes):
+    subprocess.run(big.command(tmp_path, processes), check=True, cwd=ROOT, env=environment(), capture_output=True)
+    assert content(tmp_path) == big.calm
+
+
+def storm(big, out, kills, seed):
+    """kill -9 at random moments until `kills` have struck; then to the end. The phases in which they struck."""
+    rng, phases = random.Random(seed), []
+    while len(phases) < kills:
+        run = start(big.command(out, rng.choice((1, 1, 2, 3))))
+        began, wait_s = time.monotonic(), rng.uniform(0.0, 0.5)
+        while run.poll() is None and not (out / "mine/parts/begun.json").exists():
+            time.sleep(0.005)
+        while run.poll() is None and time.monotonic() - began < 30 and wait_s > 0:
+            time.sleep(0.01)
+            wait_s -= 0.01
+        phases += ["shards" if (out / "mine/parts/layout.json").exists() else "pieces"] if run.poll() is None else []
+        run.kill()
+        run.communicate()
+        if (out / "mine/index.json").exists():
+            subprocess.run(big.command(out), check=True, cwd=ROOT, env=environment(), capture_output=True)
+            assert content(out) == big.calm
+            for path in (out / "mine").glob("*.*"):
+                path.unlink()
+    code = subprocess.run(big.command(out, 2), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert code.returncode == 0 and content(out) == big.calm, code.stderr
+    return phases
+
+
+def test_kills_at_random_moments_change_nothing(big, tmp_path):
+    assert len(storm(big, tmp_path, 6, 1)) == 6
+
+
+FAULT = """
+import errno, os, signal
+from tests.changes import on_change
+def fault(count, what):
+    if count == int(sys.argv[1]):
+        if sys.argv[2] == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if count >= int(sys.argv[1]) and sys.argv[2] == "full" and what.split()[0] in ("open", "fsync"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+on_change(lambda path: sys.argv[3] in path, fault)
+if __name__ == '__main__':
+    import prepare_data
+    sys.exit(prepare_data.main(sys.argv[4:]))
+"""
+
+
+def changes(big, out, tmp_path, at, kind):
+    (tmp_path / "fault.py").write_text(CHILD + FAULT)
+    words = [str(word) for word in big.command(out)[2:]]
+    return subprocess.run([sys.executable, tmp_path / "fault.py", str(at), kind, str(out), *words], cwd=ROOT, env=environment(),
+                          capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("kind, moments", [("kill", (30, 260, 330)), ("full", (40, 300))])
+def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind, moments):
+    """At moments among the pieces, the layout, the shards; a full disk is a sentence, and the same command goes on."""
+    for at in moments:
+        done = changes(big, tmp_path / "out", tmp_path, at, kind)
+        assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
+        assert kind == "kill" or ("No space left" in done.stderr and "the same command goes on" in done.stderr)
+        assert "Traceback" not in done.stderr
+    code = subprocess.run(big.command(tmp_path / "out"), cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert code.returncode == 0 and content(tmp_path / "out") == big.calm, code.stderr
+
+
+def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_path):
+    for victim in True, False:
+        out = tmp_path / str(victim)
+        run = start(big.command(out, 2), SLOW="1")
+        children = []
+        while run.poll() is None and len(list(out.glob("mine/parts/*.now"))) < 2:       # both workers are at work
+            time.sleep(0.01)
+            children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        workers = [int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(workers[0] if victim else run.pid, signal.SIGKILL)
+        assert run.wait(60) == (1 if victim else -signal.SIGKILL)
+        for _ in range(500):
+            if not any(os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers):
+                break
+            time.sleep(0.02)
+        else:
+            raise AssertionError("a worker outlives its parent")
+        said = run.communicate()[1]
+        assert not victim or "(killed, mostly for want of memory" in said and "the same command goes on" in said
+    subprocess.run(big.command(out, 2), check=True, cwd=ROOT, env=environment(), capture_output=True)
+    assert content(out) == big.calm
+
+
+def test_two_commands_on_one_source_do_not_mix(big, tmp_path, capsys):
+    run = start(big.command(tmp_path))
+    while not (tmp_path / "mine/parts/begun.json").exists():
+        time.sleep(0.005)
+    os.kill(run.pid, signal.SIGSTOP)
+    assert "another process prepares" in refused(capsys, *map(str, big.command(tmp_path)[2:]))
+    os.kill(run.pid, signal.SIGCONT)
+    assert run.communicate() and run.returncode == 0 and content(tmp_path) == big.calm
+    run = start(big.command(tmp_path / "stopped"))
+    while not (tmp_path / "stopped/mine/parts/begun.json").exists():
+        time.sleep(0.005)
+    run.terminate()
+    assert "interrupted: what was prepared stays" in run.communicate()[1] and run.returncode == 143
+
+
+@pytest.mark.parametrize("packing", [".gz", ".xz", ".zst"])
+def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, capsys, packing):
+    packed, bad = PACK[packing](jsonl(some_documents(500, 5))), f"b.jsonl{packing}"
+    (tmp_path / bad).write_bytes(packed[:len(packed) // 2])
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / bad, write(tmp_path / "c.jsonl", some_documents(40, 6))]
+    for processes in 1, 2:
+        assert local(*files, out=tmp_path / "out", processes=processes) == 1
+        said = capsys.readouterr().err
+        assert "1 of 3 input files could not be read" in said and f"{bad} is damaged or was cut short" in said
+        assert "skip_bad=true" in said and not (tmp_path / "out/mine/index.json").exists()
+    assert main(["--show", str(tmp_path / "out")]) == 0
+    assert "of 3 input files 2 read to the end" in capsys.readouterr().out
+    assert local(*files, out=tmp_path / "out", skip_bad="true") == 0
+    index = shards.read_index(tmp_path / "out/mine")
+    assert [entry["file"] for entry in index.skipped] == [bad] and index.files == ["a.jsonl", "c.jsonl"]
+    assert tokens(tmp_path / "out/mine", "train") == due([*DOCUMENTS, *some_documents(40, 6)])["train"]
+    assert local(*files, out=tmp_path / "new") == 1
+    (tmp_path / bad).write_bytes(packed)        # fetched again: what was made of the others stays
+    assert local(*files, out=tmp_path / "new") == 0
+    wanted = due([*DOCUMENTS, *some_documents(500, 5), *some_documents(40, 6)])
+    assert tokens(tmp_path / "new/mine", "train") == wanted["train"]
+
+
+def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys, monkeypatch):
+    (tmp_path / "b.jsonl").write_text("no json")
+    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
+    assert local(*files, out=tmp_path / "data") == 1
+    common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
+    assert "was begun otherwise (tokenizer_sha256" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
+    assert "was begun otherwise (dataset was" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
+    write(files[0], DOCUMENTS[:30])
+    write(files[1], DOCUMENTS[20:])
+    assert local(*files, out=tmp_path / "data") == 0
+    assert "what was made of a.jsonl, b.jsonl is removed: changed since" in capsys.readouterr().err
+    assert tokens(tmp_path / "data/mine", "train") == due(DOCUMENTS)["train"]
+
+
+# ---------------------------------------------------------------------------------------------------------------- again
+
+def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
+    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    assert local(file, out=tmp_path) == 0
+    before = content(tmp_path)
+    capsys.readouterr()
+    assert local(file, out=tmp_path) == 0 and "mine is complete" in capsys.readouterr().out
+    arguments = ["local", file, "name=mine", f"out={tmp_path}"]
+    assert "holds shards of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments, "val_share=0.2")
+    assert "holds shards of split_rule=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.3")
+    assert "column code" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2", "column=code")
+    assert content(tmp_path) == before
+    write(file, DOCUMENTS[1:])
+    assert "held something else: delete it" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
+
+
+def test_show_tells_what_is_there(tmp_path, capsys):
+    for name, documents in {"one": DOCUMENTS, "two": [*DOCUMENTS[:3], *some_documents(30, 9)]}.items():
+        assert local(write(tmp_path / f"{name}.jsonl", documents), out=tmp_path / "data", name=name, license="CC0") == 0
+    (tmp_path / "data/one/val_00000.bin").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["--show", str(tmp_path / "data")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    index = shards.read_index(tmp_path / "data/two")
+    row = next(line.split() for line in lines if line.startswith("two") and " train " in line)
+    assert row[2:4] == [str(index.splits["train"].documents), f"{index.splits['train'].tokens:,}"]
+    assert any(line.startswith("one") and "damaged" in line for line in lines)
+    assert any("copies 3 (first met in one 3), empty 0" in line for line in lines) and all(len(line) <= 130 for line in lines)
+    (tmp_path / "empty").mkdir()
+    assert "holds nothing prepared" in refused(capsys, "--show", tmp_path / "empty")
+
+
+def test_progress_is_told(tmp_path, monkeypatch, capsys):
+    from runtime import progress
+    monkeypatch.setattr(progress, "LOG_S", 0.0)
+    monkeypatch.setattr(pipeline, "TELL_S", 0.0)
+    assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mine: ")]
+    assert len(lines) > 50 and all("documents" in line and "tokens" in line and "MB/s" in line for line in lines)
+    assert any(line.startswith("mine: 50%") and "left" in line for line in lines)
+
+
+def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
+    import tracemalloc
+    monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
+    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 1_000_000)
+    rng = random.Random(0)
+    with open(tmp_path / "a.jsonl", "w") as file:
+        for _ in range(400):
+            file.write(json.dumps({"text": rng.randbytes(50_000).hex()}) + "\n")        # 40 MB
+    tracemalloc.start()
+    try:
+        assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
+        assert tracemalloc.get_traced_memory()[1] < 25e6, "a piece of 2 MB and its mask, of a source of 40 MB, 80 on disk"
+    finally:
+        tracemalloc.stop()
+
+
+# ------------------------------------------------------------------------------------------------------------ Slurm, Ray
+
+SBATCH = """#!/bin/bash
+for last; do :; done
+cp "$last" "$STUB/job_$(ls $STUB | wc -l)"
+echo "$@" >> $STUB.arguments
+array=$(sed -n 's/#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $last)
+for task in $(seq 0 $array); do
+  SLURM_ARRAY_TASK_ID=$task SLURM_NODELIST=node1 bash $last >> $STUB.log 2>&1 || true
+done
+echo "Submitted batch job 7"
+"""
+
+
+def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, capsys, monkeypatch):
+    """sbatch is a stub that runs each task of an array at once, by datatrove's own script."""
+    commands = {"sbatch": SBATCH, "scontrol": "#!/bin/bash\necho node1\n", "srun": "#!/bin/bash\nshift 3\nexec \"$@\"\n",
+                "launch_pickled_pipeline": f"#!/bin/bash\n{sys.executable} -m datatrove.tools.launch_pickled_pipeline $@\n"}
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "stub").mkdir()
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB", str(tmp_path / "stub"))
+    files = big.files[:1] + big.files[2:]
+    words = ["local", *map(str, files), "name=mine", "tokenizer=byte", "val_share=0.1", f"out={tmp_path / 'out'}"]
+    assert local(*files, out=tmp_path / "calm", val_share=0.1) == 0
+    command = [sys.executable, "prepare_data.py", *words, "on=slurm", "partition=cpu"]
+    dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
+    assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True)
+    said = (tmp_path / "stub.log").read_text()
+    assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
+    found = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
+    assert found == content(tmp_path / "calm"), said
+    assert "needs partition=" in refused(capsys, *words, "on=slurm")
+
+
+# ------------------------------------------------------------------------------------------------------------ bad input
+
+@pytest.mark.parametrize("arguments, expected", [
+    (["local", "nowhere.txt", "name=mine"], "there is no file nowhere.txt"),
+    (["local", ".", "name=mine"], ". is a folder: name the files in it"),
+    (["local", "name=mine"], "no file is named"),
+    (["local", "x.txt"], "name='' must be one folder name"),
+    (["local", "x.txt", "name=../up"], "name='../up' must be one folder name"),
+    (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
+    (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
+    (["demo", "x.txt"], "demo takes no 'x.txt'"),
+    (["demo", "val_share=0.9"], "val_share=0.9 must be a number from 0.0001 to 0.5"),
+    (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
+    (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
+    (["local", "x.txt", "name=mine", "tokens=-1"], "tokens=-1.0 must be a count, such as tokens=31e9"),
+    (["local", "x.txt", "name=mine", "processes=0"], "processes=0 must be a number from 1"),
+    (["local", "x.txt", "name=mine", "on=slrum"], "on='slrum'"),
+    (["local", "x.txt", "name=mine", "instruct=true", "column=body"], "column=body names one text a row"),
+    (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
+    (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
+    (["python", "python"], "python is named twice"),
+    (["hf:owner/name", "other"], "one data set at a time"),
+])
+def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(capsys, *arguments)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name, data, expected", [
+    ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "set column= to one of body"),
+    ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"), ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
+    ("a.parquet", parquet([1, 2]), "'text' holds int64, not text"), ("a.txt", b" \n", "holds 1 empty ones alone"),
+    ("a.parquet", parquet(["x"], "body"), "set column= to one of id, body"), ("a.txt", b"one", "fell to the")])
+def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, capsys, name, data, expected):
+    (tmp_path / name).write_bytes(data)
+    for processes in 1, 2:
+        said = refused(capsys, "local", tmp_path / name, "name=mine", f"out={tmp_path / 'out'}", f"processes={processes}")
+        assert expected in said and (name in said or "mine" in said) and not list(tmp_path.rglob("index.json"))
+
+
+def test_a_forbidden_disk_and_help(tmp_path, capsys):
+    (tmp_path / "file").write_text("in the way")
+    said = refused(capsys, "local", write(tmp_path / "a.jsonl", DOCUMENTS), "name=mine", f"out={tmp_path / 'file'}")
+    assert str(tmp_path / "file") in said and "the same command goes on" not in said
+    assert main(["--help"]) == main([]) == 0 and prepare_data.__doc__ in capsys.readouterr().out
