@@ -1,4 +1,4 @@
-"""Ask the machine: git, nvidia-smi, the device's name, why torch cannot use a GPU, whether an error means too little memory.
+"""Ask the machine: git, the device's name, why torch cannot use a GPU, whether an error means too little memory.
 
 torch is imported by the functions that need it: scaling/ asks git on machines without it.
 """
@@ -17,18 +17,9 @@ GIB = 2**30
 
 def git(folder: Path, *words: str) -> str | None:
     """What a git command prints in `folder`, stripped; None without git or outside a repository."""
-    return _output("git", "-C", str(folder), *words)
-
-
-def nvidia_smi(*fields: str) -> list[str] | None:
-    """The fields of the first GPU (`nvidia-smi --help-query-gpu`), without taking its memory as torch would; None without one."""
-    told = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "-i", "0")
-    return told.split(", ") if told else None
-
-
-def _output(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True,
+                              timeout=60).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 

@@ -705,25 +705,3 @@ def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
         least = np.sum((loss[kept] - np.polyval(quartic, some)) ** 2)
         gain = (left - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
     return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
-
-
-def envelope(curves, bins: int = 1500):
-    """(C (bins,), loss (bins,), index (bins,)): the lowest of the training curves at log-spaced compute, and whose it is.
-
-    curves: list of (C, loss) array pairs, C in FLOPs, smoothed by the caller. Bins that no curve spans are left out."""
-    kept = []
-    for curve in curves:
-        C, loss = (np.asarray(values, dtype=float) for values in curve)
-        good = np.isfinite(C) & np.isfinite(loss) & (C > 0) & (loss > 0)
-        order = np.argsort(C[good], kind="stable")
-        kept.append((C[good][order], loss[good][order]))
-    spans = [C for C, _ in kept if len(C)]
-    if not spans:
-        return np.empty(0), np.empty(0), np.empty(0, dtype=int)
-    grid = np.geomspace(min(C[0] for C in spans), max(C[-1] for C in spans), bins)
-    grid[-1] = max(C[-1] for C in spans)        # geomspace rounds
-    table = np.array([np.interp(np.log(grid), np.log(C), loss, left=np.inf, right=np.inf) if len(C) else np.full(bins, np.inf)
-                      for C, loss in kept])
-    index, lowest = table.argmin(axis=0), table.min(axis=0)
-    spanned = np.isfinite(lowest)
-    return grid[spanned], lowest[spanned], index[spanned]

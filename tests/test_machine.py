@@ -13,7 +13,7 @@ import torch
 
 from runtime import machine
 from runtime.cli import MachineError
-from runtime.machine import check_device, git, memory_error, nvidia_smi, out_of_memory
+from runtime.machine import check_device, git, memory_error, out_of_memory
 from tests.conftest import run_train
 
 CPU = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"))
@@ -25,16 +25,6 @@ def test_git_tells_commit_and_changes_and_none_outside_a_repository(tmp_path):
     subprocess.run("git init -q && touch a && git add a && git -c user.name=n -c user.email=e commit -qm a", shell=True,
                    cwd=tmp_path, check=True)
     assert len(git(tmp_path, "rev-parse", "HEAD")) == 40 and git(tmp_path, "status", "--porcelain") == ""
-
-
-def test_nvidia_smi_gives_the_fields_of_a_gpu_or_none(tmp_path, monkeypatch):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 'NVIDIA H100 80GB HBM3, 580.65.06'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert nvidia_smi("name", "driver_version") == ["NVIDIA H100 80GB HBM3", "580.65.06"]
-    tool.write_text("#!/bin/sh\necho none; exit 9\n")
-    assert nvidia_smi("name") is None
 
 
 @pytest.mark.parametrize("gpus, cuda, error, visible, told", [      # a made-up machine: GPUs, CUDA of torch, error of its start
