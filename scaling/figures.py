@@ -219,7 +219,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
                                    edgecolor=(style["color"], 0.4))
             colour = _shade(style, line.each, sizes) if axis == "D" and line.each else style["color"]
             panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
-        colours = [_shade(style, size, sizes) for size in group.x["N"]]
+        colours = _shade(style, np.asarray(group.x["N"], float), sizes)     # (n, 4)
         is_cloud = len(group.loss) >= MANY
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
@@ -275,10 +275,11 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
                            alpha=0.6 if len(chosen) > 12 else 1)
 
 
-def _shade(style, size: float, sizes) -> tuple:
-    """The style's colour for a model of `size` parameters among `sizes`: pale for the smallest, dark for the largest."""
+def _shade(style, size, sizes):
+    """The style's colours for models of `size` parameters (number or array) among `sizes`: pale for the smallest, dark for the
+    largest."""
     low, high = np.log(min(sizes)), np.log(max(sizes))
-    share = (np.log(size) - low) / (high - low) if high > low else 0.6
+    share = (np.log(size) - low) / (high - low) if high > low else 0.6 + 0 * size
     return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
 
 
