@@ -84,14 +84,12 @@ class Run:
         self.progress, self.guard = Progress(), Guard(config.guard)
         self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         fp8.check_hardware(config.fp8, world.device)
-        self.is_finished = is_finished(config)
+        self._is_locked = False
+        # Asked again under the lock: the run may have finished while this start waited.
+        self.is_finished = is_finished(config) or run_on_rank0(world, config.run_dir.is_dir) and self._lock()
         if self.is_finished:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
-            return
-        self._is_locked = False
-        if run_on_rank0(world, config.run_dir.is_dir) and self._lock():     # finished while this start waited for the lock
-            self.is_finished = True
             return
         self.data = open_data(config, self.tokenizer.sha256)
         self.data.verify(world.local_rank, world.local_size)    # each machine may have a copy of its own

@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -32,10 +32,6 @@ from scaling.pairs import (
     MOST,
     PRECISION_LAWS,
     SMALLEST,
-    Estimate,
-    Gap,
-    Margin,
-    Trend,
     at,
     clusters,
     costs,
@@ -55,7 +51,7 @@ from scaling.pairs import (
     surfaces,
     throughput,
 )
-from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_json, read_runs, usable
+from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -121,25 +117,6 @@ def _judged(chosen, found, margin) -> dict:
     """pairs.judged, but no verdict on FP8 where nothing was FP8."""
     said = judged(found, margin) | {"converted": n_converted(chosen)}
     return said | {"verdict": "BF16 again: no Linear converted"} if said["converted"] == [0, 0] else said
-
-
-def read_result(path: Path) -> dict:
-    """analyse's result as precision.json at `path` holds it. Raises UserError where that is not one."""
-    result = _revived(read_json(path))
-    if lacking := [key for key in ("conventions", "null", "common", "ranking", "sizes", "laws", "pairs") if key not in result]:
-        raise UserError(f"{path} lacks {lacking[0]!r}: write it anew, python scaling/precision.py STUDY")
-    return result
-
-
-def _revived(value):
-    """The dataclasses that json wrote as objects, known by their fields."""
-    if isinstance(value, list):
-        return [_revived(one) for one in value]
-    if not isinstance(value, dict):
-        return value
-    value = {key: _revived(one) for key, one in value.items()}
-    kind = next((kind for kind in (Estimate, Margin, Trend, Gap) if [*value] == [one.name for one in fields(kind)]), dict)
-    return kind(**value)
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

@@ -14,9 +14,7 @@ import numpy as np
 
 from runtime.cli import UserError
 from runtime.rows import metrics_rows, read_bytes, read_rows
-from runtime.rows import write_atomically as write  # for those who still import it from here
 
-__all__ = ["read_bytes", "write"]
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
 LARGEST = 1e300             # JSON knows whole numbers of any length; sums of what lies above do not fit a float
