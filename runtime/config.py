@@ -98,9 +98,12 @@ class ParallelConfig:
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
     recompute: bool = False                 # keep only each block's input, compute the block again in the backward pass
-    compile: bool = True                    # torch.compile: whole model on one rank, per block on several
+    compile: bool | Literal["model", "block", "off"] = "model"  # by torch.compile; block starts sooner, several ranks always do
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
+
+    def __post_init__(self):
+        object.__setattr__(self, "compile", {True: "model", "off": False}.get(self.compile, self.compile))
 
 
 @dataclass(frozen=True, kw_only=True)

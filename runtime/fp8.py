@@ -138,8 +138,12 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
         exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
         return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
     # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
-    amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
-    scale = (largest / amax.double().clamp(min=EPS)).float()
+    return _scale(magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True), operand)
+
+
+def _scale(amax: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """The fp32 scales by which the largest magnitudes `amax` become the format's largest value."""
+    scale = (torch.finfo(operand.format).max / amax.double().clamp(min=EPS)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
 
 
@@ -188,6 +192,11 @@ def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inver
     if a.device.type == "cpu":
         return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) @ b (K, N) in `dtype`, (M, N): on a GPU as the matmul sums it up, on a CPU rounded to a's dtype in between."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- selection
@@ -361,7 +370,7 @@ def _torchao_config(recipe: str, all_gather: bool, emulate: bool):
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module) is not Linear
+    return isinstance(module, nn.Linear) and type(module) not in (Linear, CopiedLinear)
 
 
 def _float8():
@@ -376,22 +385,76 @@ def _float8():
 
 # ---------------------------------------------------------------------------------- weights: updates, shards, evaluation
 
+class CopiedLinear(nn.Linear):
+    """A Linear without bias in BF16 that casts its weight once a step, not in every micro-batch, and whose weight gradient
+    leaves the matmul in fp32: what KernelLinear does in FP8, so that a comparison of the two is one of the matmuls.
+
+    Made by keep_bf16_copies(). The copy is a buffer outside checkpoints; without it each use casts the weight."""
+    version: int | None     # of the weight when its copy was made
+
+    def forward(self, x):
+        if self.copy is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
+            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+        return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy).view(*x.shape[:-1], -1)
+
+
+class CopiedMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K), its copy in x's dtype -> x w' (M, N)."""
+
+    @staticmethod
+    def forward(ctx, x, w, copy):
+        ctx.save_for_backward(x, copy)
+        ctx.w_dtype = w.dtype
+        return x @ copy.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, copy = ctx.saved_tensors
+        return g @ copy, mm(g.t(), x, ctx.w_dtype), None
+
+
+def keep_bf16_copies(model: nn.Module) -> None:
+    """Make every Linear that FP8 leaves alone a CopiedLinear, in place. Not under FSDP2, which casts what it gathers itself."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__, module.version = CopiedLinear, None
+            module.register_buffer("copy", None, persistent=False)
+
+
 @torch.no_grad()
 def refresh_fp8_weights(model: nn.Module) -> None:
-    """Recompute what is derived from the weights: FP8 copies, and scales of weights gathered as float8 by one all-reduce.
+    """Recompute what is derived from the weights: their FP8 and BF16 copies, and scales of weights gathered as float8 by one
+    all-reduce.
 
     Call it whenever the weights have changed, between two passes: all-gathers with scales of older weights are wrong."""
     if any(is_wrapped(p) for p in model.parameters()):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
         precompute_float8_dynamic_scale_for_fsdp(model)
-    for module in () if isinstance(model, FSDPModule) else model.modules():     # FSDP2 frees gathered weights
-        if isinstance(module, KernelLinear):
-            new = _both(module.weight, module.recipe.weight)
-            if module.q is None:
-                module.q, module.qt, module.inverse = new
-            for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):      # into the same memory
-                old.copy_(copy)
-            module.version = module.weight._version
+    if isinstance(model, FSDPModule):       # which frees gathered weights, and copies of them with them
+        return
+    # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
+    linears = {kind: [m for m in model.modules() if isinstance(m, kind)] for kind in (KernelLinear, CopiedLinear)}
+    if kernel := linears[KernelLinear]:
+        amaxes = torch._foreach_norm([m.weight for m in kernel], math.inf)
+        for m, amax in zip(kernel, amaxes, strict=True):
+            if m.q is None:
+                m.q, m.qt = _empty(m.weight, m.recipe.weight.format)
+                m.inverse = torch.empty_like(amax)
+        for operand in {m.recipe.weight: None for m in kernel}:
+            alike = [i for i, m in enumerate(kernel) if m.recipe.weight == operand]
+            scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
+            for i, scale in zip(alike, scales, strict=True):
+                _cast_into(kernel[i].weight, scale, kernel[i].q, kernel[i].qt)
+            torch._foreach_copy_([kernel[i].inverse for i in alike], torch._foreach_reciprocal(scales))
+    if copied := linears[CopiedLinear]:
+        for m in copied:
+            if m.copy is None:
+                m.copy = torch.empty_like(m.weight, dtype=model.compute_dtype)
+        torch._foreach_copy_([m.copy for m in copied], [m.weight for m in copied])
+    for m in kernel + copied:
+        m.version = m.weight._version
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -605,6 +668,16 @@ def _(logits, lse, targets, grad, scale):
     return _empty(logits, E5M2)
 
 
+def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
+    """cast_both() into memory that is there."""
+    if x.is_cuda:
+        from runtime import fp8_kernels
+        fp8_kernels.cast_both(x, scale, q.dtype, q, qt)
+    else:
+        q.copy_(cast(x, scale, q.dtype))
+        qt.copy_(q.t())
+
+
 def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
     """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
     scale = scale_of(x, operand)
@@ -645,7 +718,7 @@ class KernelMatmul(torch.autograd.Function):
         weight = _weight_backward(w, qt, inverse, recipe)
         if recipe.grad_for_weight_grad.format is None:
             grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
-            return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
+            return grad_x, mm(g.t(), kept, ctx.w_dtype), None, None, None, None
         gq, gt, g_inverse = _both(g, recipe.grad)
         grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype)
         return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype), None, None, None, None

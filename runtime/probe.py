@@ -169,11 +169,11 @@ def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tens
     q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly.
     """
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
-    q, k = (part.view(1, T, -1, D).transpose(1, 2) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
+    q, k = (part.view(1, T, -1, D) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
     if attention.q_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    q = rotate(q, cos[:T], sin[:T])[0].float().view(K, H // K, T, D)        # query heads by the key head they share
-    k = rotate(k, cos[:T], sin[:T])[0].float()                              # (K, T, D)
+    q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))      # (H or K, T, D)
+    q = q.reshape(K, H // K, T, D)      # query heads by the key head they share
     position = torch.arange(T, device=qkv.device)
     largest, chunk = [], max(1, LOGITS_AT_ONCE // (H * T))
     for start in range(0, T, chunk):
