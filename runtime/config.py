@@ -30,7 +30,8 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
-RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
+RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
+                     "blockwise", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +220,7 @@ class Config:
             yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
         if recipe == "off":
             return
-        multiple, chunk = 32 if recipe == "mxfp8" else 16, m.loss_chunk if self.fp8.head else None
+        multiple, chunk = {"mxfp8": 32, "blockwise": 128}.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         sizes = {"model.loss_chunk": chunk or 0}
         if d.micro_batch != "auto":
             sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient

@@ -29,7 +29,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
+from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
 from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
@@ -151,7 +151,7 @@ def statistics(x: torch.Tensor, operand: Operand) -> torch.Tensor:
         return torch.stack((amax, zero, zero, zero, zero, zero, zero))
     scale, q = scale_of(x, operand), fake_quantise(x, operand)
     underflow = ((q == 0) & (x != 0)).float().mean()
-    largest = torch.finfo(operand.format).max * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
+    largest = FORMATS[operand.format][0] * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
