@@ -46,7 +46,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    lr: float                               # peak learning rate of AdamW
+    lr: float                               # peak learning rate
+    kind: Literal["adamw", "muon"] = "adamw"    # muon: the blocks' matrices by Muon, the rest by AdamW
+    momentum: float = 0.95                  # muon only: decay of its moment
     min_lr_ratio: float = 0.1               # last learning rate as a share of the peak
     warmup_share: float = 0.02              # share of all steps over which the rate climbs linearly
     schedule: Literal["cosine", "wsd"] = "cosine"   # after warm-up: cosine, or stable and then linear decay
@@ -190,6 +192,8 @@ class Config:
             yield f"data.mixture={d.mixture} must name a source or more, each with a positive weight, such as fineweb_edu:1"
         if d.micro_batch == "auto" and self.deterministic:
             yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
+        if o.kind == "muon" and self.fp8.all_gather:
+            yield "fp8.all_gather=true is not tried with optim.kind=muon: set it to false"
         if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
             yield f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is more than the whole run"
         if not 1 <= p.timeout <= p.start_timeout:
@@ -296,7 +300,7 @@ POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.m
             "checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
 BOUNDS = {      # smallest and largest value of other numbers
     (0, 1): "repeat optim.min_lr_ratio optim.warmup_share optim.decay_share optim.weight_decay",
-    (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2",
+    (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2 optim.momentum",
     (0, math.inf): "fp8.first_bf16 fp8.last_bf16 guard.rollbacks",
     (8, math.inf): "guard.window",          # steps: the spread of fewer is not known
     (2, math.inf): "guard.threshold",       # below it ordinary steps would count as spikes

@@ -1,10 +1,14 @@
-"""AdamW for pretraining: which parameters decay, the learning rate of each step, which runs may branch off another."""
+"""AdamW, or Muon for the blocks' matrices beside it: which parameters decay, the learning rate of each step, which runs may
+branch off another."""
 
 import math
+from itertools import chain
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from model import GPT
 from runtime.cli import UserError
 from runtime.config import Config, OptimConfig
 
@@ -12,10 +16,14 @@ from runtime.config import Config, OptimConfig
 BRANCH_FREE = {"steps", "start_from", "optim.schedule", "optim.warmup_share", "optim.decay_share", "optim.min_lr_ratio"}
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW (1711.05101) with weight decay on matrices only, not on the norms' weights."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+def build_optimizer(model: GPT, config: OptimConfig) -> "torch.optim.AdamW | MuonAdamW":
+    """The optimizer of optim.kind, with weight decay on matrices only, not on the norms' weights."""
+    return MuonAdamW(model, config) if config.kind == "muon" else _adamw(list(model.parameters()), config)
+
+
+def _adamw(parameters: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:
+    """Fused AdamW (1711.05101)."""
+    matrices, vectors = ([p for p in parameters if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
     optimizer = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
@@ -23,6 +31,62 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     optimizer.register_step_post_hook(lambda optimizer, *_: torch.autograd.graph.increment_version(
         [p for group in optimizer.param_groups for p in group["params"]]))
     return optimizer
+
+
+class MuonAdamW:
+    """Muon (Jordan 2024) for the matrices of the blocks, AdamW for embedding, head and norms; one learning rate for both.
+
+    An update is the orthogonalised momentum, scaled to the root mean square of AdamW's (0.2 sqrt(max(rows, columns)),
+    2502.16982), so that rates and weight decay carry over. Q, K, V, gate and up are matrices of their own, though stored
+    fused. Not torch.optim.Muon, which knows neither parts nor shards. A sharded matrix is gathered and orthogonalised on every
+    rank alike; each keeps its shard. The momentum (Nesterov) is sharded as the weight is, one fp32 value a parameter."""
+
+    def __init__(self, model: GPT, config: OptimConfig):
+        self.config = config
+        self.parts: dict[nn.Parameter, tuple[int, ...]] = {}       # matrix -> rows of each part
+        for block in model.layers:
+            attn, ffn = block.attn, model.config.n_ffn
+            self.parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D),
+                           block.mlp.gate_up.weight: (ffn, ffn),
+                           attn.out.weight: (model.config.n_embd,), block.mlp.down.weight: (model.config.n_embd,)}
+        self.adamw = _adamw([p for p in model.parameters() if p not in self.parts], config)
+        self.muon = {"params": list(self.parts), "lr": config.lr}
+        self.param_groups = [*self.adamw.param_groups, self.muon]
+        self.state = self.adamw.state
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.adamw.step()
+        lr, beta = self.muon["lr"], self.config.momentum
+        for p, rows in self.parts.items():
+            weight, grad, momentum = (t.to_local() if isinstance(t, DTensor) else t
+                                      for t in (p, p.grad, self.state[p]["momentum"]))
+            momentum.lerp_(grad, 1 - beta)
+            update = grad.lerp(momentum, beta)
+            if isinstance(p, DTensor):
+                update = DTensor.from_local(update, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                            stride=p.stride()).full_tensor()
+            update = torch.cat([orthogonalised(part) * (0.2 * math.sqrt(max(part.shape))) for part in update.split(rows)])
+            if isinstance(p, DTensor):
+                update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None).to_local()
+            weight.mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
+        torch.autograd.graph.increment_version(list(self.parts))
+
+    def zero_grad(self) -> None:
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            p.grad = None
+
+
+def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
+    """About U V' of the singular value decomposition U S V' of a matrix (M, N), fp32: singular values between 0.7 and 1.2.
+
+    Five steps of a quintic Newton-Schulz iteration in BF16, coefficients by Jordan (2024)."""
+    x = matrix.bfloat16() if matrix.size(0) <= matrix.size(1) else matrix.bfloat16().t()        # the smaller Gram matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.t()
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return (x if matrix.size(0) <= matrix.size(1) else x.t()).float()
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
@@ -67,7 +131,7 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
                         f"run it would have {new:g}: {remedy}")
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, config: OptimConfig) -> float:
+def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig) -> float:
     """Set the learning rate of update `step` of `steps`, and return it."""
     lr = learning_rate(step, steps, config)
     for group in optimizer.param_groups:
@@ -75,20 +139,24 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, steps: int, c
     return lr
 
 
-def fill_state(optimizer: torch.optim.AdamW) -> None:
-    """Create the state that AdamW would create at its first step, for a checkpoint to be loaded into."""
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+def fill_state(optimizer: "torch.optim.AdamW | MuonAdamW") -> None:
+    """Create the state that the optimizer would create at its first step, for a checkpoint to be loaded into."""
+    for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if p in getattr(optimizer, "parts", ()):
+            optimizer.state[p] = {"momentum": torch.zeros_like(p)}
+        else:
+            optimizer.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device),
+                                  "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
-def state_tensors(optimizer: torch.optim.AdamW, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Both moments by parameter name; the number of updates is the same for all and is saved as JSON."""
-    return {f"{name}.{key}": optimizer.state[p][key]
-            for name, p in model.named_parameters() for key in ("exp_avg", "exp_avg_sq")}
+def state_tensors(optimizer: "torch.optim.AdamW | MuonAdamW", model: nn.Module) -> dict[str, torch.Tensor]:
+    """The moments by parameter name; the number of updates is the same for all and is saved as JSON."""
+    return {f"{name}.{key}": value for name, p in model.named_parameters()
+            for key, value in optimizer.state[p].items() if key != "step"}
 
 
-def set_updates(optimizer: torch.optim.AdamW, updates: int) -> None:
+def set_updates(optimizer: "torch.optim.AdamW | MuonAdamW", updates: int) -> None:
     """Set the number of updates behind the moments, which AdamW's bias correction depends on."""
     for state in optimizer.state.values():
-        state["step"].fill_(updates)
+        if "step" in state:
+            state["step"].fill_(updates)

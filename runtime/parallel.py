@@ -151,7 +151,7 @@ class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by model.init_weights(seed, assign) or from a
     checkpoint, then call fp8.refresh_fp8_weights(model)."""
     model: GPT
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.AdamW | optim.MuonAdamW
     assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
     layers: list[fp8.Layer]         # the choice of recipe for every Linear
     counts: dict[str, int]          # GPT.counts()

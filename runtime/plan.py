@@ -86,7 +86,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), "",
-        *_memory(config, total, nonembed, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
+        *_memory(config, c, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c, in_fp8, gpus, gpu, results), "",
         "disk",
@@ -104,14 +104,16 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(config: Config, n: int, nonembed: int, copied: int, gpus: int) -> list[str]:
-    """Per GPU, of n parameters, of which `copied` are cast once a step by one process. Exact: weights, copies, gradients,
-    optimizer. Estimated: activations kept for the backward pass."""
+def _memory(config: Config, counts: dict[str, int], copied: int, gpus: int) -> list[str]:
+    """Per GPU; `copied` parameters are cast once a step by one process. Exact: weights, copies, gradients, optimizer.
+    Estimated: activations kept for the backward pass."""
+    n, nonembed = counts["params_total"], counts["params_nonembed"]
     m, p, shard = config.model, config.parallel, config.parallel.shard or 1
     micro_batch, remark = config.data.micro_batch, ""
     if micro_batch == "auto":
         micro_batch, remark = 1, " (auto: the start tries larger ones)"
     tokens = micro_batch * m.n_ctx
+    by_muon = counts["params_matmul"] - counts["params_head"] if config.optim.kind == "muon" else 0
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
     block = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
@@ -127,7 +129,7 @@ def _memory(config: Config, n: int, nonembed: int, copied: int, gpus: int) -> li
         ("copies", 2 * copied if gpus == 1 else 0, "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts"),
         ("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32"),
         ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
-        ("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),
+        ("optimizer", (8 * n - 4 * by_muon) / shard, "AdamW, two fp32 moments" + ", Muon one" * (by_muon > 0)),
         ("activations", activations, "estimated: what the backward pass needs, BF16, "
          + ("blocks recomputed from their inputs" if p.recompute else "nothing recomputed")),
         ("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else ""))]

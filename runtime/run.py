@@ -538,7 +538,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
         "tok_per_param_nonembed": tokens / counts["params_nonembed"],
         "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
-        "grad_accum": config.accumulation(world.size), "optimizer": "AdamW", "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps,
+        "grad_accum": config.accumulation(world.size), "optimizer": {"adamw": "AdamW", "muon": "Muon"}[o.kind],
+        "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps,
         "weight_decay": o.weight_decay, "clip": o.clip, "schedule": o.schedule, "lr_peak": o.lr, "lr_last": lr_last,
         "lr_min": o.lr * o.min_lr_ratio, "warmup_steps": o.warmup_steps(steps),
         "is_annealed": lr_last < o.lr,      # the schedule has ended, or this would not be written

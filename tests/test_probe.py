@@ -124,7 +124,7 @@ def test_statistics_of_values_made_by_hand():
     assert error == pytest.approx(776 / math.hypot(224, 224.5, 1000), rel=1e-3)
     for recipe in RECIPES.values():
         for operand in (recipe.weight, recipe.input, recipe.grad):
-            amax, *scales, underflow, saturated, error = statistics(torch.zeros(32, 64, dtype=torch.bfloat16), operand).tolist()
+            amax, *scales, underflow, saturated, error = statistics(torch.zeros(128, 128, dtype=torch.bfloat16), operand).tolist()
             assert (amax, underflow, saturated, error) == (0, 0, 0, 0) and all(0 < s < math.inf for s in scales)
     assert statistics(torch.full((2, 32), -3.0), Operand(None)).tolist() == [3.0, 0, 0, 0, 0, 0, 0]
     # In fp32 the squares of the smallest gradients would vanish, and those lost altogether would show no error.
