@@ -107,15 +107,15 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 
 
 def check_branch(config: Config, parent: Config, step: int) -> None:
-    """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates: the same
-    model, data, seed, optimizer and FP8 recipe, and the same learning rate at every step before."""
+    """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates but for its
+    precision: the same model, data, seed and optimizer, and the same learning rate at every step before."""
     if step != config.parent[1]:
         raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
     if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now
-                   if key not in BRANCH_FREE and before[key] != now[key]]:
+                   if key not in BRANCH_FREE and not key.startswith("fp8.") and before[key] != now[key]]:
         raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
-                        f"parent in run, out, budget and decay alone")
+                        f"parent in run, out, precision, budget and decay alone")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
         if old == new:

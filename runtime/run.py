@@ -28,7 +28,7 @@ from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
 from runtime.checkpoint import Saver, branch, checkpoints, is_weights_only, latest, origin_of, restore, run_on_rank0, step_of
 from runtime.cli import MachineError, UserError
-from runtime.config import Config, read_config
+from runtime.config import Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
@@ -102,6 +102,7 @@ class Run:
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
+        self._switched_from: str | None = None      # the precision of the trunk, where a branch has another one
         restored, is_branching = self._restore(damaged)
         self._origin = restored and origin_of(restored[1])
         fp8.refresh_fp8_weights(self.model)
@@ -147,6 +148,8 @@ class Run:
         if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
             parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
             self._check_data(*parent)
+            theirs = config_from_dict(parent[1]["config"]).fp8.label
+            self._switched_from = theirs if theirs != config.fp8.label and not is_weights_only(parent[1]) else None
         if not self._is_locked:
             self._lock()
         own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
@@ -161,6 +164,7 @@ class Run:
         manifest = restored[1]
         if not is_weights_only(manifest):
             state = manifest["state"]
+            self._switched_from = self._switched_from or state.get("switched_from")
             self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
             if own is None:     # the parent's hours are its own
                 self.progress.seconds = self.progress.probe_seconds = 0.0
@@ -171,7 +175,8 @@ class Run:
 
     def _check_data(self, checkpoint: Path, manifest: dict) -> None:
         before = manifest["state"].get("data", self._identity)      # an imported model has none
-        if changed := [key for key in self._identity if before.get(key) != self._identity[key]]:
+        free = {"fp8"} if checkpoint.parent.parent != self.config.run_dir else ()      # a branch may switch its precision
+        if changed := [key for key in self._identity if key not in free and before.get(key) != self._identity[key]]:
             raise UserError(
                 f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
                 f"or choose another run=" if changed != ["fp8"] else
@@ -193,7 +198,8 @@ class Run:
             f"{config.data.micro_batch} x {config.model.n_ctx} tokens per rank and step",
             *self._built.flags, *self.data.describe(),
             *fp8.table(self._built.layers, config.fp8.recipe, world.device.type),
-            f"{begins} {restored[0]}" if restored else "starting at step 0",
+            (f"{begins} {restored[0]}" if restored else "starting at step 0")
+            + (f"; trained in {self._switched_from} before its branch point" if self._switched_from else ""),
         ]))
         if restored:
             self.log.event({"event": "branch" if is_branching else "resume", "step": step})
@@ -321,7 +327,8 @@ class Run:
         self._at_slow("saving a checkpoint")
         self.progress.seconds = time.perf_counter() - self._began
         state = {**asdict(self.progress), "guard": self.guard.state(), "data": self._identity,
-                 "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin}
+                 "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin,
+                 "switched_from": self._switched_from}
         del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
         self.saver.save(step, self._tensors, state, self.config)
@@ -544,7 +551,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "lr_min": o.lr * o.min_lr_ratio, "warmup_steps": o.warmup_steps(steps),
         "is_annealed": lr_last < o.lr,      # the schedule has ended, or this would not be written
         "precision": {
-            "recipe": config.fp8.label, "layers_converted": [layer.name for layer in converted],
+            "recipe": config.fp8.label, "switched_from": run._switched_from,
+            "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
