@@ -44,6 +44,7 @@ from hashlib import blake2b
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
@@ -484,29 +485,40 @@ def refresh_fp8_weights(model: nn.Module) -> None:
     if any(is_wrapped(p) for p in model.parameters()):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
         precompute_float8_dynamic_scale_for_fsdp(model)
-    if isinstance(model, FSDPModule):       # which frees gathered weights, and copies of them with them
-        return
     # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
-    linears = {kind: [m for m in model.modules() if isinstance(m, kind)] for kind in (KernelLinear, CopiedLinear)}
-    if kernel := linears[KernelLinear]:
-        amaxes = torch._foreach_norm([m.weight for m in kernel], math.inf)
-        for m, amax in zip(kernel, amaxes, strict=True):
-            if m.q is None:
-                m.q, m.qt = _empty(m.weight, m.recipe.weight.format)
-                m.inverse = torch.empty_like(amax)
+    is_sharded = isinstance(model, FSDPModule)      # FSDP2 frees gathered weights: of KernelLinears only the scales stay
+    kernel, copied = ([m for m in model.modules() if isinstance(m, kind)] for kind in (KernelLinear, CopiedLinear))
+    if kernel:
+        amaxes = _amaxes(model, kernel)
         for operand in {m.recipe.weight: None for m in kernel}:
             alike = [i for i, m in enumerate(kernel) if m.recipe.weight == operand]
-            scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
+            scales = _scale(amaxes[alike], operand).unbind()
             for i, scale in zip(alike, scales, strict=True):
-                _cast_into(kernel[i].weight, scale, kernel[i].q, kernel[i].qt)
-            torch._foreach_copy_([kernel[i].inverse for i in alike], torch._foreach_reciprocal(scales))
-    if copied := linears[CopiedLinear]:
+                m = kernel[i]
+                if m.scale is None:
+                    m.scale = torch.empty_like(scale)
+                    m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
+                if not is_sharded:
+                    _cast_into(m.weight, scale, m.q, m.qt)
+            torch._foreach_copy_([kernel[i].scale for i in alike], scales)
+    if copied:
         for m in copied:
             if m.copy is None:
                 m.copy = torch.empty_like(m.weight, dtype=model.compute_dtype)
         torch._foreach_copy_([m.copy for m in copied], [m.weight for m in copied])
     for m in kernel + copied:
         m.version = m.weight._version
+
+
+def _amaxes(model: nn.Module, linears: list["KernelLinear"]) -> torch.Tensor:
+    """The largest magnitude of each one's weight, (n,) fp32; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
+    if not isinstance(model, FSDPModule):
+        return torch.stack(torch._foreach_norm([m.weight for m in linears], math.inf))
+    shards = [m.weight.to_local() for m in linears]
+    amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+    is_head = torch.tensor([m is model.head for m in linears], device=amaxes.device)
+    return torch.where(is_head, amaxes, amaxes.bfloat16().float())      # rounding keeps the order, so the largest stays it
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -673,7 +685,7 @@ def _torchao_mx(x, w):
 #     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
 #     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
 #     weights                 quantised by refresh_fp8_weights() once per optimizer step, not in every micro-batch; under
-#                             FSDP2, which frees gathered weights, at every use
+#                             FSDP2, which frees gathered weights, scaled once a step and cast at every use
 #     weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
 #     the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
 #                             BF16. Its scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most
@@ -752,38 +764,41 @@ def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
     return *cast_both(x, scale, operand.format, want_rows), scale.reciprocal()
 
 
-def _weight_forward(w, q, inverse, recipe: Recipe):
+def _weight_forward(w, q, scale, recipe: Recipe):
     """The second operand of y = x w' and the inverse of its scale."""
-    q, inverse = (q, inverse) if q is not None else to_float8(w, recipe.weight)
-    return q.t(), inverse
+    scale = scale_of(w, recipe.weight) if scale is None else scale
+    q = cast(w, scale, recipe.weight.format) if q is None else q
+    return q.t(), scale.reciprocal()
 
 
-def _weight_backward(w, qt, inverse, recipe: Recipe):
+def _weight_backward(w, qt, scale, recipe: Recipe):
     """The second operand of g w and the inverse of its scale. Without lasting copies w itself was kept, not its FP8 copy: FSDP2
     frees w between the passes, a copy would stay."""
-    qt, inverse = (qt, inverse) if qt is not None else _both(w, recipe.weight_for_input_grad, want_rows=False)[1:]
-    return qt.t(), inverse
+    operand = recipe.weight_for_input_grad
+    scale = scale_of(w, operand) if scale is None else scale
+    qt = cast_both(w, scale, operand.format, want_rows=False)[1] if qt is None else qt
+    return qt.t(), scale.reciprocal()
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), inverse (): KernelLinear.copies()."""
+    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies()."""
 
     @staticmethod
-    def forward(ctx, x, w, q, qt, inverse, recipe):
+    def forward(ctx, x, w, q, qt, scale, recipe):
         x = x.contiguous()
         if recipe.input_for_weight_grad.format is None:
             (xq, x_inverse), kept = to_float8(x, recipe.input), x
         else:
             xq, kept, x_inverse = _both(x, recipe.input)
-        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, inverse)
+        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        return scaled_mm(xq, x_inverse, *_weight_forward(w, q, inverse, recipe), x.dtype, fast=True)
+        return scaled_mm(xq, x_inverse, *_weight_forward(w, q, scale, recipe), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        kept, x_inverse, w, qt, inverse = ctx.saved_tensors
+        kept, x_inverse, w, qt, scale = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
-        weight = _weight_backward(w, qt, inverse, recipe)
+        weight = _weight_backward(w, qt, scale, recipe)
         if recipe.grad_for_weight_grad.format is None:
             grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
             return grad_x, mm(g.t(), kept, ctx.w_dtype), None, None, None, None
@@ -793,28 +808,28 @@ class KernelMatmul(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; q, qt, inverse as for KernelMatmul."""
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; q, qt, w_scale as KernelMatmul's."""
 
     @staticmethod
-    def forward(ctx, h, w, targets, q, qt, inverse, recipe):
+    def forward(ctx, h, w, targets, q, qt, w_scale, recipe):
         hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
-        logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, inverse, recipe), h.dtype, fast=True)
+        logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, w_scale, recipe), h.dtype, fast=True)
         l32 = logits.float()
         largest = l32.amax(-1, keepdim=True)
         lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
         picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, inverse)
+        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
         return torch.where(targets == NO_TARGET, 0.0, lse - picked)
 
     @staticmethod
     def backward(ctx, grad):
-        ht, h_inverse, logits, lse, targets, w, qt, inverse = ctx.saved_tensors
+        ht, h_inverse, logits, lse, targets, w, qt, w_scale = ctx.saved_tensors
         grad = grad.contiguous()
         scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
         gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
         g_inverse = scale.reciprocal()
-        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, inverse, ctx.recipe), ctx.dtype)
+        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, w_scale, ctx.recipe), ctx.dtype)
         return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype), None, None, None, None, None
 
 
@@ -833,10 +848,10 @@ class KernelLinear(nn.Linear):
         return y.view(*x.shape[:-1], -1)
 
     def copies(self) -> tuple[torch.Tensor | None, ...]:
-        """The weight's FP8 copies (N, K) and (K, N) and the inverse () of their scale; all None where there are none."""
+        """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
-        return self.q, self.qt, self.inverse
+        return self.q, self.qt, self.scale
 
 
 def _use_kernels(model: nn.Module, name: str, recipe: Recipe) -> None:
@@ -844,7 +859,7 @@ def _use_kernels(model: nn.Module, name: str, recipe: Recipe) -> None:
     computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
     module = model.get_submodule(name)
     module.__class__, module.recipe, module.version = KernelLinear, recipe, None
-    for buffer in ("q", "qt", "inverse"):
+    for buffer in ("q", "qt", "scale"):
         module.register_buffer(buffer, None, persistent=False)
     if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
         model.token_losses = types.MethodType(_token_losses, model)

@@ -227,7 +227,7 @@ def without_copies(model):
     """The same model, in which weights are quantised at each use, as under FSDP2."""
     for module in model.modules():
         if isinstance(module, fp8.KernelLinear):
-            module.q = module.qt = module.inverse = None
+            module.q = module.qt = module.scale = None
     return model
 
 
@@ -372,7 +372,7 @@ def step(model, x, y):
 
 def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
     def copies():
-        return [copy for m in model.modules() if isinstance(m, fp8.KernelLinear) for copy in (m.q, m.qt, m.inverse)]
+        return [copy for m in model.modules() if isinstance(m, fp8.KernelLinear) for copy in (m.q, m.qt, m.scale)]
 
     (model, _), (x, y) = build("tensorwise+kernels", head=True), tokens()
     step(model, x, y)
