@@ -1,7 +1,6 @@
 """What makes the BF16 baseline the best one: it keeps no fp32 logits, reads the host once a step, waits for no collector."""
 
 import gc
-import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,76 +8,32 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import train
 from model import GPT
-from runtime import run
 from runtime.watchdog import Watchdog
-from tests.conftest import call_train, write_config
+from tests.conftest import call_train
 
-READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__contains__"}
-
-
-def kept_for_backward(model: GPT, backend: str | None, **options) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that a training micro-batch keeps for its backward pass."""
-    x = torch.randint(model.config.vocab_size, (2, model.config.n_ctx))
-    if backend:
-        model.compile(backend=backend, dynamic=False, fullgraph=True, **options)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((tuple(t.shape), t.dtype)) or t, lambda t: t):
-        loss = model(x, x).sum()
-    loss.backward()
-    assert loss.isfinite() and kept
-    return kept
+READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
+         "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
-@pytest.fixture
-def model(tiny):
-    model = GPT(replace(tiny.model, vocab_size=1000, vocab_multiple=1))     # a size that nothing else has
-    model.init_weights(1)
-    return model
-
-
-def test_the_compiled_step_keeps_the_logits_in_bf16_and_no_fp32_copy(model):
+def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input(tiny):
     """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
-    eager = [dtype for shape, dtype in kept_for_backward(model, None) if shape[-1:] == (1000,)]
+    kept = {}
+    for backend in ("eager", "aot_eager_decomp_partition"):
+        model = GPT(replace(tiny.model, vocab_size=1000, vocab_multiple=1))     # a size that nothing else has
+        model.init_weights(1)
+        model.compile(backend=backend, dynamic=False, fullgraph=True)
+        x, seen = torch.randint(1000, (2, model.config.n_ctx)), kept.setdefault(backend, [])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append((t.shape, t.dtype)) or t, lambda t: t):
+            loss = model(x, x).sum()
+        loss.backward()
+        assert loss.isfinite()
+    eager, compiled = ([dtype for shape, dtype in seen if shape[-1:] == (1000,)] for seen in kept.values())
     assert torch.float32 in eager, "eager keeps fp32 ones: the test can see them"
-    kept = [dtype for shape, dtype in kept_for_backward(model, "aot_eager_decomp_partition") if shape[-1:] == (1000,)]
-    assert kept == [torch.bfloat16]
-
-
-def test_so_does_no_block(model):
-    """What is larger than a block's input is kept in BF16: no fp32 copy of a norm's, of RoPE's or of SwiGLU's."""
-    kept = kept_for_backward(model, "aot_eager_decomp_partition")
-    weights = {tuple(p.shape) for p in model.parameters()}
-    whole = 2 * model.config.n_ctx * model.config.n_embd
-    assert not [(shape, dtype) for shape, dtype in kept if torch.Size(shape).numel() >= whole and dtype == torch.float32
-                and shape not in weights]
-
-
-class Reads(TorchFunctionMode):
-    """Notes in `seen`, under the place that `at` names, each call by which the host may wait for the device."""
-
-    def __init__(self, at: dict):
-        super().__init__()
-        self.at, self.seen = at, []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in READS:
-            self.seen.append((self.at["step"], func.__name__))
-        return func(*args, **(kwargs or {}))
-
-
-class Scalars(TorchDispatchMode):
-    """The same, of what torch itself reads beneath its functions."""
-
-    def __init__(self, reads: Reads):
-        super().__init__()
-        self.reads = reads
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"):
-            self.reads.seen.append((self.reads.at["step"], func._schema.name))
-        return func(*args, **(kwargs or {}))
+    assert compiled == [torch.bfloat16]
+    weights, whole = {p.shape for p in model.parameters()}, x.numel() * model.config.n_embd
+    assert not [shape for shape, dtype in kept["aot_eager_decomp_partition"]
+                if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
 
 
 @pytest.fixture
@@ -93,34 +48,27 @@ def within(monkeypatch):
     return at
 
 
-def test_a_step_reads_the_host_once(tiny, tmp_path, within, capsys):
-    reads = Reads(within)
-    with reads, Scalars(reads):
+def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, within, monkeypatch, capsys):
+    """Reads by Python's calls, and by what torch calls beneath its functions."""
+    seen, frozen = [], []
+
+    def note(name):
+        if name in READS and within["step"] is not None:
+            seen.append((within["step"], name))
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            note(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            note(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
+    with Functions(), Operators():
         done = call_train(capsys, tiny, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [seen for seen in reads.seen if seen[0] is not None] == [(step, "tolist") for step in range(1, 7)]
-
-
-def test_the_collector_is_frozen_once_when_all_is_compiled(tiny, tmp_path, within, monkeypatch, capsys):
-    calls = []
-    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr(run, "is_due", lambda every, step, is_due=run.is_due: calls.append(step) or is_due(every, step))
-    assert call_train(capsys, replace(tiny, steps=3), tmp_path).returncode == 0
-    assert calls.count("freeze") == 1 and calls[0] == "freeze", "after the first step, before anything else is due"
-
-
-@pytest.mark.gpu
-def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, within):
-    """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
-    config = replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True))
-    seen = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *rest: seen.append((within["step"], str(message)))
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            assert train.main([str(write_config(config, tmp_path / "tiny.py"))]) == 0
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    waits = [step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()]
-    assert waits == list(range(3, 9))
+    assert seen == [(step, "tolist") for step in range(1, 7)]
+    assert frozen == [1], "after the first step, when all is compiled"
