@@ -1,6 +1,7 @@
 """What makes the BF16 baseline the best one: it keeps no fp32 logits, reads the host once a step, waits for no collector."""
 
 import gc
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import train
 from model import GPT
 from runtime.watchdog import Watchdog
-from tests.conftest import call_train
+from tests.conftest import call_train, write_config
 
 READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
          "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
@@ -72,3 +74,19 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_p
     assert done.returncode == 0, done.stderr
     assert seen == [(step, "tolist") for step in range(1, 7)]
     assert frozen == [1], "after the first step, when all is compiled"
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, within):
+    """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
+    config, seen = replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest: seen.append((within["step"], str(message)))
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            assert train.main([str(write_config(config, tmp_path / "tiny.py"))]) == 0
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()]
+    assert waits == list(range(3, 9))

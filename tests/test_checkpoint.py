@@ -10,6 +10,7 @@ import re
 import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +36,8 @@ def tensors(step=0):
             {"model.a": (40, 16), "optim.a.exp_avg": (40, 16), "model.norm": (16,)}.items()}
 
 
-def saver_of(config, losses=(), world=ALONE, **policy):
-    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), world, dict(losses))
+def saver_of(config, losses=(), **policy):
+    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), ALONE, dict(losses))
 
 
 def save(config, *steps, **policy):
@@ -69,8 +70,13 @@ def steps_of(config):
     return [checkpoint.step_of(path) for path in checkpoints(config.run_dir)]
 
 
-def full(*_, **__):
-    raise OSError(28, "No space left on device")
+def failing(error):
+    def call(*_, **__):
+        raise error
+    return call
+
+
+full = failing(OSError(28, "No space left on device"))
 
 
 # --------------------------------------------------------------------------------------------------- read what was saved
@@ -89,7 +95,7 @@ def test_what_was_saved_comes_back_also_from_format_2(tiny):
         if version == 2:
             assert holds(path, 3) and read_manifest(path)["state"] == {
                 "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
-    with pytest.raises(UserError, match="has checkpoint format 7, this version reads 2 and 3: use the version that wrote it"):
+    with pytest.raises(UserError, match="checkpoint format 7, this version reads 2 and 3"):
         restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000003"]     # another format is not damage: it stays in place
 
@@ -100,18 +106,19 @@ def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_befo
     newest, told, filled = latest(tiny.run_dir), [], empty()
     file = newest / name
     whole = file.read_bytes()
-    for at in [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]:
-        flip_bit(file, at)
-        with pytest.raises(DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs from what was written"):
+    flips = [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]
+    for damage in [*flips, whole[:len(whole) // 2], b"", whole + b"\0"]:
+        if isinstance(damage, int):
+            flip_bit(file, damage)
+        else:
+            file.write_bytes(damage)
+        with pytest.raises(DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs"):
             read_manifest(newest)
-        flip_bit(file, at)
+        file.write_bytes(whole)
     assert read_manifest(newest)
-    for cut in (whole[:len(whole) // 2], b"", whole + b"\0"):
-        file.write_bytes(cut)
-        with pytest.raises(DamagedError, match="differs from what was written"):
-            read_manifest(newest)
+    flip_bit(file, 0)
     assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2 and same(filled, 2)
-    assert len(told) == 1 and told[0].startswith("checkpoint step_00000003 is damaged, set aside as bad_step_00000003: ")
+    assert len(told) == 1 and "step_00000003 is damaged, set aside as bad_step_00000003: " in told[0]
     save(tiny, 3)       # the step is trained again, and its file is lost
     file.unlink()
     assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2
@@ -127,10 +134,9 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(tiny):
     save(tiny, 1, 2)
     for path in checkpoints(tiny.run_dir):
         flip_bit(path / "__0_0.distcp", 99)
-    for told in ([], None):      # nor after a restart, which finds them set aside
-        with pytest.raises(MachineError, match="holds no checkpoint that is whole; damaged are bad_step_00000001, "
-                                               "bad_step_00000002: put back a copy of one as step_00000002, or delete"):
-            restore(tiny.run_dir, empty(), ALONE, pytest.fail if told is None else told.append)
+    for _ in range(2):      # nor after a restart, which finds them set aside
+        with pytest.raises(MachineError, match="damaged are bad_step_00000001, bad_step_00000002: .*step_00000002"):
+            restore(tiny.run_dir, empty(), ALONE, str)
     assert names(tiny) == ["bad_step_00000001", "bad_step_00000002"]
 
 
@@ -141,20 +147,14 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
                   {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}):
         with pytest.raises(UserError, match="the configuration does not fit"):
             restore(tiny.run_dir, wrong, ALONE, pytest.fail)
-
-    def fail(error):
-        def call(*_, **__):
-            raise error
-        return call
-
     for where, what, error, kind, told in (
-            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read: correct its rights"),
+            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read"),
             (checkpoint, "sha256_of", OSError(5, "Input/output error"), OSError, "Input/output error"),
             (dcp, "load", checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)}), MachineError,
-             r"could not be loaded \(EOFError: short read\): run the same command again, or move it away"),
+             r"could not be loaded \(EOFError: short read\)"),
             (dcp, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, "could not be loaded: ")):
         with monkeypatch.context() as patch:
-            patch.setattr(where, what, fail(error))
+            patch.setattr(where, what, failing(error))
             with pytest.raises(kind, match=told):
                 restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"] and holds(latest(tiny.run_dir), 1)
@@ -168,7 +168,7 @@ def test_only_finished_checkpoints_are_listed_in_the_order_of_their_steps(tiny):
     assert steps_of(tiny) == [1, 99_999_999, 100_000_000]
     shutil.rmtree(tiny.run_dir / "checkpoints")
     (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
-    with pytest.raises(UserError, match="has no finished checkpoint yet: train it first"):
+    with pytest.raises(UserError, match="has no finished checkpoint yet"):
         load_model(tiny.run_dir)
 
 
@@ -218,17 +218,16 @@ def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
     dcp.load({"model.norm": torch.zeros(16)}, no_dist=True, storage_reader=dcp.FileSystemReader(path))
     assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
     canary.rmdir()
-    with pytest.raises(MachineError, match=r"names .*(mkdir|BytesStorageMetadata), which no checkpoint of ours contains"):
+    with pytest.raises(MachineError, match=r"names .*(mkdir|BytesStorageMetadata)"):
         restore(tiny.run_dir, {"model.norm": torch.zeros(16)}, ALONE, pytest.fail)
     assert not canary.exists()
 
 
-@pytest.mark.parametrize("content", [eval, getattr, torch.load, io.open, 3, None],
-                         ids=lambda value: getattr(value, "__name__", str(value)))
-def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
+@pytest.mark.parametrize("content, told", [(eval, "could run code"), (torch.load, "could run code"), (3, "not be loaded")])
+def test_metadata_of_anything_but_tensors_is_refused(tiny, content, told):
     save(tiny, 1)
     forge(latest(tiny.run_dir), ".metadata", pickle.dumps(content))
-    with pytest.raises(DamagedError, match="refused because loading it could run code" if callable(content) else "not be loaded"):
+    with pytest.raises(DamagedError, match=told):
         holds(latest(tiny.run_dir), 1)
 
 
@@ -243,9 +242,8 @@ def test_metadata_as_python_3_13_writes_it_loads(tiny):
 # ------------------------------------------------------------------------------------------------- save in the background
 
 def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_call(tiny, monkeypatch):
-    hashing, sha256_of, made, host_buffer = threading.Event(), checkpoint.sha256_of, [], checkpoint._host_buffer
+    hashing, sha256_of = threading.Event(), checkpoint.sha256_of
     monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashing.wait(60) and sha256_of(path))
-    monkeypatch.setattr(checkpoint, "_host_buffer", lambda live: made.append(1) or host_buffer(live))
     saver, live, state = saver_of(tiny), tensors(1), {"guard": {"window": [1.0, 2.5]}}
     saver.save(1, live, state, tiny)
     state["guard"]["window"].append(3.0)
@@ -258,30 +256,28 @@ def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_
     saver.save(2, tensors(3), {}, tiny)     # of a step that was saved already: not written again
     saver.finish()
     first, second = checkpoints(tiny.run_dir)
-    assert holds(first, 1) and holds(second, 2) and len(made) == 3, "host buffers are used again"
+    assert holds(first, 1) and holds(second, 2)
     assert read_manifest(first)["state"] == {"guard": {"window": [1.0, 2.5]}}
 
 
 @pytest.mark.parametrize("where, what", [(checkpoint, "write_atomically"), (checkpoint, "sha256_of"), (dcp, "save"),
-                                         (checkpoint, "_host_buffer"), (os, "rename")])
+                                         (torch.Tensor, "copy_"), (os, "rename")])
 def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeypatch, where, what):
     saver = saver_of(tiny)
     for step in (2, 3, 5, 6, 7):
         with monkeypatch.context() as patch:
             patch.setattr(where, what, full)
-            saver._copies = {}
             saver.save(step, tensors(step), {}, tiny)
-            saver.staged()
             saver.wait()
         assert saver.failures[-1].startswith(f"checkpoint step_0000000{step} could not be written under {tiny.run_dir}/checkp")
-        with pytest.raises(MachineError, match="No space left .* GiB are free on its disk.: correct that, then run the same"):
+        with pytest.raises(MachineError, match="No space left .* GiB are free"):
             saver.finish()
         if step == 3:       # one good save counts the others out
             assert names(tiny) == []
             saver.save(4, tensors(4), {}, tiny)
             saver.finish()
             assert holds(latest(tiny.run_dir), 4)
-    with pytest.raises(MachineError, match="3 saves in a row have failed, the last: .*step_00000007 .*No space"):
+    with pytest.raises(MachineError, match="3 saves in a row have failed, .*step_00000007 .*No space"):
         saver.save(8, tensors(8), {}, tiny)
     assert len(saver.failures) == 5 and names(tiny) == ["step_00000004"]
 
@@ -290,22 +286,21 @@ def test_a_save_without_room_says_how_much_it_needs_and_writes_nothing(tiny, mon
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     saver = saver_of(tiny)
     saver.save(1, {"model.a": torch.zeros(2**18)}, {}, tiny)
-    with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free on its disk"):
+    with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free"):
         saver.finish()
     assert names(tiny) == []
 
 
-def test_a_folder_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, ignore_errors=False: ignore_errors or full())
-    assert steps_of(tiny) == [] and not save(tiny, 1, 2, 3, keep=1).failures and steps_of(tiny) == [2, 3]
-
-
-def test_pruning_that_fails_is_told_and_the_save_is_good(tiny, monkeypatch):
-    saver = save(tiny, 1, 2, 3, keep=1)
-    monkeypatch.setattr(checkpoint, "_remove", full)
+def test_an_old_checkpoint_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
+    rename = os.rename
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, ignore_errors=False: ignore_errors or full())
+        assert not save(tiny, 1, 2, 3, keep=1).failures and steps_of(tiny) == [2, 3]
+    saver = saver_of(tiny, keep=1)
+    monkeypatch.setattr(os, "rename", lambda a, b: full() if "tmp" in Path(b).name else rename(a, b))
     saver.save(4, tensors(4), {}, tiny)
     saver.finish()
-    assert saver.failures == ["an old checkpoint could not be removed: [Errno 28] No space left on device"]
+    assert len(saver.failures) == 1 and "an old checkpoint could not be removed" in saver.failures[0]
     assert steps_of(tiny) == [2, 3, 4]
 
 
@@ -377,14 +372,13 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
 
 # -------------------------------------------------------------------------------------------------------- of branches
 
-def test_pairs_of_branches_match_whatever_trunk_they_left(tiny, tmp_path):
-    fp8 = replace(tiny, fp8=FP8Config(recipe="tensorwise"), optim=replace(tiny.optim, schedule="wsd"),
-                  start_from=f"{tmp_path}/trunk/checkpoints/step_00000004")
-    bf16 = replace(fp8, fp8=FP8Config(recipe="off"), start_from=fp8.start_from.replace("trunk", "trunk_bf16"))
-    assert pair_id(bf16) == pair_id(fp8) == pair_id(replace(bf16, start_from=None)) != pair_id(replace(bf16, steps=9))
-    imported = replace(bf16, start_from=f"{tmp_path}/llama/checkpoints/step_00000000")
-    other = replace(imported, start_from=f"{tmp_path}/qwen/checkpoints/step_00000000")
-    assert pair_id(imported) == pair_id(replace(imported, fp8=fp8.fp8))
-    assert len({pair_id(config) for config in (bf16, imported, other)}) == 3, "weights that came from elsewhere count"
-    assert [tuple(lineage(config).values()) for config in (fp8, imported, replace(bf16, start_from=None))] == [
+def test_branches_pair_whatever_trunk_they_left_but_not_whatever_model_they_imported(tiny, tmp_path):
+    branch = replace(tiny, fp8=FP8Config(recipe="tensorwise"), optim=replace(tiny.optim, schedule="wsd"),
+                     start_from=f"{tmp_path}/trunk/checkpoints/step_00000004")
+    llama, qwen = (replace(branch, start_from=f"{tmp_path}/{name}/checkpoints/step_00000000") for name in ("llama", "qwen"))
+    whole, off = replace(branch, start_from=None), FP8Config()
+    assert pair_id(branch) == pair_id(whole) == pair_id(replace(branch, fp8=off))
+    assert pair_id(llama) == pair_id(replace(llama, fp8=off))
+    assert len({pair_id(config) for config in (branch, llama, qwen)}) == 3, "weights that came from elsewhere count"
+    assert [tuple(lineage(config).values()) for config in (branch, llama, whole)] == [
         ("trunk", 4, None), (None, None, "llama"), (None, None, None)]

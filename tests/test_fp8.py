@@ -18,7 +18,7 @@ KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", 
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
-KINDS = ["random", "graded", "opposed", "heavy", "zero", "outlier"]
+KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
 GPU = "H100 of the test"
 
 
@@ -65,9 +65,7 @@ def distance(a, b):
 def operands(kind):
     torch.manual_seed(0)
     x, g, w = torch.randn(32, 64), torch.randn(32, 96), 0.05 * torch.randn(96, 64)
-    if kind == "graded":            # rows and columns of very different size
-        x, g = x * torch.logspace(-2, 1, 32)[:, None], g * torch.logspace(1, -2, 96)
-    elif kind == "opposed":         # what is small in one operand is large in the other: a scale along the wrong dimension shows
+    if kind == "opposed":           # what is small in one operand is large in the other: a scale along the wrong dimension shows
         rows, columns = torch.logspace(-3, 3, 32)[:, None], torch.logspace(-3, 3, 96)
         x, w, g = x * rows, w * columns[:, None], g / rows / columns
     elif kind == "heavy":           # Cauchy: a few values hold most of the norm
@@ -207,17 +205,14 @@ def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoi
     assert list(a) == list(b) and all(a[k].dtype == b[k].dtype == torch.float32 and torch.equal(a[k], b[k]) for k in a)
     assert model.head.weight is model.wte.weight and model.counts() == plain.counts()
     assert [(layer.recipe, layer.kernels) for layer in layers] == [(label.removesuffix("+kernels"), label in KERNELS)] * 9
-    losses = model(x, y)
+    losses, bf16 = model(x, y), plain(x, y)
     losses.sum().backward()
-    for name, p in model.named_parameters():
-        assert p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
-    bf16 = plain(x, y)
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
     assert bf16.sum() != losses.sum(), "training in BF16 under an FP8 name"
     assert abs(bf16.sum() - losses.sum()) / bf16.sum() < 2.5e-3
     with torch.no_grad():
-        with fp8.in_bf16(model):
-            assert torch.equal(model(x, y), bf16)
         with pytest.raises(RuntimeError, match="inside"), fp8.in_bf16(model):
+            assert torch.equal(model(x, y), bf16)
             raise RuntimeError("inside")
         assert torch.allclose(model(x, y), losses, rtol=1e-5)      # with gradients our kernels compute the loss in one piece
 
@@ -244,7 +239,7 @@ class Piece(torch.nn.Module):
 def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
     """One graph, forward and backward. Fused kernels keep fp32 where eager ones round to BF16 in between, and a value at the
     edge of a float8 step then falls to the other side: with those roundings kept, both must agree closely."""
-    eager, compiled, (x, _, g) = Piece(), Piece(), operands("graded")
+    eager, compiled, (x, _, g) = Piece(), Piece(), operands("opposed")
     compiled.compile(dynamic=False, fullgraph=True)
     for factor in (1.0, -1.5):
         results = []
