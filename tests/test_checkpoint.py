@@ -1,13 +1,12 @@
 """Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is loaded. Branches, and all of
 this through train.py: tests/test_faults.py."""
 
+import contextlib
 import hashlib
-import io
 import json
 import os
 import pickle
 import re
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -87,14 +86,11 @@ def test_what_was_saved_comes_back_also_from_format_2(tiny):
     manifest = read_manifest(path)
     assert path.name == "step_00000003" and holds(path, 3)
     assert (manifest["format_version"], manifest["step"], manifest["state"]) == (3, 3, {"updates": 3})
-    for version in (2, 7):
-        text = json.dumps(manifest | {"format_version": version, "state": {
-            "updates": 3, "moved_on": 4, "train_s": 2.5, "probe_s": 0.5, "guard": {"train_s": 1}}})
-        (path / "manifest.json").write_text(text)
-        (path / "DONE").write_text(hashlib.sha256(text.encode()).hexdigest())
-        if version == 2:
-            assert holds(path, 3) and read_manifest(path)["state"] == {
-                "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
+    seal(path, manifest | {"format_version": 2, "state": {
+        "updates": 3, "moved_on": 4, "train_s": 2.5, "probe_s": 0.5, "guard": {"train_s": 1}}})
+    assert holds(path, 3) and read_manifest(path)["state"] == {
+        "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
+    seal(path, manifest | {"format_version": 7})
     with pytest.raises(UserError, match="checkpoint format 7, this version reads 2 and 3"):
         restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000003"]     # another format is not damage: it stays in place
@@ -129,17 +125,6 @@ def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_befo
         assert names(tiny) == ["bad_step_00000003", "bad_step_00000003_2", "step_00000002"] and "cannot be read" in told[1]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(tiny):
-    assert restore(tiny.run_dir, empty(), ALONE, pytest.fail) is None       # there never was one
-    save(tiny, 1, 2)
-    for path in checkpoints(tiny.run_dir):
-        flip_bit(path / "__0_0.distcp", 99)
-    for _ in range(2):      # nor after a restart, which finds them set aside
-        with pytest.raises(MachineError, match="damaged are bad_step_00000001, bad_step_00000002: .*step_00000002"):
-            restore(tiny.run_dir, empty(), ALONE, str)
-    assert names(tiny) == ["bad_step_00000001", "bad_step_00000002"]
-
-
 def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch):
     """Missing rights, too little memory, another model: none is damage."""
     save(tiny, 1)
@@ -161,15 +146,15 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
 
 
 def test_only_finished_checkpoints_are_listed_in_the_order_of_their_steps(tiny):
+    (tiny.run_dir).mkdir(parents=True)
+    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
+    with pytest.raises(UserError, match="no finished checkpoint yet"):
+        load_model(tiny.run_dir)
     save(tiny, 1, 99_999_999, 100_000_000)
     for odd in ("step_x", "step_12", "bad_step_00000002", ".tmp_step_00000003"):
         (tiny.run_dir / "checkpoints" / odd).mkdir()
         (tiny.run_dir / "checkpoints" / odd / "DONE").touch()
     assert steps_of(tiny) == [1, 99_999_999, 100_000_000]
-    shutil.rmtree(tiny.run_dir / "checkpoints")
-    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
-    with pytest.raises(UserError, match="has no finished checkpoint yet"):
-        load_model(tiny.run_dir)
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
@@ -182,53 +167,38 @@ def forge(path, name, content):
     seal(path, manifest)
 
 
-class Attack:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.canary),)
+def attack(canary):
+    """A pickle that makes a folder."""
+    return f"cos\nmkdir\n(V{canary}\ntR.".encode()
 
 
-def attack_in_metadata(path, attack):
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.planner_data = attack
-    forge(path, ".metadata", pickle.dumps(metadata))
+def attack_in_metadata(path, canary):
+    forge(path, ".metadata", attack(canary))
 
 
-def attack_as_a_tensor(path, attack):
+def attack_as_a_tensor(path, canary):
     """DCP unpickles an item of bytes, though a tensor was asked for under its name."""
-    metadata, bomb = pickle.loads((path / ".metadata").read_bytes()), io.BytesIO()
-    torch.save(attack, bomb)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     place = metadata.storage_data.pop(next(i for i in metadata.storage_data if i.fqn == "model.norm"))
     metadata.state_dict_metadata["model.norm"] = BytesStorageMetadata()
-    place.offset, place.length = 0, len(bomb.getvalue())
+    place.offset, place.length = 0, len(attack(canary))
     metadata.storage_data[MetadataIndex("model.norm")] = place
-    forge(path, place.relative_path, bomb.getvalue())
+    forge(path, place.relative_path, attack(canary))
     forge(path, ".metadata", pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("plant", [attack_in_metadata, attack_as_a_tensor])
-def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
+@pytest.mark.parametrize("plant, named", [(attack_in_metadata, "mkdir"), (attack_as_a_tensor, "BytesStorageMetadata")])
+def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant, named):
     save(tiny, 1)
-    path, canary = latest(tiny.run_dir), tmp_path / "canary"
-    plant(path, Attack(canary))
-    dcp.load({"model.norm": torch.zeros(16)}, no_dist=True, storage_reader=dcp.FileSystemReader(path))
+    path, canary, filled = latest(tiny.run_dir), tmp_path / "canary", {"model.norm": torch.zeros(16)}
+    plant(path, canary)
+    with contextlib.suppress(BaseException):
+        dcp.load(filled, no_dist=True, storage_reader=dcp.FileSystemReader(path))
     assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
     canary.rmdir()
-    with pytest.raises(MachineError, match=r"names .*(mkdir|BytesStorageMetadata)"):
-        restore(tiny.run_dir, {"model.norm": torch.zeros(16)}, ALONE, pytest.fail)
+    with pytest.raises(MachineError, match=f"names .*{named}"):
+        restore(tiny.run_dir, filled, ALONE, pytest.fail)
     assert not canary.exists()
-
-
-@pytest.mark.parametrize("content, told", [(eval, "could run code"), (torch.load, "could run code"), (3, "not be loaded")])
-def test_metadata_of_anything_but_tensors_is_refused(tiny, content, told):
-    save(tiny, 1)
-    forge(latest(tiny.run_dir), ".metadata", pickle.dumps(content))
-    with pytest.raises(DamagedError, match=told):
-        holds(latest(tiny.run_dir), 1)
 
 
 def test_metadata_as_python_3_13_writes_it_loads(tiny):
@@ -260,35 +230,20 @@ def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_
     assert read_manifest(first)["state"] == {"guard": {"window": [1.0, 2.5]}}
 
 
-@pytest.mark.parametrize("where, what", [(checkpoint, "write_atomically"), (checkpoint, "sha256_of"), (dcp, "save"),
-                                         (torch.Tensor, "copy_"), (os, "rename")])
-def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeypatch, where, what):
+def test_a_save_that_cannot_begin_is_noted_and_the_next_one_is_good(tiny, monkeypatch):
+    """Without memory for its copies or room on the disk; saves that fail later: tests/test_faults.py."""
     saver = saver_of(tiny)
-    for step in (2, 3, 5, 6, 7):
-        with monkeypatch.context() as patch:
-            patch.setattr(where, what, full)
-            saver.save(step, tensors(step), {}, tiny)
-            saver.wait()
-        assert saver.failures[-1].startswith(f"checkpoint step_0000000{step} could not be written under {tiny.run_dir}/checkp")
-        with pytest.raises(MachineError, match="No space left .* GiB are free"):
-            saver.finish()
-        if step == 3:       # one good save counts the others out
-            assert names(tiny) == []
-            saver.save(4, tensors(4), {}, tiny)
-            saver.finish()
-            assert holds(latest(tiny.run_dir), 4)
-    with pytest.raises(MachineError, match="3 saves in a row have failed, .*step_00000007 .*No space"):
-        saver.save(8, tensors(8), {}, tiny)
-    assert len(saver.failures) == 5 and names(tiny) == ["step_00000004"]
-
-
-def test_a_save_without_room_says_how_much_it_needs_and_writes_nothing(tiny, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    saver = saver_of(tiny)
-    saver.save(1, {"model.a": torch.zeros(2**18)}, {}, tiny)
-    with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free"):
+    saver.save(1, {"model.a": torch.zeros(4, device="meta")}, {}, tiny)
+    with pytest.raises(MachineError, match="step_00000001 could not be written"):
         saver.finish()
-    assert names(tiny) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        saver.save(2, {"model.b": torch.zeros(2**18)}, {}, tiny)
+        with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free"):
+            saver.finish()
+    assert len(saver.failures) == 2 and names(tiny) == []
+    saver = save(tiny, 3)
+    assert saver.failures == [] and holds(latest(tiny.run_dir), 3)
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
@@ -360,14 +315,11 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
     assert steps_of(tiny) == [6, 7]
     saver.roll_back(6)
     assert steps_of(tiny) == [6]
-    for step in (7, 8, 9):      # step 7 with other weights, whose loss is not known
-        saver.save(step, tensors(step + 1), {}, tiny)
-    saver.finish()
-    assert steps_of(tiny) == [6, 8, 9] and holds(latest(tiny.run_dir), 10)
-    for step, consecutive, there in ((10, 1, [6, 8, 9, 10]), (11, 0, [6, 10, 11])):     # the weights may be what is wrong
-        saver.save(step, tensors(step), {"guard": {"consecutive": consecutive}}, tiny)
+    for step, consecutive, there in ((7, 0, [6, 7]), (8, 0, [6, 7, 8]), (9, 0, [6, 8, 9]),       # step 7 with other weights
+                                     (10, 1, [6, 8, 9, 10]), (11, 0, [6, 10, 11])):     # the weights may be what is wrong
+        saver.save(step, tensors(step + 1), {"guard": {"consecutive": consecutive}}, tiny)
         saver.finish()
-        assert steps_of(tiny) == there
+        assert steps_of(tiny) == there and holds(latest(tiny.run_dir), step + 1)
 
 
 # -------------------------------------------------------------------------------------------------------- of branches

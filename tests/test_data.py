@@ -17,7 +17,7 @@ from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
-from runtime.shards import damage, new_file, read_index, remove_shards
+from runtime.shards import damage, read_index, remove_shards
 from tests import conftest
 
 SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
@@ -103,8 +103,6 @@ def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
 def test_simple_ratios_are_exact_and_so_is_a_whole_period():
     assert shares({"a": 0.8, "b": 0.07, "c": 0.03, "d": 0.1}) == {"a": 80, "b": 7, "c": 3, "d": 10}
     assert shares({"a": 1 / 3, "b": 1 / 3}) == {"a": 1, "b": 1} and shares({"a": 4.0, "b": 6.0}) == {"a": 2, "b": 3}
-    with pytest.raises(UserError, match="'b' the weight 1e-09"):
-        shares({"a": 1.0, "b": 1e-9})
     counts = [17_000, 8_000, 1_214, 1]
     assert np.bincount(schedule(counts, sum(counts))).tolist() == counts
 
@@ -285,7 +283,9 @@ def test_training_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
 
-def test_more_than_the_data_allows_or_too_little_for_a_window_is_refused(folder):
+def test_more_than_the_data_allows_or_too_little_is_refused(folder):
+    with pytest.raises(UserError, match="'b' the weight 1e-09"):
+        shares({"a": 1.0, "b": 1e-9})
     said = refusal(folder, steps=40, max_epochs=1.5)        # 64 sequences of b, which has 7 windows
     assert "512 tokens of b" in said and "has 56: 9.14 epochs" in said and said.count("\n") == 2, "a and c are short as well"
     assert "set data.max_epochs=9.15, or steps=6 at most" in said
@@ -373,15 +373,7 @@ def test_damage_names_the_file_and_training_needs_whole_shards_alone(folder, nam
             assert str(path) in (said := refusal(folder)) and f"promises {len(content)} bytes" in said
 
 
-def test_a_new_file_is_there_whole_or_not_at_all_and_only_our_own_are_removed(tmp_path):
-    with pytest.raises(KeyError), new_file(tmp_path / "index.json") as file:
-        file.write(b"half")
-        raise KeyError
-    assert not list(tmp_path.iterdir())
-    with new_file(tmp_path / "index.json") as file:
-        file.write(b"whole")
-        assert not (tmp_path / "index.json").exists()
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"whole"]
+def test_only_shards_hashes_and_index_are_removed(tmp_path):
     foreign = ["my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"]
     for name in ["train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign]:
         (tmp_path / name).touch()

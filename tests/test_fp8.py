@@ -160,18 +160,6 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
 
 
-@pytest.mark.parametrize("grad", [E4M3, E5M2])
-def test_torchs_own_float8_matmul_agrees(grad):
-    """The one place that asks torch for it on a CPU, on a tiny shape: it is slow on some."""
-    torch.manual_seed(0)
-    a, b = (10 * torch.randn(16, 32)).to(grad), (10 * torch.randn(16, 32)).to(E4M3).t()
-    one, other = torch.tensor(0.03), torch.tensor(1.7)
-    theirs = torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.bfloat16)
-    exact = (a.double() * one.double()) @ (b.double() * other.double())
-    for got in (theirs, fp8.scaled_mm(a, one, b, other, torch.bfloat16)):
-        assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()      # BF16: half a unit of 8 bits
-
-
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 def test_rounding_is_torchs_cast(format):
     """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""
@@ -338,7 +326,7 @@ def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
     model, layers = build("tensorwise")
     lines = fp8.table(layers, "tensorwise", "cpu")
     assert lines[0] == "fp8: layers.*.attn.qkv        64 x 192    x2   -> tensorwise"
-    assert "head" in lines[4] and "kept BF16: head (fp8.head=false)" in lines[4] and "emulated" in lines[6]
+    assert "kept BF16: head" in lines[4] and "emulated" in lines[6]
     matrices = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.ndim == 2)
     assert f"8 of 9 Linears, {matrices / (matrices + model.head.weight.numel()):.1%} of" in lines[5]
     for gpu in (None, "NVIDIA A100-SXM4-80GB"):

@@ -1,5 +1,5 @@
 """model.py: forward pass, gradients and cache against a second implementation in numpy; initial weights, dtypes, counts and
-refusals against closed forms and numbers worked out by hand."""
+refusals against closed forms. That transformers computes the same bits: tests/test_export.py, test_hf_layout.py."""
 
 import math
 from dataclasses import replace
@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model_reference import TINY, VARIANTS, build, build_rough, reference_frequencies, reference_logits, rms, tokens
+from model_reference import TINY, VARIANTS, build, build_rough, reference_logits, rms, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig, KVCache, RMSNorm, rope_frequencies
+from model import GPT, GPTConfig, KVCache, RMSNorm
 
 
 def cross_entropy64(logits, y):
@@ -38,28 +38,14 @@ def test_logits_and_loss_equal_the_float64_reference(name):
     np.testing.assert_allclose(later[:, :10], got[:, :10], rtol=0, atol=1e-6, err_msg="future tokens change past logits")
 
 
-def test_rms_norm_equals_its_formula_and_rounds_in_hugging_faces_order():
+def test_rms_norm_equals_its_formula_for_huge_and_tiny_inputs():
     norm, generator = RMSNorm(64, 1e-5), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        norm.weight.copy_(1 + 0.1 * torch.randn(64, generator=generator))
-    x = 3 * torch.randn(50, 64, generator=generator)
+        norm.weight.copy_(torch.randn(64, generator=generator))
+    x = torch.randn(5, 64, generator=generator)
     for scale in (1e-6, 1.0, 1e12):
         expected = rms(x.double().numpy() * scale, norm.weight.detach().double().numpy(), 1e-5)
         np.testing.assert_allclose(norm(x * scale).detach().numpy(), expected, rtol=2e-6, atol=1e-9)
-    x = x.bfloat16()
-    normalised = (x.float() / (x.float().pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()).bfloat16()
-    expected, multiplied_first = norm.weight.bfloat16() * normalised, (normalised.float() * norm.weight).bfloat16()
-    assert norm(x).dtype == torch.bfloat16 and (multiplied_first != expected).float().mean() > 0.1
-    assert (norm(x) != expected).float().mean() < 0.01      # rsqrt against 1/sqrt may differ in a last bit before rounding
-
-
-@pytest.mark.parametrize("settings", [
-    {}, {"rope_theta": 500_000.0, "rope_factor": 8.0},
-    {"rope_theta": 500_000.0, "rope_factor": 32.0, "rope_low_freq": 2.0, "rope_high_freq": 8.0, "rope_original_ctx": 4096},
-])
-def test_rope_frequencies_follow_the_published_rule(settings):
-    config = replace(TINY, n_embd=256, n_head=2, **settings)       # heads of 128 channels, as Llama 3.1's
-    np.testing.assert_allclose(rope_frequencies(config).numpy(), reference_frequencies(config), rtol=3e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- gradients

@@ -71,7 +71,7 @@ def same(a, b) -> bool:
 
 # ----------------------------------------------------------------------------------------------------- one process alone
 
-@pytest.mark.parametrize("recipe", ["off", *RECIPES])
+@pytest.mark.parametrize("recipe", ["off", "tensorwise", "mxfp8"])      # all of them: on two ranks, below
 def test_recomputation_changes_no_bit_and_no_name_and_nothing_that_a_probe_sees(tiny, recipe, tmp_path):
     seen = []
     for recompute in (False, True):
