@@ -11,6 +11,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -69,15 +70,6 @@ def steps_of(config):
     return [checkpoint.step_of(path) for path in checkpoints(config.run_dir)]
 
 
-def failing(error):
-    def call(*_, **__):
-        raise error
-    return call
-
-
-full = failing(OSError(28, "No space left on device"))
-
-
 # --------------------------------------------------------------------------------------------------- read what was saved
 
 def test_what_was_saved_comes_back_also_from_format_2(tiny):
@@ -132,14 +124,11 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
                   {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}):
         with pytest.raises(UserError, match="the configuration does not fit"):
             restore(tiny.run_dir, wrong, ALONE, pytest.fail)
-    for where, what, error, kind, told in (
+    for where, what, error, kind, told in (     # a read that fails: tests/test_faults.py
             (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read"),
-            (checkpoint, "sha256_of", OSError(5, "Input/output error"), OSError, "Input/output error"),
-            (dcp, "load", checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)}), MachineError,
-             r"could not be loaded \(EOFError: short read\)"),
             (dcp, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, "could not be loaded: ")):
         with monkeypatch.context() as patch:
-            patch.setattr(where, what, failing(error))
+            patch.setattr(where, what, mock.Mock(side_effect=error))
             with pytest.raises(kind, match=told):
                 restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"] and holds(latest(tiny.run_dir), 1)
@@ -248,15 +237,10 @@ def test_a_save_that_cannot_begin_is_noted_and_the_next_one_is_good(tiny, monkey
 
 def test_an_old_checkpoint_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
     rename = os.rename
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.shutil, "rmtree", lambda *_, ignore_errors=False: ignore_errors or full())
-        assert not save(tiny, 1, 2, 3, keep=1).failures and steps_of(tiny) == [2, 3]
-    saver = saver_of(tiny, keep=1)
-    monkeypatch.setattr(os, "rename", lambda a, b: full() if "tmp" in Path(b).name else rename(a, b))
-    saver.save(4, tensors(4), {}, tiny)
-    saver.finish()
-    assert len(saver.failures) == 1 and "an old checkpoint could not be removed" in saver.failures[0]
-    assert steps_of(tiny) == [2, 3, 4]
+    monkeypatch.setattr(os, "rename", lambda a, b: os.mkdir(a) if "tmp" in Path(b).name else rename(a, b))      # it is there
+    saver = save(tiny, 1, 2, 3, 4, keep=1)
+    assert len(saver.failures) == 2 and all("an old checkpoint could not be removed" in told for told in saver.failures)
+    assert steps_of(tiny) == [1, 2, 3, 4]
 
 
 def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):

@@ -25,8 +25,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 import train
 from eval.loss import evaluate
-from model import KVCache
-from runtime import fp8, optim, parallel
+from runtime import fp8, parallel
 from runtime.checkpoint import Saver, latest, load_model, read_manifest
 from runtime.cli import UserError
 from runtime.config import FP8Config, ProbeConfig, config_from_dict
@@ -85,8 +84,8 @@ def test_recomputation_changes_no_bit_and_no_name_and_nothing_that_a_probe_sees(
 
 
 def test_a_recomputed_block_runs_twice_a_step_and_keeps_its_input_alone(tiny):
-    """Nor is a pass without gradients recomputed, or one with a cache, which sampling makes."""
-    seen, logits, ids = [], [], torch.arange(9)[None]
+    """A pass without gradients is not recomputed."""
+    seen = []
     for recompute in (False, True):
         built, calls, sizes = build(tiny, model={"loss_chunk": 16}, recompute=recompute), [], []
         for block in built.model.layers:
@@ -96,11 +95,8 @@ def test_a_recomputed_block_runs_twice_a_step_and_keeps_its_input_alone(tiny):
         with torch.no_grad():
             built.model(torch.zeros(1, 32, dtype=torch.long))
         seen.append((len(calls), sum(sizes)))       # elements kept, the inner tensors of checkpointed regions aside
-        cache = KVCache()
-        built.model(ids[:, :8], cache=cache)
-        logits.append(built.model(ids[:, 8:], cache=cache))
     (calls, plain), (again, less) = seen
-    assert (calls, again) == (4, 6) and less < plain / 2 and torch.equal(*logits)
+    assert (calls, again) == (4, 6) and less < plain / 2
 
 
 def test_compiled_recomputation_rounds_like_compilation_itself(tiny):
@@ -128,20 +124,6 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch
     config = replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in changes.items()})
     with pytest.raises(UserError, match=told):
         parallel.start(config)
-
-
-@pytest.mark.parametrize("shared, nodes, restarts", [("True", "1", "1"), ("True", "2", "0"), ("False", "2", "1")])
-def test_a_store_that_outlives_its_workers_gets_keys_of_the_attempt(tiny, monkeypatch, shared, nodes, restarts):
-    """Not another, since nodes may disagree on the count of restarts (pytorch#135712). These starts are not refused."""
-    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "GROUP_WORLD_SIZE": nodes, "TORCHELASTIC_MAX_RESTARTS": restarts,
-                        "TORCHELASTIC_USE_AGENT_STORE": shared, "TORCHELASTIC_RESTART_COUNT": "3"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(ValueError, match="MASTER_ADDR"):    # what comes after the check
-        parallel.start(tiny)
-    store = dist.HashStore()
-    parallel.own_keys(store).set("address", "x")
-    assert store.check(["attempt3/address" if shared == "True" else "address"])
 
 
 def test_shards_that_torchao_would_not_pad_are_refused(tiny):
@@ -195,45 +177,27 @@ def work(folder: Path) -> None:
 
 
 def gathered(config, recipe: str, world) -> dict:
-    """One model gathered as float8, its head too, and its plain twin with the same weights."""
-    built, (x, y) = build(config, world, replace(GATHERED, recipe=recipe, head=True), {"tied": False}), tokens(world.rank)
-    model, twin = built.model, build(config, world, model={"tied": False}).model
-    sizes, gather = [], dist.all_gather_single
+    """Of weights gathered as float8, the head's too, then of plain ones: bytes that this rank gives to the all-gathers of a
+    forward pass, the loss as trained, the loss in BF16 within a block that fails, the loss after it; all-reduces of a refresh."""
+    seen, gather, (x, y) = {"sent": [], "losses": []}, dist.all_gather_single, tokens(world.rank)
+    for fp8_config in (replace(GATHERED, recipe=recipe, head=True), None):
+        model, sizes, losses = build(config, world, fp8_config, {"tied": False}).model, [], []
 
-    @torch.no_grad()
-    def loss(of):
-        return of(x, y).tolist()
+        def counted(output, input, *args, sizes=sizes, **kwargs):
+            sizes.append(input.numel() * input.itemsize)
+            return gather(output, input, *args, **kwargs)
 
-    def counted(output, input, *args, **kwargs):
-        sizes.append(input.numel() * input.itemsize)
-        return gather(output, input, *args, **kwargs)
-
-    with mock.patch.object(dist, "all_gather_single", counted):
-        seen = {"float8": [loss(model)], "sent": sum(sizes)}
-        seen |= {"plain": loss(twin), "sent_plain": sum(sizes) - seen["sent"]}
-    with contextlib.suppress(KeyError), fp8.in_bf16(model):
-        seen["in_bf16"] = loss(model)
-        raise KeyError
-    seen["float8"].append(loss(model))
-
-    model(x, y).sum().backward()
-    seen["norms"] = [parallel.clip_gradients(model, 1e-2).item() for _ in range(2)]
-    built.optimizer.step()
-    seen["states"] = sorted({type(t._local_tensor).__name__ for t in optim.state_tensors(built.optimizer, model).values()})
-    with CommDebugMode() as mode:
-        fp8.refresh_fp8_weights(model)
-    seen["all_reduces"], seen["scales"] = mode.get_total_counts(), []
-    for p in filter(fp8.is_wrapped, model.parameters()):
-        amax = fp8.unwrap(p.detach()).full_tensor().abs().max().double()
-        seen["scales"].append((p._local_tensor._precomputed_scale.item(), (448 / amax).float().item()))
-    with fp8.in_bf16(model):
-        seen["in_bf16_later"] = loss(model)
-    fp8.reshard(model)
-    fp8.reshard(twin)
-    with torch.no_grad():
-        for p, q in zip(twin.parameters(), model.parameters(), strict=True):
-            p.copy_(fp8.unwrap(q.detach()))
-    seen["plain_later"] = loss(twin)
+        with torch.no_grad(), mock.patch.object(dist, "all_gather_single", counted):
+            losses.append(model(x, y).tolist())
+            seen["sent"].append(sum(sizes))
+            with contextlib.suppress(KeyError), fp8.in_bf16(model):
+                losses.append(model(x, y).tolist())
+                raise KeyError
+            losses.append(model(x, y).tolist())
+        seen["losses"].append(losses)
+        with CommDebugMode() as mode:
+            fp8.refresh_fp8_weights(model)
+        seen.setdefault("all_reduces", mode.get_total_counts())
     return seen
 
 
@@ -374,17 +338,14 @@ def test_a_recomputed_deterministic_run_is_the_same_run(ranks, tmp_path, capsys,
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_one_model_gathered_as_float8_against_its_plain_twin(ranks, at):
+def test_weights_gathered_as_float8_send_half_and_evaluate_in_bf16_as_plain_ones(ranks, at):
     seen, c = ranks.gathered[at], ranks.whole.model
-    assert seen["in_bf16"] == seen["plain"]
-    assert seen["in_bf16_later"] == seen["plain_later"] != seen["plain"]
-    assert seen["float8"] == [seen["float8"][0]] * 2 != [seen["plain"]] * 2, "in_bf16 must end, even after an error"
+    (trained, in_bf16, after), plain = seen["losses"]
+    assert [in_bf16] * 3 == plain and trained == after != in_bf16, "in_bf16 must end, even after an error"
     # Each of the 2 ranks sends half: a byte less for each of the Linears' values, BF16 else, three less for the head's, fp32.
     linears = c.n_layer * (4 * c.n_embd**2 + 3 * c.n_embd * c.n_ffn)
-    assert 2 * (seen["sent_plain"] - seen["sent"]) == linears + 3 * c.vocab_padded * c.n_embd
-    assert seen["all_reduces"] == 1 and len(seen["scales"]) == 9 and all(have == want for have, want in seen["scales"])
-    assert seen["norms"][0] > 1 and seen["norms"][1] == pytest.approx(1e-2, rel=1e-3)
-    assert seen["states"] == ["Tensor"], "an optimizer's moments are plain"
+    assert 2 * (seen["sent"][1] - seen["sent"][0]) == linears + 3 * c.vocab_padded * c.n_embd
+    assert seen["all_reduces"] == 1
 
 
 def test_our_kernels_quantise_gathered_weights_and_follow_torchao(ranks):
