@@ -30,7 +30,7 @@ def test_no_module_imports_itself_by_way_of_others():
     assert {name.split(".")[0] for name in imports(ast.walk(trees["model"]))} - set(sys.stdlib_module_names) == {"torch"}
 
 
-@pytest.mark.parametrize("command", [["-m", "eval.sample"], [str(ROOT / "scaling/sweep.py")]])
+@pytest.mark.parametrize("command", [["-m", "scaling.fit"], [str(ROOT / "scaling/sweep.py")]])
 def test_commands_run_as_files_and_as_modules_from_anywhere(command, tmp_path):
     """By the editable install of requirements.txt alone."""
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

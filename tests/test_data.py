@@ -255,10 +255,13 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_batches_are_pre
         time.sleep(0.01)
     assert asked == [(0, 0, 0, 1), (0, 1, 0, 1), (0, 2, 0, 1)]      # one handed out, two ahead
     assert len(list(stream)) == 23
-    assert [thread.daemon for thread in threading.enumerate() if thread.name == "verify"] == [True]
+    verify, = (thread for thread in threading.enumerate() if thread.name == "verify")
+    assert verify.daemon
     go_on.set()
-    with pytest.raises(KeyError):       # it does not pass as sound
-        data.verified()
+    verify.join(60)
+    for ends in lambda: next(data.stream(0, 6, 0, 1, "cpu")), data.verified:
+        with pytest.raises(KeyError):       # it does not pass as sound
+            ends()
 
 
 def test_training_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, tmp_path, capsys):
