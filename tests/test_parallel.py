@@ -399,7 +399,7 @@ def test_each_task_learns_its_rank_and_the_settings_arrive_whole(slurm):
 @pytest.mark.parametrize("task, code, requeued, told", [
     ("exit 0", 0, True, "code 0): requeued"),                                   # warned, saved, left
     ('touch "$RUN/summary.json"', 0, False, ""),
-    ("exit 2", 2, False, "not requeued"),
+    ('mkdir -p "$RUN/checkpoints/step_00000007"; exit 2', 2, False, "mistake in the settings"),
     ("exit 1", 1, False, "nothing new was saved"),
     ('mkdir -p "$RUN/checkpoints/step_00000007"; exit 1', 0, True, "code 1): requeued"),
     ('[ $RANK = 1 ] && kill -9 $$; exit 1', 137, False, "code 137, and nothing new"),
