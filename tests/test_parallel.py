@@ -189,6 +189,7 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
                 raise KeyError
             losses.append(model(x, y).tolist())
         seen["losses"].append(losses)
+        fp8.reshard(model)      # as a backward pass does
         with CommDebugMode() as mode:
             fp8.refresh_fp8_weights(model)
         seen.setdefault("all_reduces", mode.get_total_counts())
