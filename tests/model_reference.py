@@ -60,14 +60,11 @@ def reference_logits(model, x):
             wq, wk, wv = np.split(block["attn.qkv.weight"], [c.n_head * D, (c.n_head + K) * D])
             heads = []
             for head in range(c.n_head):
-                kv = head // (c.n_head // K)
-                q = a @ wq[head * D:(head + 1) * D].T
-                k = a @ wk[kv * D:(kv + 1) * D].T
-                v = a @ wv[kv * D:(kv + 1) * D].T
+                group = head // (c.n_head // K)
+                q, k, v = (a @ part[n * D:(n + 1) * D].T for part, n in ((wq, head), (wk, group), (wv, group)))
                 if c.qk_norm:
                     q, k = rms(q, block["attn.q_norm.weight"], c.norm_eps), rms(k, block["attn.k_norm.weight"], c.norm_eps)
-                q, k = turn(q, frequencies), turn(k, frequencies)
-                scores = q @ k.T / math.sqrt(D)
+                scores = turn(q, frequencies) @ turn(k, frequencies).T / math.sqrt(D)
                 scores[np.triu_indices(len(row), 1)] = -np.inf
                 p = np.exp(scores - scores.max(1, keepdims=True))
                 heads.append(p / p.sum(1, keepdims=True) @ v)
@@ -85,15 +82,10 @@ def rms(x, weight, eps):
 
 
 def turn(x, frequencies):
-    """Rotate the pair (i, i + D/2) of position t by t * frequency[i]: a 2 x 2 matrix for each pair."""
-    half = x.shape[1] // 2
-    out = np.empty_like(x)
-    for t in range(len(x)):
-        for i in range(half):
-            angle = t * frequencies[i]
-            matrix = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-            out[t, [i, i + half]] = matrix @ x[t, [i, i + half]]
-    return out
+    """Channels i and i + D/2 of position t are a complex number that turns by t * frequencies[i]; x (T, D)."""
+    first, second = np.split(x, 2, axis=1)
+    turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(len(x)), frequencies))
+    return np.concatenate((turned.real, turned.imag), axis=1)
 
 
 def reference_frequencies(c):

@@ -12,52 +12,57 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
-from runtime import fp8, parallel, run
+from runtime import fp8, parallel
 from runtime.parallel import World
 from runtime.watchdog import Watchdog
 from tests.conftest import call_train, write_config
 
-READS = {"tolist", "item", "numpy", "cpu", "nonzero", "__bool__", "__float__", "__int__", "__index__", "__contains__"}
+READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
+         "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
-def kept_for_backward(model: GPT, backend: str | None, **options) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor that a training micro-batch keeps for its backward pass."""
-    x = torch.randint(model.config.vocab_size, (2, model.config.n_ctx))
-    if backend:
-        model.compile(backend=backend, dynamic=False, fullgraph=True, **options)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append((tuple(t.shape), t.dtype)) or t, lambda t: t):
-        loss = model(x, x).sum()
-    loss.backward()
-    assert loss.isfinite() and kept
-    return kept
+def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input(tiny):
+    """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
+    kept = {}
+    for backend in ("eager", "aot_eager_decomp_partition"):
+        model = GPT(replace(tiny.model, n_layer=1, vocab_size=1000, vocab_multiple=1))     # a size that nothing else has
+        model.init_weights(1)
+        if backend != "eager":
+            model.compile(backend=backend, dynamic=False, fullgraph=True)
+        x, seen = torch.randint(1000, (2, model.config.n_ctx)), kept.setdefault(backend, [])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append((t.shape, t.dtype)) or t, lambda t: t):
+            loss = model(x, x).sum()
+        loss.backward()
+        assert loss.isfinite()
+    eager, compiled = ([dtype for shape, dtype in seen if shape[-1:] == (1000,)] for seen in kept.values())
+    assert torch.float32 in eager, "eager keeps fp32 ones: the test can see them"
+    assert compiled == [torch.bfloat16]
+    weights, whole = {p.shape for p in model.parameters()}, x.numel() * model.config.n_embd
+    assert not [shape for shape, dtype in kept["aot_eager_decomp_partition"]
+                if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
 
 
 @pytest.fixture
-def model(tiny):
-    model = GPT(replace(tiny.model, vocab_size=1000, vocab_multiple=1))     # a size that nothing else has
-    model.init_weights(1)
-    return model
+def within(monkeypatch):
+    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
+    at, beat = {"step": None}, Watchdog.at
+
+    def spy(self, what, step, *args, **kwargs):
+        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
+        return beat(self, what, step, *args, **kwargs)
+    monkeypatch.setattr(Watchdog, "at", spy)
+    return at
 
 
-def test_the_compiled_step_keeps_the_logits_in_bf16_and_no_fp32_copy(model):
-    """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
-    eager = [dtype for shape, dtype in kept_for_backward(model, None) if shape[-1:] == (1000,)]
-    assert torch.float32 in eager, "eager keeps fp32 ones: the test can see them"
-    kept = [dtype for shape, dtype in kept_for_backward(model, "aot_eager_decomp_partition") if shape[-1:] == (1000,)]
-    assert kept == [torch.bfloat16]
+def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, within, monkeypatch, capsys):
+    """Reads by Python's calls, and by what torch calls beneath its functions."""
+    seen, frozen = [], []
 
+    def note(name):
+        if name in READS and within["step"] is not None:
+            seen.append((within["step"], name))
 
-def test_so_does_no_block(model):
-    """What is larger than a block's input is kept in BF16: no fp32 copy of a norm's, of RoPE's or of SwiGLU's."""
-    kept = kept_for_backward(model, "aot_eager_decomp_partition")
-    weights = {tuple(p.shape) for p in model.parameters()}
-    whole = 2 * model.config.n_ctx * model.config.n_embd
-    assert not [(shape, dtype) for shape, dtype in kept if torch.Size(shape).numel() >= whole and dtype == torch.float32
-                and shape not in weights]
-
-
-def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
+    def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
     """Against the plain model, which casts in every micro-batch; an update without a refresh is told of."""
     ours, plain = parallel.build(tiny, World(0, 0, 1, torch.device("cpu"))).model, GPT(tiny.model)
     x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
@@ -106,65 +111,28 @@ def test_the_unit_of_compilation_changes_nothing_but_rounding(tiny, unit):
         assert (p.grad - other.grad).norm() <= 0.02 * other.grad.norm()
 
 
-class Reads(TorchFunctionMode):
-    """Notes in `seen`, under the place that `at` names, each call by which the host may wait for the device."""
+class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            note(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
 
-    def __init__(self, at: dict):
-        super().__init__()
-        self.at, self.seen = at, []
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            note(func._schema.name)
+            return func(*args, **(kwargs or {}))
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if getattr(func, "__name__", "") in READS:
-            self.seen.append((self.at["step"], func.__name__))
-        return func(*args, **(kwargs or {}))
-
-
-class Scalars(TorchDispatchMode):
-    """The same, of what torch itself reads beneath its functions."""
-
-    def __init__(self, reads: Reads):
-        super().__init__()
-        self.reads = reads
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"):
-            self.reads.seen.append((self.reads.at["step"], func._schema.name))
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def within(monkeypatch):
-    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
-    at, beat = {"step": None}, Watchdog.at
-
-    def spy(self, what, step, *args, **kwargs):
-        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
-        return beat(self, what, step, *args, **kwargs)
-    monkeypatch.setattr(Watchdog, "at", spy)
-    return at
-
-
-def test_a_step_reads_the_host_once(tiny, tmp_path, within, capsys):
-    reads = Reads(within)
-    with reads, Scalars(reads):
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
+    with Functions(), Operators():
         done = call_train(capsys, tiny, tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [seen for seen in reads.seen if seen[0] is not None] == [(step, "tolist") for step in range(1, 7)]
-
-
-def test_the_collector_is_frozen_once_when_all_is_compiled(tiny, tmp_path, within, monkeypatch, capsys):
-    calls = []
-    monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    monkeypatch.setattr(run, "is_due", lambda every, step, is_due=run.is_due: calls.append(step) or is_due(every, step))
-    assert call_train(capsys, replace(tiny, steps=3), tmp_path).returncode == 0
-    assert calls.count("freeze") == 1 and calls[0] == "freeze", "after the first step, before anything else is due"
+    assert seen == [(step, "tolist") for step in range(1, 7)]
+    assert frozen == [1], "after the first step, when all is compiled"
 
 
 @pytest.mark.gpu
 def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, within):
     """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
-    config = replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True))
-    seen = []
+    config, seen = replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = lambda message, *rest: seen.append((within["step"], str(message)))

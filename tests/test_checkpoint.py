@@ -1,16 +1,17 @@
 """Checkpoints: what is saved comes back, whatever dies; nothing damaged, foreign or hostile is loaded. Branches, and all of
 this through train.py: tests/test_faults.py."""
 
+import contextlib
 import hashlib
-import io
 import json
 import os
 import pickle
 import re
-import shutil
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -35,8 +36,8 @@ def tensors(step=0):
             {"model.a": (40, 16), "optim.a.exp_avg": (40, 16), "model.norm": (16,)}.items()}
 
 
-def saver_of(config, losses=(), world=ALONE, **policy):
-    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), world, dict(losses))
+def saver_of(config, losses=(), **policy):
+    return Saver(config.run_dir, CheckpointConfig(**{"every": 1, "keep": 9, **policy}), ALONE, dict(losses))
 
 
 def save(config, *steps, **policy):
@@ -69,10 +70,6 @@ def steps_of(config):
     return [checkpoint.step_of(path) for path in checkpoints(config.run_dir)]
 
 
-def full(*_, **__):
-    raise OSError(28, "No space left on device")
-
-
 # --------------------------------------------------------------------------------------------------- read what was saved
 
 def test_what_was_saved_comes_back_also_from_format_2(tiny):
@@ -81,15 +78,12 @@ def test_what_was_saved_comes_back_also_from_format_2(tiny):
     manifest = read_manifest(path)
     assert path.name == "step_00000003" and holds(path, 3)
     assert (manifest["format_version"], manifest["step"], manifest["state"]) == (3, 3, {"updates": 3})
-    for version in (2, 7):
-        text = json.dumps(manifest | {"format_version": version, "state": {
-            "updates": 3, "moved_on": 4, "train_s": 2.5, "probe_s": 0.5, "guard": {"train_s": 1}}})
-        (path / "manifest.json").write_text(text)
-        (path / "DONE").write_text(hashlib.sha256(text.encode()).hexdigest())
-        if version == 2:
-            assert holds(path, 3) and read_manifest(path)["state"] == {
-                "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
-    with pytest.raises(UserError, match="has checkpoint format 7, this version reads 2 and 3: use the version that wrote it"):
+    seal(path, manifest | {"format_version": 2, "state": {
+        "updates": 3, "moved_on": 4, "train_s": 2.5, "probe_s": 0.5, "guard": {"train_s": 1}}})
+    assert holds(path, 3) and read_manifest(path)["state"] == {
+        "updates": 3, "data_offset": 4, "seconds": 2.5, "probe_seconds": 0.5, "guard": {"train_s": 1}}
+    seal(path, manifest | {"format_version": 7})
+    with pytest.raises(UserError, match="checkpoint format 7, this version reads 2 and 3"):
         restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000003"]     # another format is not damage: it stays in place
 
@@ -100,18 +94,19 @@ def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_befo
     newest, told, filled = latest(tiny.run_dir), [], empty()
     file = newest / name
     whole = file.read_bytes()
-    for at in [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]:
-        flip_bit(file, at)
-        with pytest.raises(DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs from what was written"):
+    flips = [*range(0, len(whole), max(1, len(whole) // 12)), len(whole) - 1]
+    for damage in [*flips, whole[:len(whole) // 2], b"", whole + b"\0"]:
+        if isinstance(damage, int):
+            flip_bit(file, damage)
+        else:
+            file.write_bytes(damage)
+        with pytest.raises(DamagedError, match=f"{name if name in FILES[:2] else FILES[2]} differs"):
             read_manifest(newest)
-        flip_bit(file, at)
+        file.write_bytes(whole)
     assert read_manifest(newest)
-    for cut in (whole[:len(whole) // 2], b"", whole + b"\0"):
-        file.write_bytes(cut)
-        with pytest.raises(DamagedError, match="differs from what was written"):
-            read_manifest(newest)
+    flip_bit(file, 0)
     assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2 and same(filled, 2)
-    assert len(told) == 1 and told[0].startswith("checkpoint step_00000003 is damaged, set aside as bad_step_00000003: ")
+    assert len(told) == 1 and "step_00000003 is damaged, set aside as bad_step_00000003: " in told[0]
     save(tiny, 3)       # the step is trained again, and its file is lost
     file.unlink()
     assert restore(tiny.run_dir, filled, ALONE, told.append)[1]["step"] == 2
@@ -122,18 +117,6 @@ def test_damage_to_any_file_is_noticed_the_checkpoint_set_aside_and_the_one_befo
         assert names(tiny) == ["bad_step_00000003", "bad_step_00000003_2", "step_00000002"] and "cannot be read" in told[1]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(tiny):
-    assert restore(tiny.run_dir, empty(), ALONE, pytest.fail) is None       # there never was one
-    save(tiny, 1, 2)
-    for path in checkpoints(tiny.run_dir):
-        flip_bit(path / "__0_0.distcp", 99)
-    for told in ([], None):      # nor after a restart, which finds them set aside
-        with pytest.raises(MachineError, match="holds no checkpoint that is whole; damaged are bad_step_00000001, "
-                                               "bad_step_00000002: put back a copy of one as step_00000002, or delete"):
-            restore(tiny.run_dir, empty(), ALONE, pytest.fail if told is None else told.append)
-    assert names(tiny) == ["bad_step_00000001", "bad_step_00000002"]
-
-
 def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch):
     """Missing rights, too little memory, another model: none is damage."""
     save(tiny, 1)
@@ -141,35 +124,26 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
                   {"model.a": torch.zeros(40, 16, dtype=torch.bfloat16)}):
         with pytest.raises(UserError, match="the configuration does not fit"):
             restore(tiny.run_dir, wrong, ALONE, pytest.fail)
-
-    def fail(error):
-        def call(*_, **__):
-            raise error
-        return call
-
-    for where, what, error, kind, told in (
-            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read: correct its rights"),
-            (checkpoint, "sha256_of", OSError(5, "Input/output error"), OSError, "Input/output error"),
-            (dcp, "load", checkpoint.CheckpointException("reading", {0: (EOFError("short read"), None)}), MachineError,
-             r"could not be loaded \(EOFError: short read\): run the same command again, or move it away"),
+    for where, what, error, kind, told in (     # a read that fails: tests/test_faults.py
+            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read"),
             (dcp, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, "could not be loaded: ")):
         with monkeypatch.context() as patch:
-            patch.setattr(where, what, fail(error))
+            patch.setattr(where, what, mock.Mock(side_effect=error))
             with pytest.raises(kind, match=told):
                 restore(tiny.run_dir, empty(), ALONE, pytest.fail)
     assert names(tiny) == ["step_00000001"] and holds(latest(tiny.run_dir), 1)
 
 
 def test_only_finished_checkpoints_are_listed_in_the_order_of_their_steps(tiny):
+    (tiny.run_dir).mkdir(parents=True)
+    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
+    with pytest.raises(UserError, match="no finished checkpoint yet"):
+        load_model(tiny.run_dir)
     save(tiny, 1, 99_999_999, 100_000_000)
     for odd in ("step_x", "step_12", "bad_step_00000002", ".tmp_step_00000003"):
         (tiny.run_dir / "checkpoints" / odd).mkdir()
         (tiny.run_dir / "checkpoints" / odd / "DONE").touch()
     assert steps_of(tiny) == [1, 99_999_999, 100_000_000]
-    shutil.rmtree(tiny.run_dir / "checkpoints")
-    (tiny.run_dir / "config.json").write_text(json.dumps(tiny.to_dict()))
-    with pytest.raises(UserError, match="has no finished checkpoint yet: train it first"):
-        load_model(tiny.run_dir)
 
 
 # ------------------------------------------------------------------------------------------------------------- attacks
@@ -182,54 +156,38 @@ def forge(path, name, content):
     seal(path, manifest)
 
 
-class Attack:
-    """Unpickled, it makes a folder."""
-
-    def __init__(self, canary):
-        self.canary = canary
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.canary),)
+def attack(canary):
+    """A pickle that makes a folder."""
+    return f"cos\nmkdir\n(V{canary}\ntR.".encode()
 
 
-def attack_in_metadata(path, attack):
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    metadata.planner_data = attack
-    forge(path, ".metadata", pickle.dumps(metadata))
+def attack_in_metadata(path, canary):
+    forge(path, ".metadata", attack(canary))
 
 
-def attack_as_a_tensor(path, attack):
+def attack_as_a_tensor(path, canary):
     """DCP unpickles an item of bytes, though a tensor was asked for under its name."""
-    metadata, bomb = pickle.loads((path / ".metadata").read_bytes()), io.BytesIO()
-    torch.save(attack, bomb)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
     place = metadata.storage_data.pop(next(i for i in metadata.storage_data if i.fqn == "model.norm"))
     metadata.state_dict_metadata["model.norm"] = BytesStorageMetadata()
-    place.offset, place.length = 0, len(bomb.getvalue())
+    place.offset, place.length = 0, len(attack(canary))
     metadata.storage_data[MetadataIndex("model.norm")] = place
-    forge(path, place.relative_path, bomb.getvalue())
+    forge(path, place.relative_path, attack(canary))
     forge(path, ".metadata", pickle.dumps(metadata))
 
 
-@pytest.mark.parametrize("plant", [attack_in_metadata, attack_as_a_tensor])
-def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant):
+@pytest.mark.parametrize("plant, named", [(attack_in_metadata, "mkdir"), (attack_as_a_tensor, "BytesStorageMetadata")])
+def test_a_hostile_checkpoint_runs_nothing(tiny, tmp_path, plant, named):
     save(tiny, 1)
-    path, canary = latest(tiny.run_dir), tmp_path / "canary"
-    plant(path, Attack(canary))
-    dcp.load({"model.norm": torch.zeros(16)}, no_dist=True, storage_reader=dcp.FileSystemReader(path))
+    path, canary, filled = latest(tiny.run_dir), tmp_path / "canary", {"model.norm": torch.zeros(16)}
+    plant(path, canary)
+    with contextlib.suppress(BaseException):
+        dcp.load(filled, no_dist=True, storage_reader=dcp.FileSystemReader(path))
     assert canary.exists(), "the attack is a real one: DCP's own reader runs it"
     canary.rmdir()
-    with pytest.raises(MachineError, match=r"names .*(mkdir|BytesStorageMetadata), which no checkpoint of ours contains"):
-        restore(tiny.run_dir, {"model.norm": torch.zeros(16)}, ALONE, pytest.fail)
+    with pytest.raises(MachineError, match=f"names .*{named}"):
+        restore(tiny.run_dir, filled, ALONE, pytest.fail)
     assert not canary.exists()
-
-
-@pytest.mark.parametrize("content", [eval, getattr, torch.load, io.open, 3, None],
-                         ids=lambda value: getattr(value, "__name__", str(value)))
-def test_metadata_of_anything_but_tensors_is_refused(tiny, content):
-    save(tiny, 1)
-    forge(latest(tiny.run_dir), ".metadata", pickle.dumps(content))
-    with pytest.raises(DamagedError, match="refused because loading it could run code" if callable(content) else "not be loaded"):
-        holds(latest(tiny.run_dir), 1)
 
 
 def test_metadata_as_python_3_13_writes_it_loads(tiny):
@@ -243,9 +201,8 @@ def test_metadata_as_python_3_13_writes_it_loads(tiny):
 # ------------------------------------------------------------------------------------------------- save in the background
 
 def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_call(tiny, monkeypatch):
-    hashing, sha256_of, made, host_buffer = threading.Event(), checkpoint.sha256_of, [], checkpoint._host_buffer
+    hashing, sha256_of = threading.Event(), checkpoint.sha256_of
     monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashing.wait(60) and sha256_of(path))
-    monkeypatch.setattr(checkpoint, "_host_buffer", lambda live: made.append(1) or host_buffer(live))
     saver, live, state = saver_of(tiny), tensors(1), {"guard": {"window": [1.0, 2.5]}}
     saver.save(1, live, state, tiny)
     state["guard"]["window"].append(3.0)
@@ -258,55 +215,32 @@ def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_
     saver.save(2, tensors(3), {}, tiny)     # of a step that was saved already: not written again
     saver.finish()
     first, second = checkpoints(tiny.run_dir)
-    assert holds(first, 1) and holds(second, 2) and len(made) == 3, "host buffers are used again"
+    assert holds(first, 1) and holds(second, 2)
     assert read_manifest(first)["state"] == {"guard": {"window": [1.0, 2.5]}}
 
 
-@pytest.mark.parametrize("where, what", [(checkpoint, "write_atomically"), (checkpoint, "sha256_of"), (dcp, "save"),
-                                         (checkpoint, "_host_buffer"), (os, "rename")])
-def test_a_save_that_fails_is_noted_and_three_in_a_row_end_the_run(tiny, monkeypatch, where, what):
+def test_a_save_that_cannot_begin_is_noted_and_the_next_one_is_good(tiny, monkeypatch):
+    """Without memory for its copies or room on the disk; saves that fail later: tests/test_faults.py."""
     saver = saver_of(tiny)
-    for step in (2, 3, 5, 6, 7):
-        with monkeypatch.context() as patch:
-            patch.setattr(where, what, full)
-            saver._copies = {}
-            saver.save(step, tensors(step), {}, tiny)
-            saver.staged()
-            saver.wait()
-        assert saver.failures[-1].startswith(f"checkpoint step_0000000{step} could not be written under {tiny.run_dir}/checkp")
-        with pytest.raises(MachineError, match="No space left .* GiB are free on its disk.: correct that, then run the same"):
-            saver.finish()
-        if step == 3:       # one good save counts the others out
-            assert names(tiny) == []
-            saver.save(4, tensors(4), {}, tiny)
-            saver.finish()
-            assert holds(latest(tiny.run_dir), 4)
-    with pytest.raises(MachineError, match="3 saves in a row have failed, the last: .*step_00000007 .*No space"):
-        saver.save(8, tensors(8), {}, tiny)
-    assert len(saver.failures) == 5 and names(tiny) == ["step_00000004"]
-
-
-def test_a_save_without_room_says_how_much_it_needs_and_writes_nothing(tiny, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    saver = saver_of(tiny)
-    saver.save(1, {"model.a": torch.zeros(2**18)}, {}, tiny)
-    with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free on its disk"):
+    saver.save(1, {"model.a": torch.zeros(4, device="meta")}, {}, tiny)
+    with pytest.raises(MachineError, match="step_00000001 could not be written"):
         saver.finish()
-    assert names(tiny) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        saver.save(2, {"model.b": torch.zeros(2**18)}, {}, tiny)
+        with pytest.raises(MachineError, match=r"it needs 0.000977 GiB; 9.31e-07 GiB are free"):
+            saver.finish()
+    assert len(saver.failures) == 2 and names(tiny) == []
+    saver = save(tiny, 3)
+    assert saver.failures == [] and holds(latest(tiny.run_dir), 3)
 
 
-def test_a_folder_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, ignore_errors=False: ignore_errors or full())
-    assert steps_of(tiny) == [] and not save(tiny, 1, 2, 3, keep=1).failures and steps_of(tiny) == [2, 3]
-
-
-def test_pruning_that_fails_is_told_and_the_save_is_good(tiny, monkeypatch):
-    saver = save(tiny, 1, 2, 3, keep=1)
-    monkeypatch.setattr(checkpoint, "_remove", full)
-    saver.save(4, tensors(4), {}, tiny)
-    saver.finish()
-    assert saver.failures == ["an old checkpoint could not be removed: [Errno 28] No space left on device"]
-    assert steps_of(tiny) == [2, 3, 4]
+def test_an_old_checkpoint_that_cannot_be_removed_stops_no_save(tiny, monkeypatch):
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda a, b: os.mkdir(a) if "tmp" in Path(b).name else rename(a, b))      # it is there
+    saver = save(tiny, 1, 2, 3, 4, keep=1)
+    assert len(saver.failures) == 2 and all("an old checkpoint could not be removed" in told for told in saver.failures)
+    assert steps_of(tiny) == [1, 2, 3, 4]
 
 
 def test_all_is_synced_before_the_rename_and_the_rename_after_it(tiny, monkeypatch):
@@ -365,26 +299,22 @@ def test_the_policy_on_disk_across_a_resume_and_a_rollback_and_in_a_row_of_skips
     assert steps_of(tiny) == [6, 7]
     saver.roll_back(6)
     assert steps_of(tiny) == [6]
-    for step in (7, 8, 9):      # step 7 with other weights, whose loss is not known
-        saver.save(step, tensors(step + 1), {}, tiny)
-    saver.finish()
-    assert steps_of(tiny) == [6, 8, 9] and holds(latest(tiny.run_dir), 10)
-    for step, consecutive, there in ((10, 1, [6, 8, 9, 10]), (11, 0, [6, 10, 11])):     # the weights may be what is wrong
-        saver.save(step, tensors(step), {"guard": {"consecutive": consecutive}}, tiny)
+    for step, consecutive, there in ((7, 0, [6, 7]), (8, 0, [6, 7, 8]), (9, 0, [6, 8, 9]),       # step 7 with other weights
+                                     (10, 1, [6, 8, 9, 10]), (11, 0, [6, 10, 11])):     # the weights may be what is wrong
+        saver.save(step, tensors(step + 1), {"guard": {"consecutive": consecutive}}, tiny)
         saver.finish()
-        assert steps_of(tiny) == there
+        assert steps_of(tiny) == there and holds(latest(tiny.run_dir), step + 1)
 
 
 # -------------------------------------------------------------------------------------------------------- of branches
 
-def test_pairs_of_branches_match_whatever_trunk_they_left(tiny, tmp_path):
-    fp8 = replace(tiny, fp8=FP8Config(recipe="tensorwise"), optim=replace(tiny.optim, schedule="wsd"),
-                  start_from=f"{tmp_path}/trunk/checkpoints/step_00000004")
-    bf16 = replace(fp8, fp8=FP8Config(recipe="off"), start_from=fp8.start_from.replace("trunk", "trunk_bf16"))
-    assert pair_id(bf16) == pair_id(fp8) == pair_id(replace(bf16, start_from=None)) != pair_id(replace(bf16, steps=9))
-    imported = replace(bf16, start_from=f"{tmp_path}/llama/checkpoints/step_00000000")
-    other = replace(imported, start_from=f"{tmp_path}/qwen/checkpoints/step_00000000")
-    assert pair_id(imported) == pair_id(replace(imported, fp8=fp8.fp8))
-    assert len({pair_id(config) for config in (bf16, imported, other)}) == 3, "weights that came from elsewhere count"
-    assert [tuple(lineage(config).values()) for config in (fp8, imported, replace(bf16, start_from=None))] == [
+def test_branches_pair_whatever_trunk_they_left_but_not_whatever_model_they_imported(tiny, tmp_path):
+    branch = replace(tiny, fp8=FP8Config(recipe="tensorwise"), optim=replace(tiny.optim, schedule="wsd"),
+                     start_from=f"{tmp_path}/trunk/checkpoints/step_00000004")
+    llama, qwen = (replace(branch, start_from=f"{tmp_path}/{name}/checkpoints/step_00000000") for name in ("llama", "qwen"))
+    whole, off = replace(branch, start_from=None), FP8Config()
+    assert pair_id(branch) == pair_id(whole) == pair_id(replace(branch, fp8=off))
+    assert pair_id(llama) == pair_id(replace(llama, fp8=off))
+    assert len({pair_id(config) for config in (branch, llama, qwen)}) == 3, "weights that came from elsewhere count"
+    assert [tuple(lineage(config).values()) for config in (branch, llama, whole)] == [
         ("trunk", 4, None), (None, None, "llama"), (None, None, None)]

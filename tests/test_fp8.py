@@ -2,8 +2,6 @@
 kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
 
 import contextlib
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -14,14 +12,13 @@ from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import fp8, parallel, speed
 from runtime.cli import UserError
 from runtime.config import FP8Config
-from tests.conftest import ROOT
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
-KINDS = ["random", "graded", "opposed", "heavy", "zero", "outlier"]
+KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
 GPU = "H100 of the test"
 
 
@@ -68,9 +65,7 @@ def distance(a, b):
 def operands(kind):
     torch.manual_seed(0)
     x, g, w = torch.randn(32, 64), torch.randn(32, 96), 0.05 * torch.randn(96, 64)
-    if kind == "graded":            # rows and columns of very different size
-        x, g = x * torch.logspace(-2, 1, 32)[:, None], g * torch.logspace(1, -2, 96)
-    elif kind == "opposed":         # what is small in one operand is large in the other: a scale along the wrong dimension shows
+    if kind == "opposed":           # what is small in one operand is large in the other: a scale along the wrong dimension shows
         rows, columns = torch.logspace(-3, 3, 32)[:, None], torch.logspace(-3, 3, 96)
         x, w, g = x * rows, w * columns[:, None], g / rows / columns
     elif kind == "heavy":           # Cauchy: a few values hold most of the norm
@@ -93,42 +88,46 @@ def rounded(x, format):
     return (torch.round(x / step) * step).clamp(-largest, largest)      # torch.round: half to even, as the formats do
 
 
-def quantise(x, format, dim=None, power_of_2=False, exponent=None, block=None):
-    """x rounded to float8 under one scale (dim None) or one a row along `dim`, dequantised in fp64."""
+def quantise(x, operand, dim):
+    """x rounded as (format, scaling) says and dequantised, in fp64; `dim` is the dimension that the matmul sums over.
+
+    scaling: "tensor" for one scale, "power" for one that is a power of two, "row" for one each, "block" for one of 32 values;
+    a number: the exponent of a constant scale. torchao rounds the scales of rows down to powers of two."""
+    format, scaling = operand
     x = x.double()
-    if block:
-        parts = x.movedim(dim, -1).unflatten(-1, (-1, block))
-        exponents = torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-38) / 448))
-        return (rounded(parts * 2.0**-exponents, E4M3) * 2.0**exponents).flatten(-2).movedim(-1, dim)
-    if exponent is not None:
-        return rounded(x * 2.0**exponent, format) / 2.0**exponent
-    amax = x.abs().max() if dim is None else x.abs().amax(dim, keepdim=True)
+    if format is None:
+        return x
+    if scaling == "block":
+        parts = x.movedim(dim, -1).unflatten(-1, (-1, 32))
+        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-38) / 448))
+        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim)
+    if isinstance(scaling, int):
+        return rounded(x * 2.0**scaling, format) / 2.0**scaling
+    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max()
     scale = (torch.finfo(format).max / amax.clamp(min=1e-12)).float().double()
-    if dim is not None or power_of_2:       # torchao rounds the rowwise recipes' scales down to powers of two
+    if scaling in ("row", "power"):
         scale = 2.0 ** scale.log2().floor()
     return rounded((x.float() * scale.float()).double(), format) / scale
 
 
-def reference(recipe, x, w, g):
-    """Output, input gradient, weight gradient of y = x w' in fp64 from explicitly quantised operands.
+# How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.
+TENSOR, POWER, ROW, BLOCK, BF16 = (E4M3, "tensor"), (E4M3, "power"), (E4M3, "row"), (E4M3, "block"), (None, None)
+OPERANDS = {
+    "tensorwise": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, (E5M2, "tensor"), TENSOR),
+    "tensorwise_gw_hp": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, BF16, BF16),
+    "rowwise": (ROW,) * 6,
+    "rowwise_with_gw_hp": (ROW, ROW, ROW, POWER, BF16, BF16),
+    "amax": (POWER, POWER, (E5M2, "power"), POWER, (E5M2, "power"), POWER),
+    "cscale": ((E4M3, 0), (E4M3, 6), (E5M2, 8), (E4M3, 6), (E5M2, 8), (E4M3, 0)),
+    "mxfp8": (BLOCK,) * 6,
+}
 
-    x (M, K), w (N, K), g (M, N). Operands are scaled along the dimension that their matmul sums over.
-    """
-    if recipe in ("tensorwise", "tensorwise_gw_hp", "amax"):
-        two = recipe == "amax"
-        qx, qw, qg = quantise(x, E4M3, power_of_2=two), quantise(w, E4M3, power_of_2=two), quantise(g, E5M2, power_of_2=two)
-        return qx @ qw.T, qg @ qw, g.double().T @ x.double() if recipe == "tensorwise_gw_hp" else qg.T @ qx
-    if recipe == "cscale":
-        qx, qw, qg = quantise(x, E4M3, exponent=0), quantise(w, E4M3, exponent=6), quantise(g, E5M2, exponent=8)
-        return qx @ qw.T, qg @ qw, qg.T @ qx
-    if recipe == "mxfp8":
-        b = {"format": E4M3, "block": 32}
-        return (quantise(x, dim=1, **b) @ quantise(w, dim=1, **b).T, quantise(g, dim=1, **b) @ quantise(w, dim=0, **b),
-                quantise(g, dim=0, **b).T @ quantise(x, dim=0, **b))
-    y, qg = quantise(x, E4M3, 1) @ quantise(w, E4M3, 1).T, quantise(g, E4M3, 1)
-    if recipe == "rowwise":
-        return y, qg @ quantise(w, E4M3, 0), quantise(g.T, E4M3, 1) @ quantise(x, E4M3, 0)
-    return y, qg @ quantise(w, E4M3, power_of_2=True), g.double().T @ x.double()    # the weight there has one scale
+
+def reference(recipe, x, w, g):
+    """Output, input gradient, weight gradient of y = x w' in fp64 from explicitly quantised x (M, K), w (N, K), g (M, N)."""
+    of_x, of_w, of_g, of_w_again, of_g_again, of_x_again = OPERANDS[recipe]
+    return (quantise(x, of_x, 1) @ quantise(w, of_w, 1).T, quantise(g, of_g, 1) @ quantise(w, of_w_again, 0),
+            quantise(g, of_g_again, 0).T @ quantise(x, of_x_again, 0))
 
 
 @pytest.mark.parametrize("label", RECIPES + KERNELS)
@@ -161,27 +160,15 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
 
 
-@pytest.mark.parametrize("grad", [E4M3, E5M2])
-def test_torchs_own_float8_matmul_agrees(grad):
-    """The one place that asks torch for it on a CPU, on a tiny shape: it is slow on some."""
-    torch.manual_seed(0)
-    a, b = (10 * torch.randn(16, 32)).to(grad), (10 * torch.randn(16, 32)).to(E4M3).t()
-    one, other = torch.tensor(0.03), torch.tensor(1.7)
-    theirs = torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.bfloat16)
-    exact = (a.double() * one.double()) @ (b.double() * other.double())
-    for got in (theirs, fp8.scaled_mm(a, one, b, other, torch.bfloat16)):
-        assert ((got.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()      # BF16: half a unit of 8 bits
-
-
 @pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_rounding_by_fp32_addition_is_torchs_cast(format):
+def test_rounding_is_torchs_cast(format):
     """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""
     grid = torch.arange(256, dtype=torch.uint8).view(format).float()
     values = torch.cat((torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16).float(),
                         ((grid[:, None] + grid) / 2).flatten(), torch.randint(-2**31, 2**31, (10**6,)).int().view(torch.float32),
                         torch.randn(10**6) * torch.logspace(-9, 6, 10**6)))
     largest = torch.finfo(format).max
-    want, got = values.clamp(-largest, largest).to(format).float(), fp8._round(values.clone(), format)
+    want, got = values.clamp(-largest, largest).to(format).float(), fp8.fake_quantise(values, fp8.Operand(format, "constant"))
     assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want[~want.isnan()], got[~want.isnan()])
 
 
@@ -195,19 +182,8 @@ def test_constant_gradient_scales_undo_the_loss_scale():
 # ---------------------------------------------------------------------------------------------------------- whole models
 
 @pytest.fixture
-def no_scaled_mm():
-    """torch's float8 matmul refuses CPUs in the dispatcher, below any name in Python."""
-    def refuse(*_, **__):
-        raise AssertionError("aten::_scaled_mm was called on a CPU")
-
-    library = torch.library.Library("aten", "IMPL")
-    for op in ("_scaled_mm", "_scaled_mm.out", "_scaled_mm_v2", "_scaled_mm_v2.out"):
-        if hasattr(torch.ops.aten, op.split(".")[0]):
-            library.impl(op, refuse, "CPU", allow_override=True)
-    with pytest.raises(AssertionError, match="was called on a CPU"):
-        torch._scaled_mm(a := torch.zeros(16, 16).to(E4M3), a.t(), torch.ones(()), torch.ones(()), out_dtype=torch.bfloat16)
-    yield
-    library._destroy()
+def no_scaled_mm(monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: pytest.fail("torch._scaled_mm was called on a CPU"))
 
 
 @pytest.mark.parametrize("label", RECIPES + KERNELS)
@@ -217,17 +193,14 @@ def test_a_model_trains_near_bf16_in_bf16_it_is_the_plain_model_and_its_checkpoi
     assert list(a) == list(b) and all(a[k].dtype == b[k].dtype == torch.float32 and torch.equal(a[k], b[k]) for k in a)
     assert model.head.weight is model.wte.weight and model.counts() == plain.counts()
     assert [(layer.recipe, layer.kernels) for layer in layers] == [(label.removesuffix("+kernels"), label in KERNELS)] * 9
-    losses = model(x, y)
+    losses, bf16 = model(x, y), plain(x, y)
     losses.sum().backward()
-    for name, p in model.named_parameters():
-        assert p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.abs().max() > 0, name
-    bf16 = plain(x, y)
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
     assert bf16.sum() != losses.sum(), "training in BF16 under an FP8 name"
     assert abs(bf16.sum() - losses.sum()) / bf16.sum() < 2.5e-3
     with torch.no_grad():
-        with fp8.in_bf16(model):
-            assert torch.equal(model(x, y), bf16)
         with pytest.raises(RuntimeError, match="inside"), fp8.in_bf16(model):
+            assert torch.equal(model(x, y), bf16)
             raise RuntimeError("inside")
         assert torch.allclose(model(x, y), losses, rtol=1e-5)      # with gradients our kernels compute the loss in one piece
 
@@ -254,7 +227,7 @@ class Piece(torch.nn.Module):
 def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
     """One graph, forward and backward. Fused kernels keep fp32 where eager ones round to BF16 in between, and a value at the
     edge of a float8 step then falls to the other side: with those roundings kept, both must agree closely."""
-    eager, compiled, (x, _, g) = Piece(), Piece(), operands("graded")
+    eager, compiled, (x, _, g) = Piece(), Piece(), operands("opposed")
     compiled.compile(dynamic=False, fullgraph=True)
     for factor in (1.0, -1.5):
         results = []
@@ -273,12 +246,6 @@ def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
     with fp8.in_bf16(compiled), torch.no_grad():
         for y in compiled(x):
             assert torch.equal(y, eager.norm(x) @ operands("random")[1].bfloat16().T), "in_bf16 must leave the compiled graph"
-
-
-def test_bf16_runs_never_import_torchao():
-    code = ("import sys, torch; from model import GPT, GPTConfig; from runtime import fp8; from runtime.config import FP8Config\n"
-            f"fp8.convert(GPT(GPTConfig(**{SIZE})), FP8Config()); assert 'torchao' not in sys.modules")
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 @pytest.mark.parametrize("recipe, chosen, is_set", [
@@ -323,15 +290,15 @@ def test_selection_by_name(config, kept):
     assert {layer.name for layer in verdicts(config) if layer.recipe is None} == kept
 
 
-@pytest.mark.parametrize("config, changes, sentence", [
-    (FP8Config(recipe="tensorwise", skip=("output",)), {}, r"fp8.skip='output' matches no Linear.*layers\.\*\.attn\.qkv.*head$"),
-    (FP8Config(recipe="rowwise"), {"n_ffn": 100}, "cannot convert layers.0.mlp.gate_up of 64 x 200: .* multiples of 16"),
-    (FP8Config(recipe="mxfp8"), {"n_ffn": 112}, "cannot convert layers.0.mlp.down of 112 x 64: .* multiples of 32"),
+@pytest.mark.parametrize("config, changes, told", [
+    (FP8Config(recipe="tensorwise", skip=("output",)), {}, r"fp8.skip='output' .*layers\.\*\.attn\.qkv"),
+    (FP8Config(recipe="rowwise"), {"n_ffn": 100}, "layers.0.mlp.gate_up of 64 x 200: .* multiples of 16"),
+    (FP8Config(recipe="mxfp8"), {"n_ffn": 112}, "layers.0.mlp.down of 112 x 64: .* multiples of 32"),
     (FP8Config(recipe="tensorwise", skip=("layers.*",)), {}, "nothing to convert"),
-    (FP8Config(recipe="rowwise", kernels=True), {}, "fp8.kernels=true has no kernels for fp8.recipe=rowwise"),
+    (FP8Config(recipe="rowwise", kernels=True), {}, "fp8.kernels=true .* fp8.recipe=rowwise"),
 ])
-def test_refusals(config, changes, sentence):
-    with pytest.raises(UserError, match=sentence):
+def test_refusals(config, changes, told):
+    with pytest.raises(UserError, match=told):
         verdicts(config, **changes)
 
 
@@ -341,20 +308,16 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
     timings = speed.Timings({}, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows))
     monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({GPU: timings}, ()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     for kernels in (False, True):
         layers = verdicts(FP8Config(recipe="auto", kernels=kernels), GPU)
         assert {layer.name.split(".", 2)[-1]: (layer.recipe, layer.kernels) for layer in layers} == {
             "attn.qkv": ("tensorwise", kernels), "mlp.gate_up": ("tensorwise", kernels), "attn.out": (None, False),
             "mlp.down": ("rowwise_with_gw_hp", False), "head": (None, False)}
-        line, *_ = fp8.table(layers, "auto", "cuda")
-        assert line.startswith("fp8: layers.*.attn.qkv        64 x 192    x2   -> tensorwise (")
-        assert ("(kernels, measured 1.30x at 64 x 192)" in line) is kernels
-        assert set(fp8.by_layer(layers).values()) == {"tensorwise", "rowwise_with_gw_hp"}
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
-        patch.setattr(torch.cuda, "get_device_name", lambda: GPU)
-        model, layers = build("auto")
-    assert {layer.recipe for layer in layers} == {None, "tensorwise", "rowwise_with_gw_hp"}
+        assert ("(kernels, measured 1.30x at 64 x 192)" in fp8.table(layers, "auto", "cuda")[0]) is kernels
+    model, layers = build("auto")
+    assert set(fp8.by_layer(layers).values()) == {"tensorwise", "rowwise_with_gw_hp"}
     model(*tokens()).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
@@ -363,23 +326,20 @@ def test_the_table_counts_what_the_modules_hold_and_says_where_nothing_is_fp8():
     model, layers = build("tensorwise")
     lines = fp8.table(layers, "tensorwise", "cpu")
     assert lines[0] == "fp8: layers.*.attn.qkv        64 x 192    x2   -> tensorwise"
-    assert "head" in lines[4] and lines[4].endswith("kept BF16: head (fp8.head=false)")
+    assert "kept BF16: head" in lines[4] and "emulated" in lines[6]
     matrices = sum(p.numel() for name, p in model.named_parameters() if "layers" in name and p.ndim == 2)
-    share = matrices / (matrices + model.head.weight.numel())
-    assert lines[5] == f"fp8: 8 of 9 Linears, {share:.1%} of the matmul parameters, in FP8"
-    assert "slower than BF16" in lines[6]
+    assert f"8 of 9 Linears, {matrices / (matrices + model.head.weight.numel()):.1%} of" in lines[5]
     for gpu in (None, "NVIDIA A100-SXM4-80GB"):
         layers = verdicts(FP8Config(recipe="auto"), gpu)
         assert not any(layer.recipe for layer in layers) and "THIS RUN IS BF16" in fp8.table(layers, "auto", "cpu")[-1]
 
 
-@pytest.mark.parametrize("label, capability, refusal", [
+@pytest.mark.parametrize("label, capability, needs", [
     ("tensorwise", (8, 9), None), ("rowwise_with_gw_hp", (10, 0), None), ("mxfp8", (8, 0), None), ("auto", (8, 0), None),
-    ("tensorwise", (8, 0), "fp8.recipe=tensorwise needs a GPU of compute capability 8.9 or later, but NVIDIA Test has 8.0"),
-    ("rowwise", (8, 9), "fp8.recipe=rowwise needs a GPU of compute capability 9.0 or later, but NVIDIA Test has 8.9")])
-def test_hardware_that_cannot_run_the_recipe_is_refused(monkeypatch, label, capability, refusal):
+    ("tensorwise", (8, 0), "fp8.recipe=tensorwise .*8.9.* has 8.0"), ("rowwise", (8, 9), "fp8.recipe=rowwise .*9.0.* has 8.9")])
+def test_hardware_that_cannot_run_the_recipe_is_refused(monkeypatch, label, capability, needs):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     fp8.check_hardware(fp8.by_name(label), torch.device("cpu"))
-    with pytest.raises(UserError, match=refusal) if refusal else contextlib.nullcontext():
+    with pytest.raises(UserError, match=needs) if needs else contextlib.nullcontext():
         fp8.check_hardware(fp8.by_name(label), torch.device("cuda"))

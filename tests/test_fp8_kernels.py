@@ -1,5 +1,5 @@
 """Our Triton kernels in Triton's interpreter and compiled for an H100, without a GPU; the operators and Linears built on them
-against torchao, fp64 and themselves. Compiled: tests/test_fp8.py; sharded: tests/test_parallel.py."""
+against torchao, fp64 and themselves. Compiled: test_fp8.py; sharded: test_parallel.py; on a GPU: test_gpu.py."""
 
 import importlib.util
 import json
@@ -28,50 +28,41 @@ def load():
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The module, interpreted, with the interpreter's rounding to FP8 repaired.
+    """The module, interpreted, with the interpreter's rounding to FP8 repaired and every address checked.
 
     The interpreter (3.6 to 3.9) truncates subnormals, loses NaN and rounds some carries down. Hardware rounds as torch
-    does, which the gpu tests assert by value. All else is the interpreter's.
+    does, which tests/test_gpu.py asserts by value. All else is the interpreter's.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton import language as tl
     from triton.runtime import interpreter
-    theirs = interpreter._convert_float
+    convert, launch, spans = interpreter._convert_float, interpreter.GridExecutor.__call__, []
 
-    def convert(data, source, target, rounding):
+    def rounded(data, source, target, rounding):
         format = {"fp8e4nv": E4M3, "fp8e5": E5M2}.get(target.name)
         if format is None or source != tl.float32:
-            return theirs(data, source, target, rounding)
-        assert rounding is not None
+            return convert(data, source, target, rounding)
         return torch.from_numpy(np.ascontiguousarray(data)).to(format).view(torch.uint8).numpy()
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    _check_addresses(monkeypatch, interpreter)
-    with np.errstate(over="ignore", invalid="ignore"):
-        yield load()
-
-
-def _check_addresses(monkeypatch, interpreter):
-    """Fail where an interpreted kernel reads or writes outside its arguments."""
-    spans = []
-    launch = interpreter.GridExecutor.__call__
-
-    def recorded(self, *args, **options):
+    def launched(self, *args, **options):
         spans[:] = [(t.data_ptr(), t.data_ptr() + t.nbytes) for t in args if isinstance(t, torch.Tensor)]
         return launch(self, *args, **options)
 
-    def checked(access, place):
+    def checked(access, mask):
         def wrapper(self, pointers, *rest):
-            mask = rest[place].data
-            at = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, mask.shape))[mask]
+            inside = rest[mask].data
+            at = np.broadcast_to(pointers.data, np.broadcast_shapes(pointers.data.shape, inside.shape))[inside]
             assert sum(int(((first <= at) & (at < end)).sum()) for first, end in spans) == at.size, "outside the tensors"
             return access(self, pointers, *rest)
         return wrapper
 
-    monkeypatch.setattr(interpreter.GridExecutor, "__call__", recorded)
-    builder = interpreter.InterpreterBuilder
-    for name, place in (("create_masked_load", 0), ("create_masked_store", 1)):
-        monkeypatch.setattr(builder, name, checked(getattr(builder, name), place))
+    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launched)
+    for name, mask in (("create_masked_load", 0), ("create_masked_store", 1)):
+        builder = interpreter.InterpreterBuilder
+        monkeypatch.setattr(builder, name, checked(getattr(builder, name), mask))
+    with np.errstate(over="ignore", invalid="ignore"):
+        yield load()
 
 
 def quantised(x, scale, format):
@@ -105,9 +96,8 @@ def hostile(M, K, dtype=torch.bfloat16):
 # ---------------------------------------------------------------------------------------------------- kernels, interpreted
 
 @pytest.mark.parametrize("M, K, format, dtype, tile", [
-    (16, 112, E4M3, torch.bfloat16, (32, 16, 4, 2)), (48, 80, E4M3, torch.float32, (32, 16, 4, 2)),
-    (48, 80, E5M2, torch.bfloat16, (32, 16, 4, 2)), (112, 16, E5M2, torch.float32, (32, 16, 4, 2)),
-    (176, 48, E4M3, torch.float32, (32, 16, 4, 1)), (176, 48, E4M3, torch.float32, (32, 16, 4, 4)),   # 6 tiles of rows
+    (16, 112, E4M3, torch.bfloat16, (32, 16, 4, 2)), (48, 80, E5M2, torch.bfloat16, (32, 16, 4, 2)),
+    (112, 16, E5M2, torch.float32, (32, 16, 4, 2)), (176, 48, E4M3, torch.float32, (32, 16, 4, 4)),     # 6 tiles of rows
     (144, 272, E4M3, torch.bfloat16, None)])        # the tile in use, no multiples of it
 def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile):
     x, tile = hostile(M, K, dtype), kernels.Tile(*tile) if tile else kernels.CAST_TILE
@@ -142,7 +132,7 @@ def is_near(a, b):
     return bool(apart.max() <= 1 and (apart > 0).float().mean() < 1e-3)
 
 
-@pytest.mark.parametrize("M, V, tile", [(16, 16, (32, 16, 4, 2)), (48, 80, (32, 16, 4, 2)), (144, 208, None)])
+@pytest.mark.parametrize("M, V, tile", [(48, 80, (32, 16, 4, 2)), (144, 208, None)])
 def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, M, V, tile):
     case, tile = entropy_case(M, V), kernels.Tile(*tile) if tile else kernels.GRAD_TILE
     q, qt = outputs(M, V, E5M2)
@@ -170,8 +160,7 @@ def test_the_bench_rehearses_on_a_cpu_and_finds_wrong_kernels(kernels, monkeypat
     right = kernels.cross_entropy_grad
     monkeypatch.setattr(kernels, "cross_entropy_grad",
                         lambda *a: (right(*a), a[6].view(torch.uint8)[5, 7].bitwise_xor_(1)))     # one wrong bit in qt
-    assert bench.bench(bench.Options(), kernels, torch.device("cpu")) == 1
-    assert "3 of 4 cases right" in capsys.readouterr().out
+    assert bench.bench(bench.Options(), kernels, torch.device("cpu")) == 1 and "3 of 4 cases right" in capsys.readouterr().out
 
 
 # --------------------------------------------------------------------------------------- what is compiled for an H100
@@ -215,14 +204,6 @@ def test_they_compile_for_an_h100(source, format, rows, launched):
 
 # ---------------------------------------------------------------------------------------------- operators and one Linear
 
-def test_the_operators_are_sound_for_the_compiler():
-    x, scale = torch.randn(32, 48).bfloat16(), torch.tensor(3.0)
-    entropy = (x, torch.logsumexp(x.float(), -1), torch.arange(32), torch.ones(32), scale)
-    for operator, arguments in ((fp8.cast_both, (x, scale, E4M3, True)), (fp8.cross_entropy_grad, entropy),
-                                (fp8.cast_both, (x, scale, E4M3, False))):
-        torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
-
-
 def without_copies(model):
     """The same model, in which weights are quantised at each use, as under FSDP2."""
     for module in model.modules():
@@ -258,7 +239,7 @@ def test_every_bit_is_torchaos(label, emulated_scaled_mm):
 
 def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
     """A CPU takes any layout; a GPU needs the second operand column-major, and fast accumulation changes only its numbers."""
-    calls = []
+    calls, (x, w, g) = [], operands("random")
 
     def spy(a, a_inverse, b, b_inverse, dtype, fast=False):
         assert a.is_contiguous() and b.t().is_contiguous() and all(n % 16 == 0 for n in (*a.shape, *b.shape))
@@ -266,13 +247,11 @@ def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
         return scaled_mm(a, a_inverse, b, b_inverse, dtype, fast)
 
     monkeypatch.setattr(fp8, "scaled_mm", spy)
-    x, w, g = operands("random")
-    for run in (lambda: passes(linear(w, "tensorwise+kernels"), x, g),
-                lambda: passes(without_copies(linear(w, "tensorwise+kernels")), x, g), lambda: head_loss(*head_case())):
-        run()
-        assert calls == [(E4M3, E4M3, True, torch.bfloat16), (E5M2, E4M3, False, torch.bfloat16),
+    passes(linear(w, "tensorwise+kernels"), x, g)
+    passes(without_copies(linear(w, "tensorwise+kernels")), x, g)
+    head_loss(*head_case())
+    assert calls == 3 * [(E4M3, E4M3, True, torch.bfloat16), (E5M2, E4M3, False, torch.bfloat16),
                          (E5M2, E4M3, False, torch.float32)]
-        calls.clear()
 
 
 def test_one_byte_a_value_is_kept_for_the_backward_pass(emulated_scaled_mm):
@@ -280,16 +259,11 @@ def test_one_byte_a_value_is_kept_for_the_backward_pass(emulated_scaled_mm):
     x, w, _ = operands("random")
     for holder, each in ((linear(w, "tensorwise", "cuda"), 2), (linear(w, "tensorwise+kernels"), 1),
                          (linear(w, "tensorwise_gw_hp+kernels"), 2)):
-        own, seen = {t.untyped_storage().data_ptr() for t in (*holder.parameters(), *holder.buffers())}, {}
-
-        def keep(t, seen=seen):
-            seen[t.untyped_storage().data_ptr()] = t
-            return t
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        own, seen = {t.untyped_storage().data_ptr() for t in (*holder.parameters(), *holder.buffers())}, []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append(t) or t, lambda t: t):
             holder(x.clone().requires_grad_())
-        kept = sum(t.untyped_storage().nbytes() for key, t in seen.items() if key not in own)
-        assert 0 <= kept - each * x.numel() <= 16
+        kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in seen}
+        assert 0 <= sum(nbytes for key, nbytes in kept.items() if key not in own) - each * x.numel() <= 16
 
 
 # ------------------------------------------------------------------------------------------------------------ the head
@@ -311,8 +285,7 @@ def head_case(masked=False):
     return h, w, targets, factors
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("recipe", ["tensorwise", "amax"])
+@pytest.mark.parametrize("recipe, masked", [("tensorwise", True), ("tensorwise", False), ("amax", True)])
 def test_the_loss_and_its_gradients_against_fp64(recipe, masked):
     h, w, targets, factors = head_case(masked)
     losses, grad_h, grad_w = head_loss(h, w, targets, factors, recipe)
@@ -340,24 +313,22 @@ def test_nan_and_infinity_reach_the_loss_or_its_gradient(where):
         assert where == "factors" or not losses.isfinite().all()
 
 
-def test_only_an_fp8_head_that_trains_computes_its_loss_in_one_piece(tmp_path, monkeypatch):
+@pytest.mark.parametrize("recipe, special", [("tensorwise", 1), ("tensorwise_gw_hp", 0)])
+def test_only_an_fp8_head_that_trains_computes_its_loss_in_one_piece(tmp_path, monkeypatch, recipe, special):
     """Not with BF16 weight gradients, not in BF16, not without gradients, not while a probe watches."""
-    calls, real = [], fp8.HeadLoss.forward
+    calls, real, (x, y) = [], fp8.HeadLoss.forward, tokens()
     monkeypatch.setattr(fp8.HeadLoss, "forward", staticmethod(lambda *a: calls.append(1) or real(*a)))
-    x, y = tokens()
-    for recipe, special in (("tensorwise", 1), ("amax", 1), ("tensorwise_gw_hp", 0)):
-        calls.clear()
-        model, layers = build(f"{recipe}+kernels", head=True)
-        trained = model(x, y)
-        assert len(calls) == special
-        with torch.no_grad():
-            assert torch.allclose(model(x, y), trained, rtol=1e-5)
-        with fp8.in_bf16(model):
-            assert torch.equal(model(x, y), build()[0](x, y))
-        Probe(path := tmp_path / f"{recipe}.jsonl", model, fp8.recipes(layers, 1.0), 64)(1, x, y, 1 / 128)
-        assert len(calls) == special
-        head = next(row for row in map(json.loads, path.read_text().splitlines()) if row.get("layer") == "head")
-        assert all(head[name]["amax"] > 0 for name in ("weight", "activation", "gradient"))
+    model, layers = build(f"{recipe}+kernels", head=True, n_layer=1)
+    trained = model(x, y)
+    assert len(calls) == special
+    with torch.no_grad():
+        assert torch.allclose(model(x, y), trained, rtol=1e-5)
+    with fp8.in_bf16(model):
+        assert torch.equal(model(x, y), build(n_layer=1)[0](x, y))
+    Probe(path := tmp_path / "probe.jsonl", model, fp8.recipes(layers, 1.0), 64)(1, x, y, 1 / 128)
+    assert len(calls) == special
+    head = next(row for row in map(json.loads, path.read_text().splitlines()) if row.get("layer") == "head")
+    assert all(head[name]["amax"] > 0 for name in ("weight", "activation", "gradient"))
 
 
 # --------------------------------------------------------------------------------------------------------- whole models
@@ -367,91 +338,22 @@ def step(model, x, y):
     model.zero_grad()
     loss = model(x, y).sum()
     (loss / 128).backward()
-    return loss.item() / y.numel(), {name: p.grad.clone() for name, p in model.named_parameters()}
+    return loss.item() / y.numel(), [p.grad.clone() for p in model.parameters()]
 
 
 def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
     def copies():
         return [copy for m in model.modules() if isinstance(m, fp8.KernelLinear) for copy in (m.q, m.qt, m.scale)]
 
-    (model, _), (x, y) = build("tensorwise+kernels", head=True), tokens()
+    (model, _), (x, y) = build("tensorwise+kernels", head=True, n_layer=1), tokens()
     step(model, x, y)
     before = copies()
     torch.optim.AdamW(model.parameters()).step()            # a fused one needs runtime/optim.py's hook for it
     with pytest.raises(AssertionError, match="refresh_fp8_weights"):
         model(x, y)
     fp8.refresh_fp8_weights(model)
-    assert len(before) == 27 and all(a is b for a, b in zip(before, copies(), strict=True))
-    fresh = without_copies(build("tensorwise+kernels", head=True)[0])
+    assert len(before) == 15 and all(a is b for a, b in zip(before, copies(), strict=True))
+    fresh = without_copies(build("tensorwise+kernels", head=True, n_layer=1)[0])
     fresh.load_state_dict(model.state_dict())
     (a, ours), (b, theirs) = step(model, x, y), step(fresh, x, y)
-    assert a == b and all(torch.equal(ours[name], theirs[name]) for name in ours)
-
-
-# --------------------------------------------------------------------------------------------------------------- a GPU
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("format", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_hardware_rounds_every_value_as_torch_does(format, dtype):
-    if dtype == torch.bfloat16:     # each of them
-        x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(256, 256)
-    else:
-        x = torch.randint(-2**31, 2**31 - 1, (512, 2**11), dtype=torch.int32).view(torch.float32)
-    for scale in (1.0, 0.37, 2.0**-100, 2.0**100):
-        q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
-        want = quantised(x.cuda(), scale, format)
-        assert same(q.cpu(), want.cpu()) and same(qt.cpu(), want.t().contiguous().cpu())
-        only = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format, False)[1]
-        assert same(only.cpu(), qt.cpu())
-
-
-@pytest.mark.gpu
-def test_offsets_beyond_32_bits_on_hardware():
-    M, V = 43008, 50304             # 2^31 values and a few
-    x = torch.randn(M, V, device="cuda", dtype=torch.bfloat16)
-    q, qt = fp8.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
-    for rows in (slice(0, 64), slice(M - 64, M)):
-        want = quantised(x[rows], 100.0, E5M2).view(torch.uint8)
-        assert torch.equal(q[rows].view(torch.uint8), want) and torch.equal(qt[:, rows].t().view(torch.uint8), want)
-
-
-@pytest.mark.gpu
-def test_the_cross_entropys_gradient_on_hardware():
-    for M, V in ((48, 80), (144, 208), (1024, 50304)):
-        case = entropy_case(M, V)
-        q, qt = fp8.cross_entropy_grad(*(t.cuda() for t in case))
-        assert is_near(q.cpu(), entropy_grad(*case)) and same(qt.cpu(), q.t().contiguous().cpu())
-    for mine, want in zip(head_loss(*(t.cuda() for t in head_case(True))), head_loss(*head_case(True)), strict=True):
-        assert distance(mine.cpu(), want) < 2e-2        # a sum in another order moves logits across steps of BF16
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", KERNELS)
-def test_on_a_gpu_too_every_bit_is_torchaos(label):
-    torch.manual_seed(0)
-    x, g, w = torch.randn(512, 768).bfloat16(), torch.randn(512, 1024).bfloat16(), 0.05 * torch.randn(1024, 768)
-    results = []
-    for one in (label, label.removesuffix("+kernels")):
-        holder = linear(w, one, "cuda").cuda()
-        fp8.refresh_fp8_weights(holder)
-        results.append(passes(holder, x.cuda(), g.cuda()))
-    ours, theirs = results
-    assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    assert distance(ours[2], theirs[2]) < 2**-8
-
-
-@pytest.mark.gpu
-def test_a_model_compiled_for_a_gpu_learns_as_torchaos_does():
-    (x, y), curves = (t.cuda() for t in tokens()), []
-    for label in ("tensorwise", "tensorwise+kernels"):
-        torch.compiler.reset()
-        model = build(label, "cuda", head=True)[0].cuda()
-        model.compile(dynamic=False, fullgraph=True)
-        optimizer, curve = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), []
-        for _ in range(20):
-            fp8.refresh_fp8_weights(model)
-            curve.append(step(model, x, y)[0])
-            optimizer.step()
-        curves.append(torch.tensor(curve))
-    assert curves[1][-1] < 0.9 * curves[1][0] and (curves[0] - curves[1]).abs().max() < 0.05
+    assert a == b and all(map(torch.equal, ours, theirs))

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -26,45 +24,31 @@ def gpt2():
     return load_tokenizer("gpt2")
 
 
-@pytest.fixture(scope="module")
-def letters():
-    """GPT-2's byte -> letter table, as the paper's code defines it: printable bytes stay, the rest follow U+00FF."""
-    table, extra = {}, 0
+def test_ids_are_the_official_ones_and_pieces_are_merged_by_rank(gpt2):
+    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against. A quadratic
+    textbook encoder, over letters instead of bytes, gives the same ids for single words."""
+    letters, extra = {}, 0      # as the paper's code defines them: printable bytes stay, the rest follow U+00FF
     for byte in range(256):
         if chr(byte).isprintable() and byte not in (0x20, 0xA0, 0xAD):
-            table[byte] = chr(byte)
+            letters[byte] = chr(byte)
         else:
-            table[byte], extra = chr(256 + extra), extra + 1
-    return table
-
-
-def test_ranks_are_the_official_ids(gpt2, letters):
-    """encoder.json is rebuilt from vocab.bpe's text; its hash certifies the ids that the ranks are held against."""
+            letters[byte], extra = chr(256 + extra), extra + 1
     assert hashlib.sha256(vocab_bpe()).hexdigest() == gpt2.sha256 == VOCAB_BPE != load_tokenizer("byte").sha256
     merges = vocab_bpe().decode().splitlines()[1:]
     single = sorted(letters.values(), key=lambda letter: (ord(letter) > 255, ord(letter)))
-    tokens = single + [merge.replace(" ", "") for merge in merges] + ["<|endoftext|>"]
-    ids = {token: i for i, token in enumerate(tokens)}
+    ids = {token: i for i, token in enumerate([*single, *(merge.replace(" ", "") for merge in merges), "<|endoftext|>"])}
     assert hashlib.sha256(json.dumps(ids).encode()).hexdigest() == ENCODER_JSON
     assert [ids["".join(letters[b] for b in token)] for token in token_bytes()] == list(range(50256))
     assert gpt2.eot == ids["<|endoftext|>"] == 50256 and gpt2.vocab_size == len(ids) == VOCAB_SIZE["gpt2"]
-    for i, token in random.Random(0).sample(list(enumerate(token_bytes())), 300):
-        assert gpt2.decode([i]) == token.decode("utf-8", "replace")
-
-
-def test_pieces_are_merged_by_rank(gpt2, letters):
-    """A quadratic textbook encoder, over letters instead of bytes, gives the same ids for single words; published examples."""
-    assert gpt2.encode("Hello world").tolist() == [15496, 995]
-    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
-    assert load_tokenizer("byte").encode("Aé").tolist() == [0x41, 0xC3, 0xA9]
-    rank = {tuple(line.split(" ")): i for i, line in enumerate(vocab_bpe().decode().splitlines()[1:])}
-    ids = {"".join(letters[b] for b in token): i for i, token in enumerate(token_bytes())}
+    rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
     for word in ["hello", " pretraining", " Tokenisierung", "ÄÖÜß", "zzzzzz", " antidisestablishment"]:
         parts = [letters[b] for b in word.encode()]
         while pairs := [(rank[pair], i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)) if pair in rank]:
             i = min(pairs)[1]
             parts[i:i + 2] = [parts[i] + parts[i + 1]]
         assert gpt2.encode(word).tolist() == [ids[part] for part in parts], word
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]      # published examples
+    assert gpt2.encode("<|endoftext|>").tolist() == [27, 91, 437, 1659, 5239, 91, 29]
 
 
 @pytest.mark.parametrize("name", VOCAB_SIZE)
@@ -76,16 +60,14 @@ def test_text_returns_unchanged(name):
     for text in HOSTILE + noise:
         ids = tok.encode(text)
         assert ids.dtype == np.uint16 and ids.ndim == 1 and tok.eot not in ids, f"{text!r} spelled the end of the text"
-        assert tok.decode(ids) == text
-        document = tok.encode_document(text)
-        assert document.dtype == np.uint16 and document[0] == tok.eot and (document[1:] == ids).all()
+        assert tok.decode(ids) == text and tok.encode_document(text).tolist() == [tok.eot, *ids]
+        assert name == "gpt2" or ids.tolist() == list(text.encode())
     assert tok.decode(tok.encode("a\ud800b\udfff")) == "a\ufffdb\ufffd"     # lone surrogates
     assert tok.decode(tok.encode("\ud83d\ude00")) == "😀"          # a whole pair is the character it spells
     assert tok.decode([]) == "" and tok.decode([tok.eot]) == "<|endoftext|>"
-    assert tok.decode(tok.encode("é")[:-1]).count("\ufffd") == (0 if name == "gpt2" else 1)
-    assert tok.decode(np.array([0x41 if name == "byte" else 32], np.uint16)) == "A"
+    assert tok.decode(tok.encode("👩")[:-1]) == "\ufffd"
     for bad in ([tok.vocab_size], [-1], [3, 60000]):
-        with pytest.raises(ValueError, match=f"{name} has ids 0 to {tok.vocab_size - 1}"):
+        with pytest.raises(ValueError, match=f"ids 0 to {tok.vocab_size - 1}"):
             tok.decode(bad)
 
 
@@ -105,17 +87,12 @@ def test_a_million_blanks_before_a_word_and_where_they_are_cut(gpt2, monkeypatch
 
 
 def test_an_unknown_name_and_a_damaged_merges_file_are_refused(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="there is no tokenizer 'gpt3'; there are: gpt2, byte"):
+    with pytest.raises(UserError, match="'gpt3'; there are: gpt2, byte"):
         load_tokenizer("gpt3")
     whole = bytearray(tokenizer.MERGES_FILE.read_bytes())
     whole[len(whole) // 2] ^= 1
     monkeypatch.setattr(tokenizer, "MERGES_FILE", tmp_path / "gpt2_merges.bin")
-    for content in b"", whole[:5000], whole:
+    for content in whole[:5000], whole:
         (tmp_path / "gpt2_merges.bin").write_bytes(content)
-        with pytest.raises(UserError, match="gpt2_merges.bin .*restore it"):
+        with pytest.raises(UserError, match="gpt2_merges.bin"):
             load_tokenizer("gpt2")
-
-
-def test_importing_needs_neither_tiktoken_nor_torch():
-    code = "import sys, runtime.tokenizer, runtime.shards; assert not {'torch', 'tiktoken'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
