@@ -42,27 +42,7 @@ def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_b
                 if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
 
 
-@pytest.fixture
-def within(monkeypatch):
-    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
-    at, beat = {"step": None}, Watchdog.at
-
-    def spy(self, what, step, *args, **kwargs):
-        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
-        return beat(self, what, step, *args, **kwargs)
-    monkeypatch.setattr(Watchdog, "at", spy)
-    return at
-
-
-def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, within, monkeypatch, capsys):
-    """Reads by Python's calls, and by what torch calls beneath its functions."""
-    seen, frozen = [], []
-
-    def note(name):
-        if name in READS and within["step"] is not None:
-            seen.append((within["step"], name))
-
-    def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
+def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
     """Against the plain model, which casts in every micro-batch; an update without a refresh is told of."""
     ours, plain = parallel.build(tiny, World(0, 0, 1, torch.device("cpu"))).model, GPT(tiny.model)
     x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
@@ -111,7 +91,27 @@ def test_the_unit_of_compilation_changes_nothing_but_rounding(tiny, unit):
         assert (p.grad - other.grad).norm() <= 0.02 * other.grad.norm()
 
 
-class Functions(TorchFunctionMode):
+@pytest.fixture
+def within(monkeypatch):
+    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
+    at, beat = {"step": None}, Watchdog.at
+
+    def spy(self, what, step, *args, **kwargs):
+        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
+        return beat(self, what, step, *args, **kwargs)
+    monkeypatch.setattr(Watchdog, "at", spy)
+    return at
+
+
+def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, within, monkeypatch, capsys):
+    """Reads by Python's calls, and by what torch calls beneath its functions."""
+    seen, frozen = [], []
+
+    def note(name):
+        if name in READS and within["step"] is not None:
+            seen.append((within["step"], name))
+
+    class Functions(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             note(getattr(func, "__name__", ""))
             return func(*args, **(kwargs or {}))
