@@ -24,7 +24,7 @@ from model import GPT
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, nearest, type_problems
 from runtime.config import Config, FP8Config, load_config, read_config
-from runtime.rows import metrics_rows, read_rows, write_json
+from runtime.rows import write_json
 from scaling.records import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,10 +271,3 @@ def tokens_left(row: Row, folder: Path) -> int:
         return 0
     saved = latest(folder / row.run)
     return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens
-
-
-def has_unsaved(row: Row, folder: Path) -> bool:
-    """Whether a run has done a step that no checkpoint of it holds: one that still compiles, or evaluates, has not."""
-    saved = latest(folder / row.run)
-    rows = metrics_rows(read_rows(folder / row.run / "metrics.jsonl"))
-    return max((line["step"] for line in rows if line["kind"] == "train"), default=0) > (step_of(saved) if saved else 0)
