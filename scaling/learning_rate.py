@@ -101,8 +101,8 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
         for group, mine in (((), shared), (size, {key: summary.get(key) for key in SAME_SIZE})):
             name, its = first.setdefault(group, (record.run_id, mine))
             if unlike := [key for key in mine if mine[key] != its[key]]:
-                raise UserError(f"{name} and {record.run_id} differ in {unlike[0]} ({its[unlike[0]]}, {mine[unlike[0]]}): the runs "
-                                "of a sweep may differ in the learning rate, the seed and the size alone; leave one out")
+                raise UserError(f"{name} and {record.run_id} differ in {unlike[0]} ({its[unlike[0]]}, {mine[unlike[0]]}): "
+                                "the runs of a sweep may differ in the learning rate, the seed and the size alone; leave one out")
         trials.append(Trial(record.folder.name, *size, summary["lr_peak"], record.seed, record.status,
                             record.loss_bf16 if record.status == "ok" else None, summary["skipped_steps"], summary["rollbacks"]))
     finished = {trial.run for trial in trials}
