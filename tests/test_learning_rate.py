@@ -62,7 +62,7 @@ def test_seeds_that_every_rate_has_are_averaged_and_each_alone_is_told():
     found = analyse(sorted(runs, key=lambda one: (one.lr, one.seed)))["sweeps"][0]
     assert found["seeds"] == [1, 2] and found["optimum"]["lr"] == pytest.approx(math.sqrt(0.005 * 0.0075))   # equal curvature
     others = found["optimum"]["others"]
-    assert others["seed 1 alone"] is None and others["seed 2 alone"] == pytest.approx(0.0075)       # 0.004 is the first one's best
+    assert others["seed 1 alone"] is None and others["seed 2 alone"] == pytest.approx(0.0075)     # 0.004 is the first's best
     assert found["optimum"]["loss"] == pytest.approx(math.sqrt(3.3 * 3.4) * math.exp(0.01 * math.log(0.0075 / 0.005) ** 2 / 4))
 
 
