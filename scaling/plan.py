@@ -35,8 +35,8 @@ REACH = 10                      # runs or gaps at sizes more than this factor aw
 RATIOS = (5, 10, 20, 40)        # tokens per parameter of the candidates where no study names them
 EPOCH_REACH = (1.296e22, 0.456, 341.0)        # of Epoch's 240 points: largest 6 N D (FLOPs), tokens per parameter from, to
 SIGMA = 1e-3                    # noise of ln(loss) of one run, assumed when designs are compared
-# Correlation of the noise of two points of one trajectory. Assumed, because no public study repeats trunks with their
-# branches; the bound of four trunks with three branches each grows from 0.30 % without any to 0.46 % at 0.5, 0.53 % at 0.9.
+# Correlation of the noise of two points of one trajectory, assumed: no public study repeats trunks with their branches. The
+# bound of four trunks with three branches each grows from 0.30 % without any to 0.46 % at 0.5, 0.53 % at 0.9.
 RHO = 0.5
 # Where too few runs are done to identify the law, a prior stands in, in (ln E, ln A/N^alpha, ln B/D^beta at the target,
 # alpha, beta): nothing known of the terms, exponents scattered as the published ones are (alpha .24 to .50, beta .28 to .52).
@@ -221,8 +221,7 @@ def read_law(path: str | None) -> Law:
         return Law(EPOCH, published)
     content = read_json(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
-        raise UserError(f"{path} counts non-embedding parameters, and a budget is planned in all of them: fit the same "
-                        "runs by all of them (python scaling/fit.py RUNS n=total out=DIR) and give that law.json")
+        raise UserError(f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS n=total out=DIR)")
     groups = content.get("groups", {})
     recipe = "bf16" if "bf16" in groups else next(iter(groups), None)
     runs = [one for one in content.get("inputs", []) if one["recipe"] == recipe]

@@ -66,9 +66,7 @@ from scaling.study import (
 )
 
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
-# Assumed, for no summary tells: the interpreter, torch and the GPU's context before a run's clock begins, and its end; 2 to 4 s
-# on a CPU.
-UNSEEN_S = 5.0
+UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's context before a run's clock begins, and its end
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 POLL_S = 0.2
 # Assumed of a run that is asked to leave: it ends its step, then writes and hashes 12 bytes a parameter.
@@ -119,9 +117,9 @@ def main(arguments: list[str], began: float | None = None) -> int:
             print(slurm_script(chosen, options))
         elif options.run:
             gpus = visible_gpus(options)
-            lines = check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []
+            for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
+                print(line, flush=True)
             write_declaration(folder, declaration)
-            print("\n".join(lines), end="\n" * bool(lines), flush=True)
             return run(rows, chosen, folder, options, gpus, began)
         else:
             print("\n".join(table(chosen, folder, options)))
@@ -137,16 +135,12 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
     A pattern that matches other runs too leaves out those held out: a broad one must not start the study's largest runs."""
     if options.only is None:
         return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
-    names, spared = set(), set()
+    names = set()
     for pattern in options.only.split(","):
         if not (found := [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]):
             raise UserError(f"only={pattern!r} matches no run of {options.study}{nearest(pattern, [row.run for row in rows])}")
-        if not all(row.held_out for row in found):
-            spared |= {row.run for row in found if row.held_out}
-            found = [row for row in found if not row.held_out]
+        found = [row for row in found if not row.held_out] or found
         names |= {row.run for row in found} | {row.parent for row in found}
-    if spared - names:
-        print(f"left out, for what is held out is run by its own name: {', '.join(sorted(spared - names))}", file=sys.stderr)
     return [row for row in rows if row.run in names]
 
 
@@ -155,9 +149,8 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)} if waiting else {}
     if missing := [row.run for row in waiting if row.run not in goals or not is_at(row, goals[row.run])]:
-        commands = " && ".join(f"python scaling/fit.py {folder} --predict {run}" for run in missing)
-        raise UserError(f"{missing[0]} is held out, and {folder / LAW_FOLDER} holds no prediction_{missing[0]}.json of it: run "
-                        f"the other runs, freeze the prediction ({commands}), then start it")
+        raise UserError(f"{missing[0]} is held out and {folder / LAW_FOLDER} holds no prediction of it: run the others, freeze "
+                        f"it (python scaling/fit.py {folder} --predict {missing[0]}), then start it")
 
 
 def visible_gpus(options) -> list[str]:
@@ -178,11 +171,9 @@ def slurm_script(rows: list[Row], options: Options) -> str:
         "#!/bin/bash",
         f"#SBATCH --array=0-{len(families) - 1}",
         f"#SBATCH --nodes=1 --ntasks=1 --gpus-per-node={options.gpus} --requeue --open-mode=append",
-        f"# {CPUS} CPUs for each process; a node with fewer wants fewer.",
         f"#SBATCH --cpus-per-task={CPUS * options.gpus}",
         "# Five minutes before its time is over the run saves, and the task is requeued.",
         "#SBATCH --time=24:00:00 --signal=B:TERM@300",
-        "# Where this script was printed: the study, out= and the data are found from there.",
         f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
         "families=(", *(f"  {shlex.quote(','.join(names))}" for names in families.values()), ")",
         f"{shlex.join(sweep)} only=\"${{families[$SLURM_ARRAY_TASK_ID]}}\" &",
