@@ -161,7 +161,7 @@ def judge(trials: list[Trial]) -> dict:
             for lr, tried in of.items()]
     reason = None
     if not sound:
-        reason = f"every rate diverged: add {rows[0]['lr'] / 4:.2g} and {rows[0]['lr'] / 2:.2g}"
+        reason = f"no rate has a loss, all diverged or are unfinished: add {rows[0]['lr'] / 4:.2g} and {rows[0]['lr'] / 2:.2g}"
     elif not seeds:
         reason = "no seed has finished at every rate, so losses of different seeds would be compared: finish the sweep"
     elif best in (sound[0], sound[-1]):

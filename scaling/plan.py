@@ -69,11 +69,6 @@ class Options:
         """BF16 and FP8 FLOP/s of one GPU."""
         return peak_flops(self.gpu)
 
-    @property
-    def flops(self) -> float:
-        """The budget, at the BF16 peak."""
-        return self.gpus * self.peak[0] * self.hours * 3600
-
 
 def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake."""
@@ -96,14 +91,15 @@ def plan(options: Options) -> list[str]:
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"law={options.law}, or the precision.json beside it, is of another version ({type(error).__name__}: "
                         f"{error}): make it anew with scaling/fit.py or scaling/precision.py") from None
+    flops = options.gpus * options.peak[0] * options.hours * 3600      # the budget, at the BF16 peak
     best, optima = [], [["", "N*", "D*", "D/N", "predicted loss", "beyond the law's points"]]
     for name, arm_gap in (("BF16", 0), ("FP8", gap)):
-        N, D = optimum(law.surface, sizes, options.flops, name == "FP8")
+        N, D = optimum(law.surface, sizes, flops, name == "FP8")
         best.append(law.surface.loss(N, D))
         optima.append([name, si(N), si(D), f"{D / N:.1f}", f"{best[-1] * (1 + arm_gap):.4f}", law.beyond(N, D)])
     rows = [["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up", "break-even gap [%]", optima[0][-1]]]
     for size in sizes:
-        N, D, most = size.N, *(float(tokens(size.N, [size], options.flops, in_fp8)) for in_fp8 in (False, True))
+        N, D, most = size.N, *(float(tokens(size.N, [size], flops, in_fp8)) for in_fp8 in (False, True))
         rows.append([size.name, si(N), si(D), f"{D / N:.1f}", f"{law.surface.loss(N, D):.4f}", f"{most / N:.1f}",
                      f"{law.surface.loss(N, most) * (1 + gap):.4f}", f"{size.speedup:.3f}",
                      f"{100 * break_even(law.surface, N, D, size.speedup):.2f}", law.beyond(N, most)])

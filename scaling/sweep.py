@@ -70,9 +70,8 @@ UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's conte
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 POLL_S = 0.2
 # Assumed of a run that is asked to leave: it ends its step, then writes and hashes 12 bytes a parameter.
-LEAVE_S = 5.0
-SAVE_BYTES_PER_S = 200e6
-LOG_S = 60.0                    # between two lines about the runs under way
+LEAVE_S, SAVE_BYTES_PER_S = 5.0, 200e6
+LOG_S = 60.0        # between two lines about the runs under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,7 +343,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
                 loss = f", validation loss {summary['loss_bf16']:.4f}" if summary else ""
                 say(f"{row.run} {state}{loss}")
     if late:
-        say(f"{len(late)} runs are not begun, for what is left of limit={options.limit:g} would go into their start: {late[0]}")
+        say(f"limit={options.limit:g} leaves no time to begin {len(late)} more: {late[0]}")
     if failed:
         say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
     if todo := [row.run for row in chosen if not summary_of(row, folder)]:
@@ -397,7 +396,8 @@ def progress(chosen: list[Row], running, folder: Path) -> str:
         if lines:
             tok_per_s = statistics.median(line["tok_per_s"] for line in lines[-20:])
             speed += tok_per_s * row.flops_per_token
-            texts.append(f"{row.run} {lines[-1]['step']:,} / {row.steps:,}, loss {lines[-1]['loss']}, {si(tok_per_s)} tokens/s")
+            step, loss = lines[-1]["step"], lines[-1]["loss"]
+            texts.append(f"{row.run} {step:,} / {row.steps:,}, loss {loss and round(loss, 3)}, {si(tok_per_s)} tokens/s")
         else:
             texts.append(f"{row.run} is starting")
     done = f"{len(chosen) - len(todo)} of {len(chosen)} runs done" + (f", about {duration(flops / speed)} left" if speed else "")

@@ -73,7 +73,7 @@ def test_seeds_that_every_rate_has_are_averaged_and_each_alone_is_told():
     (trials((0.01,)), "add 0.0025 and 0.005 and 0.02 and 0.04"),
     (trials(RATES[:3], lambda lr: known(lr, 0.011), diverged=(0.016,)), "add 0.011"),
     (trials(RATES[2:], lambda lr: known(lr, 0.006), diverged=(0.002, 0.004)), "add 0.0057"),
-    (trials((), diverged=(0.1, 0.2)), "every rate diverged: add 0.025 and 0.05"),
+    (trials((), diverged=(0.1, 0.2)), "no rate has a loss, all diverged or are unfinished: add 0.025 and 0.05"),
     ([one for seed, lr in enumerate(RATES) for one in trials((lr,), seed=seed)], "no seed has finished at every rate")])
 def test_an_optimum_at_an_end_is_refused_with_the_rates_to_add(runs, told):
     found = analyse(runs)

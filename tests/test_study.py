@@ -80,19 +80,6 @@ def test_the_chinchilla_study_by_hand():
     assert all(r.parent is None and r.tokens == 29_408 * 1_048_576 for r in held)
 
 
-def test_the_h100_study_by_hand():
-    by_name = {row.run: row for row in expand(load_study(ROOT / "configs/study_h100.py"))}
-    row = by_name["h100_3m_rowwise_t5_s1338"]
-    assert row.params_nonembed == 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256) + 256
-    assert row.params_total == row.params_nonembed + 50_304 * 256
-    # 5 x 3,213,568 / 65,536 = 245.2 steps; the last fifth is its decay; warm-up is 5 % of the 981 steps at 20
-    assert (row.steps, row.parent, row.parent_step) == (246, "h100_3m_rowwise_t20_s1338", 197)
-    assert config_of(row).optim.warmup_steps(246) == 49
-    assert [one.tokens_per_param for one in by_name.values() if one.held_out and one.recipe == "bf16"] == [20, 5, 10]
-    lrs = [config_of(by_name[f"h100_{size}_bf16_t20_s1337"]).optim.lr for size in ("3m", "24m")]
-    assert lrs[1] / lrs[0] == pytest.approx((25_402_240 / 3_213_568) ** -0.5, rel=1e-3)    # six digits of a rate
-
-
 def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
     first, second = study.sizes
     rows = expand(replace(study, null=("parallel.compile=true",), sizes=(

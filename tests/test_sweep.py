@@ -290,13 +290,13 @@ finish()"""
 def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     code, told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", began=time.monotonic() - 45)       # from the command's start
     assert (code, summaries(tmp_path)) == (3, {}) and re.search(r"; 5[45]\.\d s are left of limit=100\n", told), told
-    assert "1 runs are not begun, for what is left of limit=100 would go into their start: a_bf16_t20_s1, " in told
+    assert "limit=100 leaves no time to begin 1 more: a_bf16_t20_s1, which takes 60 s" in told
     # 452,608 tokens at 1,000 a second; 13 s beside them, and 5 that no summary tells of
     code, told = fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
     assert code == 0, told
     code, told = fake("finish()", "limit=17", "only=a_*", seeds=(1, 2))
     assert (code, len(summaries(tmp_path))) == (3, 1), told
-    assert "2 runs are not begun, " in told and ": a_bf16_t10_s1, which takes 18 s" in told        # and no branch of what was not
+    assert "limit=17 leaves no time to begin 2 more: a_bf16_t10_s1, which takes 18 s" in told      # and no branch of what was not
     code, told = fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
     assert (code, len(summaries(tmp_path))) == (0, 4), told
 
