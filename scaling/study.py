@@ -206,17 +206,14 @@ def write_declaration(folder: Path, value: dict) -> None:
 
 # ---------------------------------------------------------------------------------------------------- how far each run is
 
-USED = ("status", "loss_bf16", "tok_per_s_median", "n_gpu", "device")       # of a summary
-
-
 def summary_of(row: Row, folder: Path) -> dict | None:
     """summary.json of a finished run of the study in `folder`, else None. Raises UserError for a damaged one."""
     path = folder / row.run / "summary.json"
     if not path.exists():
         return None
     summary = read_json(path)
-    if missing := [key for key in USED if summary.get(key) is None]:
-        raise UserError(f"{path} lacks {missing[0]}: delete it, and --run evaluates the last checkpoint again")
+    if missing := {"status", "loss_bf16", "tok_per_s_median", "n_gpu", "device"} - summary.keys():
+        raise UserError(f"{path} lacks {min(missing)}: delete it, and --run evaluates the last checkpoint again")
     return summary
 
 

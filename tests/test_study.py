@@ -176,7 +176,7 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
 
 
 @pytest.mark.parametrize("content, told", [
-    ("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks loss_bf16")])
+    ("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks device")])
 def test_a_damaged_summary_is_no_finished_run(study, tmp_path, content, told):
     row = expand(study)[0]
     finish(row, tmp_path)
