@@ -71,13 +71,11 @@ def test_the_chinchilla_study_by_hand():
     row = next(r for r in rows if r.run == "gpt50m_tensorwise_t10_s1338")
     # 10 x 53,027,328 / 262,144 = 2,022.8 steps; the last fifth, 405, is its decay; warm-up 2 % of the 4,046 steps at 20
     assert (row.steps, row.parent, row.parent_step) == (2023, "gpt50m_tensorwise_t40_s1338", 2023 - 405)
-    assert (row.tokens, row.own_tokens) == (2023 * 262_144, 405 * 262_144)
+    assert (row.tokens, row.own_tokens, row.flops_per_token) == (2023 * 262_144, 405 * 262_144, 418_775_040)
     assert config_of(row).optim.warmup_steps(2023) == 81
-    assert row.flops_per_token == 418_775_040
     assert config_of(next(r for r in rows if r.run == row.parent)).checkpoint.at == (810, 1618, 3237)
-    held = [r for r in rows if r.held_out]
-    assert [r.run for r in held] == ["gpt1p5b_bf16_t20_s1337", "gpt1p5b_tensorwise_t20_s1337"]
-    assert all(r.parent is None and r.tokens == 29_408 * 1_048_576 for r in held)
+    assert [(r.run, r.parent, r.tokens) for r in rows if r.held_out] == [
+        (f"gpt1p5b_{recipe}_t20_s1337", None, 29_408 * 1_048_576) for recipe in ("bf16", "tensorwise")]
 
 
 def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
