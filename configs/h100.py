@@ -1,5 +1,7 @@
 """What the runs of the H100 study share: everything but the size and its learning rate."""
 
+import math
+
 from model import GPTConfig
 from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, LogConfig, OptimConfig, ProbeConfig
 
@@ -8,17 +10,14 @@ LR, NONEMBED = 4e-3, 3_213_568
 
 
 def learning_rate(nonembed: int) -> float:
-    """LR ~ N^-1/2, at one batch and one number of tokens per parameter for all sizes; with one depth that is 1 / width.
-
-    Published at a fixed batch: N^-0.56 (the runs of Step Law, 2503.04715), N^-0.55 (2409.19913), 1 / width (muP, 2203.03466).
-    N^-1/4 of DeepSeek LLM (2401.02954) is for a batch that grows with the compute."""
+    """LR ~ N^-1/2, at one batch and one number of tokens per parameter for all sizes: the rule of scaling/learning_rate.py."""
     return round(LR * (nonembed / NONEMBED) ** -0.5, 6)
 
 
-def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, steps: int, lr: float) -> Config:
+def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, nonembed: int) -> Config:
     return Config(
         run=run,
-        steps=steps,
+        steps=math.ceil(20 * nonembed / 65_536),        # 20 tokens per parameter outside the vocabulary
         model=GPTConfig(n_layer=n_layer, n_embd=n_embd, n_ffn=n_ffn, n_head=n_embd // 128, n_ctx=1024),
         data=DataConfig(
             dir="data/h100",
@@ -28,7 +27,7 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, steps: int, lr: fl
             micro_batch=64,             # all of a step in one pass
             max_epochs=8,               # how much Python and C an installation holds differs from machine to machine
         ),
-        optim=OptimConfig(lr=lr, warmup_share=0.05, schedule="wsd"),
+        optim=OptimConfig(lr=learning_rate(nonembed), warmup_share=0.05, schedule="wsd"),
         checkpoint=CheckpointConfig(every=1000, keep=1, best=False),
         eval=EvalConfig(every=None, tokens=262_144),
         log=LogConfig(every=100),

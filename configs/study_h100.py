@@ -3,19 +3,14 @@
     python scaling/sweep.py configs/study_h100.py                       what it costs, what is done
     python scaling/sweep.py configs/study_h100.py --run limit=540       stops in time; again: the next part
 
-Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here: budgets of 5, 10 and 20 tokens
-per such parameter, because 20 per parameter of all would outrun the text that a machine without a network holds. Laws are
-fitted under both counts. The learning rate is swept at the smallest size (configs/study_h100_lr.py), the others follow by
-the rule in configs/h100.py.
+Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here. The learning rate is swept at
+the smallest size (configs/study_h100_lr.py), the others follow by the rule in configs/h100.py. All recipes run at the two
+smallest sizes; the first of scaling/precision.py's ranking is trained at the two larger ones as well: FP8_AT_ALL, empty until
+it is known, for a study may be added to and nothing in it changed. BF16 runs are repeated with another seed, and with the loss
+computed in four parts, which changes the order of sums alone: the nulls of other seeds and of other rounding.
 
-Recipes. All at the two smallest sizes; from them scaling/precision.py ranks the FP8 recipes by its declared rule, and the
-first of the ranking is trained at the two larger sizes as well: FP8_AT_ALL, empty until it is known, for a study may be
-added to and nothing in it changed. Seeds: two at the three smallest, the null of other seeds. BF16 runs are also repeated
-with the loss computed in four parts, whose gradients add up in another order: same seed, same tokens, other rounding, the
-null of the same seed.
-
-Held out. When all else is done, name FP8_AT_ALL and freeze the predictions of the largest size, FP8's among them (scaling/fit.py
-out/h100 --predict RUN); then train it by name, only=h100_24m_*.
+When all else is done, name FP8_AT_ALL and freeze the predictions of the largest size (scaling/fit.py out/h100 --predict RUN);
+then train it by name, only=h100_24m_*.
 """
 
 from scaling.study import Size, Study

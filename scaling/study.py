@@ -8,30 +8,26 @@ config file at its own budget, the same number of steps for every budget. A null
 seed and the same tokens, which differs in rounding alone: what a difference of precision is held against.
 """
 
-import difflib
 import fcntl
-import json
+import itertools
 import math
 import os
-import re
 import runpy
 import time
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Literal
 
 import torch
 
-from model import GPT, GPTConfig
+from model import GPT
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, type_problems
+from runtime.cli import UserError, nearest, type_problems
 from runtime.config import Config, FP8Config, load_config, read_config
-from runtime.rows import metrics_rows, read_rows, write_json
+from runtime.rows import write_json
+from scaling.records import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
-FORMAT_VERSION = 1
-RECIPES = ("bf16", *(recipe for recipe in get_args(get_type_hints(FP8Config)["recipe"]) if recipe != "off"))
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
 ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
 
@@ -60,32 +56,8 @@ class Study:
     decay_share: float = 0.2                            # share of every run's steps spent decaying
 
     def __post_init__(self):
-        if problems := list(self._problems()):
-            raise UserError("\n".join(problems))
-
-    def _problems(self):
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
-            yield from problems     # what follows relies on the types
-            return
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
-            yield f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
-        for whose, one in (("", self), *((f"{size.config}: ", size) for size in self.sizes)):
-            for key in ("sizes", "seeds", "tokens_per_param", "lr", "recipes"):
-                values = getattr(one, key, None)
-                if values is not None and (not values or len(set(values)) < len(values)):
-                    yield f"{whose}{key}={values!r} must hold at least one value, each once"
-                elif key in ("tokens_per_param", "lr") and not all(0 < value < math.inf for value in values or ()):
-                    yield f"{whose}{key}={values!r} must be numbers above 0"
-                elif key == "recipes" and (wrong := [value for value in values or () if value not in RECIPES]):
-                    yield f"{whose}recipes={values!r}: {wrong[0]!r} is none of {', '.join(RECIPES)}"
-        for size in self.sizes:
-            if size.null_seeds and not (self.null and set(size.null_seeds) <= set(size.seeds)
-                                        and "bf16" in (size.recipes or self.recipes)):
-                yield (f"{size.config}: null_seeds={size.null_seeds!r} must be seeds of its own BF16 runs, and null= must say "
-                       f"what differs in them")
-        for name, below in (("margin_percent", 100), ("decay_share", 1)):
-            if not 0 < getattr(self, name) < below:
-                yield f"{name}={getattr(self, name)!r} must be a number above 0 and below {below}"
+            raise UserError(problems[0])
 
 
 @dataclass(frozen=True)
@@ -142,63 +114,51 @@ def load_study(path: str | Path) -> Study:
     """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
     path = Path(path)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("study_*.py")], 1)
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        raise UserError(f"there is no study file {path}{where}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
-    try:
-        bound = runpy.run_path(str(path))
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    except Exception as error:
-        raise UserError(f"{path} could not be run: {type(error).__name__}: {error}") from error
-    if not isinstance(bound.get("study"), Study):
-        raise UserError(f"{path} must bind study = Study(...), but " + (
-            f"study is {type(bound['study']).__name__}" if "study" in bound else "it binds no study"
-            + ": it is a config, which train.py trains" * ("config" in bound)))
-    return bound["study"]
+        there = sorted(one.stem for one in path.parent.glob("study_*.py"))
+        raise UserError(f"there is no study file {path}{nearest(path.stem, there)}")
+    study = runpy.run_path(str(path)).get("study")
+    if not isinstance(study, Study):
+        raise UserError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
+    return study
 
 
 def expand(study: Study) -> list[Row]:
     """All runs: by size, seed and recipe, a trunk before its branches.
 
-    Raises UserError for a config file that is missing, wrong, in FP8, or a branch that would leave during warm-up."""
+    Raises UserError for a config that is missing, wrong or in FP8, or a branch that would leave its trunk during warm-up."""
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config)
-        if base.fp8 != FP8Config():
-            raise UserError(f"{size.config} has fp8.recipe={base.fp8.recipe}: give its BF16 config; recipes= adds the others")
-        if base.data.micro_batch == "auto":
-            raise UserError(f"{size.config} has data.micro_batch=auto: give a number, for runs are compared and branch "
-                            f"off from one another at the same one")
-        for seed in size.seeds:
-            for lr in size.lr or (None,):
-                for recipe in size.recipes or study.recipes:
-                    rows += _family(study, size, base, seed, recipe, lr)
-                    if recipe == "bf16" and seed in size.null_seeds:
-                        rows += _family(study, size, base, seed, recipe, lr, repeat=1)
-    names = [row.run for row in rows]
-    if twice := {name for name in names if names.count(name) > 1}:
-        raise UserError(f"{study.name} names the run {min(twice)} twice: give each size once, with all its seeds and budgets")
+        with torch.device("meta"):
+            counts = GPT(base.model).counts()
+        if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
+            raise UserError(f"{size.config} must be in BF16 (recipes= adds the others) and give data.micro_batch as a number, "
+                            f"since runs are compared at the same one")
+        if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
+            raise UserError(f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null= must not be empty")
+        for seed, lr, recipe in itertools.product(size.seeds, size.lr or (None,), size.recipes or study.recipes):
+            repeats = 2 if recipe == "bf16" and seed in size.null_seeds else 1
+            for repeat in range(repeats):
+                rows += _family(study, size, base, counts, seed, recipe, lr, repeat)
     return rows
 
 
-def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: float | None, repeat: int = 0) -> list[Row]:
+def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, recipe: str, lr: float | None,
+            repeat: int) -> list[Row]:
     """A trunk with its branches."""
-    size_name, counts = base.run.removesuffix("_bf16"), _counts(base.model)
-    name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "")
+    size_name = base.run.removesuffix("_bf16")
+    name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
     rows, warmup = [], base.optim.warmup_steps(base.total_steps)
     for budget in (*smaller, largest):
         steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
-        leaves = steps - optim.decay_steps(steps)
+        leaves, is_branch = steps - optim.decay_steps(steps), budget != largest
         if warmup > leaves:
-            raise UserError(f"{size_name} at {budget:g} tokens per parameter: its {steps} steps hold no {warmup} steps of "
-                            f"warm-up (optim.warmup_share of {size.config}) before the decay begins at step {leaves}: drop "
-                            f"that budget")
-        run, is_branch = f"{name}_t{budget:g}_s{seed}", budget != largest
-        length = ([f"tokens_per_param={budget!r}"] if study.params == "total" else ["tokens_per_param=none", f"steps={steps}"])
-        overrides = [f"run={run}", f"seed={seed}", *length, "optim.schedule=wsd",
+            raise UserError(f"{size_name} at {budget:g} tokens per parameter has {steps} steps, and its decay begins at step "
+                            f"{leaves}, before the {warmup} steps of warm-up are over: drop that budget")
+        length = [f"tokens_per_param={budget!r}"] if study.params == "total" else ["tokens_per_param=none", f"steps={steps}"]
+        overrides = [f"run={name.format(budget)}", f"seed={seed}", *length, "optim.schedule=wsd",
                      f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}"]
         overrides += [f"optim.lr={lr!r}"] if lr else []
         overrides += [f"fp8.recipe={recipe}"] if recipe != "bf16" else []
@@ -206,53 +166,34 @@ def _family(study: Study, size: Size, base: Config, seed: int, recipe: str, lr: 
         if not is_branch and smaller:
             overrides.append("checkpoint.at=" + ",".join(str(row.parent_step) for row in rows))
         config = load_config(ROOT / size.config, overrides)     # judges recipe and dimensions now, not in a week
-        if repeat:
-            plain = load_config(ROOT / size.config, [one for one in overrides if one not in study.null])
-            if (config.identity(), config.data.micro_batch) != (plain.identity(), plain.data.micro_batch):     # pair_id has both
-                raise UserError(f"null={study.null!r} changes what {size_name} is trained on or by: a null run may differ in "
-                                f"its rounding alone, as with model.loss_chunk")
         rows.insert(0, Row(
-            run=run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
+            run=config.run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
             steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
-            repeat=repeat, parent=f"{name}_t{largest:g}_s{seed}" if is_branch else None,
-            parent_step=leaves if is_branch else None, config=size.config, overrides=tuple(overrides), held_out=size.held_out))
+            repeat=repeat, parent=name.format(largest) if is_branch else None, parent_step=leaves if is_branch else None,
+            config=size.config, overrides=tuple(overrides), held_out=size.held_out))
     return rows
-
-
-@lru_cache
-def _counts(model: GPTConfig) -> dict[str, int]:
-    with torch.device("meta"):
-        return GPT(model).counts()
 
 
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
     """What `folder`/study.json is to say before the first run: the margin, what is held out, every run.
 
     Raises UserError where that file says otherwise and one of its runs has finished: only additions are left then."""
-    new = {"format_version": FORMAT_VERSION, "study": study.name,
+    new = {"format_version": 1, "study": study.name,
            "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
            "params": study.params, "held_out": [row.run for row in rows if row.held_out],
            "runs": [{**asdict(row), "overrides": list(row.overrides)} for row in rows]}
     path = folder / "study.json"
     if not path.exists():
         return new
-    try:
-        old = {"params": "total", **json.loads(path.read_text())}       # older studies counted by all parameters
-        before, now = ({row["run"]: row for row in value["runs"]} for value in (old, new))
-        changes = [f"{key} was {old[key]}, now {new[key]}" for key in ("format_version", "study", "margin_percent", "params")
-                   if old[key] != new[key]]
-        declared = old["declared"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): it holds what was declared before the first "
-                        f"run; restore it, or give the study another name") from error
-    for run, row in before.items():
-        changes += ([f"{run}: {key} was {value}, now {now[run].get(key)}" for key, value in row.items()
-                     if now[run].get(key) != value] if run in now else [f"{run} is gone"])
-    if changes and any((folder / run / "summary.json").exists() for run in before):
-        raise UserError(f"{path} was declared before runs that have finished since: {changes[0]}"
-                        f"{f' (and {len(changes) - 1} more)' * (len(changes) > 1)}; runs may be added, but nothing that is "
-                        f"there may change: give the changed study another name=")
-    return new if changes else {**new, "declared": declared}
+    old, now = read_json(path), {row["run"]: row for row in new["runs"]}
+    said = [(key, old.get(key), new[key]) for key in ("study", "margin_percent", "params")]
+    for row in old["runs"]:
+        said += [(f"{key} of {row['run']}", value, now.get(row["run"], {}).get(key)) for key, value in row.items()]
+    changes = [f"{what} was {before}, now {after}" for what, before, after in said if before != after]
+    if changes and any((folder / row["run"] / "summary.json").exists() for row in old["runs"]):
+        raise UserError(f"{path} was declared before runs that have finished since, but {changes[0]}: runs may be added, but "
+                        f"nothing may change; give the changed study another name=")
+    return new if changes else {**new, "declared": old["declared"]}
 
 
 def write_declaration(folder: Path, value: dict) -> None:
@@ -265,28 +206,15 @@ def write_declaration(folder: Path, value: dict) -> None:
 
 # ---------------------------------------------------------------------------------------------------- how far each run is
 
-USED = {"status": str, "loss_bf16": int | float, "tok_per_s_median": int | float, "n_gpu": int, "device": str}    # of a summary
-MAY_LACK = {"wall_s": int | float, "parent_step": int, "data_sha256": str, "val_sha256": str, "pair_id": str}   # or hold null
-
-
 def summary_of(row: Row, folder: Path) -> dict | None:
     """summary.json of a finished run of the study in `folder`, else None. Raises UserError for a damaged one."""
     path = folder / row.run / "summary.json"
     if not path.exists():
         return None
-    try:
-        summary = json.loads(path.read_text())
-        given = USED | {key: kind for key, kind in MAY_LACK.items() if summary.get(key) is not None}
-        wrong = [f"{key} is {summary.get(key)!r}" for key, kind in given.items() if not _fits(summary.get(key), kind)]
-    except (ValueError, AttributeError) as error:       # no JSON, or no object
-        wrong = [error]
-    if wrong:
-        raise UserError(f"{path} is damaged ({wrong[0]}): delete it, and --run evaluates the last checkpoint again")
+    summary = read_json(path)
+    if missing := {"status", "loss_bf16", "tok_per_s_median", "n_gpu", "device"} - summary.keys():
+        raise UserError(f"{path} lacks {min(missing)}: delete it, and --run evaluates the last checkpoint again")
     return summary
-
-
-def _fits(value, kind) -> bool:
-    return isinstance(value, kind) and (kind is str or not isinstance(value, bool) and 0 < value < math.inf)
 
 
 def state_of(row: Row, folder: Path) -> str:
@@ -298,10 +226,10 @@ def state_of(row: Row, folder: Path) -> str:
             if not can_lock(file, fcntl.LOCK_SH):
                 return "running"
             *attempts, code = file.read().split(ENDED)
-        if attempts and code.strip() != "0" and code.strip().lstrip("-").isdigit():
+        if attempts and code.strip().lstrip("-").isdigit() and int(code):
             told = [line for line in attempts[-1].splitlines() if line.strip()] or ["nothing was printed"]
             sentence = next((line for line in told if line.startswith("train.py: ")), told[-1])
-            return f"failed, exit code {code.strip()}: {sentence} ({log})"
+            return f"failed, exit code {int(code)}: {sentence} ({log})"
     if checkpoint := latest(folder / row.run):
         return f"at step {step_of(checkpoint)}"
     return "held out" if row.held_out else "missing"
@@ -328,10 +256,7 @@ def placed(row: Row, folder: Path) -> Row:
     if summary := summary_of(row, folder):
         is_branch = summary.get("parent_step") is not None
     elif latest(folder / row.run):
-        try:
-            is_branch = read_config(folder / row.run).start_from is not None
-        except UserError:     # train.py has the sentence for it
-            is_branch = True
+        is_branch = read_config(folder / row.run).start_from is not None
     else:
         is_branch = (checkpoint_of(row, folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()
     return row if is_branch else replace(row, parent=None, parent_step=None)
@@ -343,10 +268,3 @@ def tokens_left(row: Row, folder: Path) -> int:
         return 0
     saved = latest(folder / row.run)
     return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens
-
-
-def has_unsaved(row: Row, folder: Path) -> bool:
-    """Whether a run has done a step that no checkpoint of it holds: one that still compiles, or evaluates, has not."""
-    saved = latest(folder / row.run)
-    rows = metrics_rows(read_rows(folder / row.run / "metrics.jsonl"))
-    return max((line["step"] for line in rows if line["kind"] == "train"), default=0) > (step_of(saved) if saved else 0)

@@ -20,10 +20,8 @@ Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at on
 Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
 """
 
-import difflib
 import fcntl
 import fnmatch
-import json
 import os
 import shlex
 import signal
@@ -31,7 +29,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar
 
@@ -39,19 +37,15 @@ if __name__ == "__main__":
     BEGAN = time.monotonic()    # torch's import is part of the command, and of its limit
 
 import torch
-from rich.console import Console, Group
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, read_options, run_command
-from runtime.config import Config, load_config, positive, read_config
+from runtime.cli import UserError, grid, nearest, read_options, run_command
+from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import duration, si
-from runtime.rows import metrics_rows, parse
+from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER
@@ -63,7 +57,6 @@ from scaling.study import (
     checkpoint_of,
     declare,
     expand,
-    has_unsaved,
     load_study,
     placed,
     state_of,
@@ -73,17 +66,12 @@ from scaling.study import (
 )
 
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
-# Assumed, for no summary tells: the interpreter, torch and the GPU's context before a run's clock begins, and its end; 2 to 4 s
-# on a CPU.
-UNSEEN_S = 5.0
+UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's context before a run's clock begins, and its end
 UNITS = ((3600, "hours"), (60, "minutes"), (1, "seconds"))
 POLL_S = 0.2
 # Assumed of a run that is asked to leave: it ends its step, then writes and hashes 12 bytes a parameter.
-LEAVE_S = 5.0
-SAVE_BYTES_PER_S = 200e6
-PATIENCE_S = 3.0                # until what has been asked to leave and has nothing to save is told again
-LIVE_S, LOG_S = 0.5, 60.0       # between two looks at the runs under way
-TAIL_BYTES, TAIL_ROWS = 16_384, 20
+LEAVE_S, SAVE_BYTES_PER_S = 5.0, 200e6
+LOG_S = 60.0        # between two lines about the runs under way
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,12 +91,8 @@ class Options:
     POSITIONAL: ClassVar = ("study",)
 
     def __post_init__(self):
-        if self.run and self.slurm:
-            raise UserError("--run and --slurm: give one of the two; the script that --slurm prints runs the study with --run")
-        if problems := list(positive(self, "", "gpus", "jobs", "limit", "mfu", "start")):
+        if problems := positive(self, "", "gpus", "jobs", "limit", "mfu", "start"):
             raise UserError(problems[0])
-        if self.mfu > 1:
-            raise UserError(f"mfu={self.mfu:g} must be a share of the GPU's peak, such as 0.45")
         if peak_flops(self.gpu) is None:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
 
@@ -124,8 +108,6 @@ def main(arguments: list[str], began: float | None = None) -> int:
         study = load_study(options.study)
         rows = expand(study)
         folder = Path(options.out) / study.name
-        if files := [part for part in (folder, *folder.parents) if part.is_file()]:
-            raise UserError(f"{files[0]} is a file: name a folder with out=FOLDER")
         chosen = choose(rows, options)
         declaration = declare(study, rows, folder)
         if options.run or options.slurm:
@@ -134,20 +116,15 @@ def main(arguments: list[str], began: float | None = None) -> int:
             print(slurm_script(chosen, options))
         elif options.run:
             gpus = visible_gpus(options)
-            lines = check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []
+            for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
+                print(line, flush=True)
             write_declaration(folder, declaration)
-            print("\n".join(lines), end="\n" * bool(lines), flush=True)
             return run(rows, chosen, folder, options, gpus, began)
         else:
             print("\n".join(table(chosen, folder, options)))
-    except UserError as error:
+    except (UserError, PermissionError) as error:
         print(f"sweep.py: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        raise       # run_command's: nobody reads
-    except OSError as error:
-        print(f"sweep.py: {error.filename or 'a file'}: {error.strerror or error}", file=sys.stderr)
-        return 1
     return 0
 
 
@@ -157,19 +134,12 @@ def choose(rows: list[Row], options: Options) -> list[Row]:
     A pattern that matches other runs too leaves out those held out: a broad one must not start the study's largest runs."""
     if options.only is None:
         return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
-    names, spared, every = set(), set(), [row.run for row in rows]
+    names = set()
     for pattern in options.only.split(","):
         if not (found := [row for row in rows if fnmatch.fnmatchcase(row.run, pattern)]):
-            begun = [name for name in every if name.startswith(pattern)]
-            raise UserError(f"only={pattern!r} matches no run of {options.study}; " + (
-                f"write {pattern}{'_' * begun[0].startswith(pattern + '_')}* for the {len(begun)} that begin so" if begun else
-                f"the nearest are {', '.join(difflib.get_close_matches(pattern, every, 6, cutoff=0))}"))
-        if not all(row.held_out for row in found):
-            spared |= {row.run for row in found if row.held_out}
-            found = [row for row in found if not row.held_out]
+            raise UserError(f"only={pattern!r} matches no run of {options.study}{nearest(pattern, [row.run for row in rows])}")
+        found = [row for row in found if not row.held_out] or found
         names |= {row.run for row in found} | {row.parent for row in found}
-    if spared - names:
-        print(f"left out, for what is held out is run by its own name: {', '.join(sorted(spared - names))}", file=sys.stderr)
     return [row for row in rows if row.run in names]
 
 
@@ -178,9 +148,8 @@ def check_predicted(rows: list[Row], folder: Path) -> None:
     waiting = [row for row in rows if row.held_out and not summary_of(row, folder)]
     goals = {one.target: one.content["target"] for one in load(folder / LAW_FOLDER)} if waiting else {}
     if missing := [row.run for row in waiting if row.run not in goals or not is_at(row, goals[row.run])]:
-        commands = " && ".join(f"python scaling/fit.py {folder} --predict {run}" for run in missing)
-        raise UserError(f"{missing[0]} is held out, and {folder / LAW_FOLDER} holds no prediction_{missing[0]}.json of it: run "
-                        f"the other runs, freeze the prediction ({commands}), then start it")
+        raise UserError(f"{missing[0]} is held out and {folder / LAW_FOLDER} holds no prediction of it: run the others, freeze "
+                        f"it (python scaling/fit.py {folder} --predict {missing[0]}), then start it")
 
 
 def visible_gpus(options) -> list[str]:
@@ -201,11 +170,9 @@ def slurm_script(rows: list[Row], options: Options) -> str:
         "#!/bin/bash",
         f"#SBATCH --array=0-{len(families) - 1}",
         f"#SBATCH --nodes=1 --ntasks=1 --gpus-per-node={options.gpus} --requeue --open-mode=append",
-        f"# {CPUS} CPUs for each process; a node with fewer wants fewer.",
         f"#SBATCH --cpus-per-task={CPUS * options.gpus}",
         "# Five minutes before its time is over the run saves, and the task is requeued.",
         "#SBATCH --time=24:00:00 --signal=B:TERM@300",
-        "# Where this script was printed: the study, out= and the data are found from there.",
         f"cd {shlex.quote(str(Path.cwd()))} || exit 2",
         "families=(", *(f"  {shlex.quote(','.join(names))}" for names in families.values()), ")",
         f"{shlex.join(sweep)} only=\"${{families[$SLURM_ARRAY_TASK_ID]}}\" &",
@@ -263,23 +230,17 @@ def table(rows: list[Row], folder: Path, options) -> list[str]:
     left = [costs[kind_of(row)].seconds(own, options.gpus) for row, own in zip(rows, tokens, strict=True)
             if not summary_of(row, folder)]
     scale, unit = next((one for one in UNITS if max(spent) >= one[0]), UNITS[-1])
-    width = max(len(row.run) for row in rows)
-    lines = [f"{'run':{width}}  {'N':>7} {'tok/N':>5} {'tokens':>7} {'from step':>9} {'FLOPs':>8} {unit:>9}  state"]
+    cells = [["run", "N", "tokens/N", "tokens", "from step", "FLOPs", unit, "state"]]
     for row, seconds in zip(whole, spent, strict=True):
         about = "" if costs[kind_of(row)].device else "~"
-        lines.append(f"{row.run:{width}}  {si(row.params_total):>7} {row.tokens_per_param:>5g} {si(row.tokens):>7} "
-                     f"{row.parent_step or '-':>9} {row.own_flops:>8.2e} {about + _time(seconds / scale):>9}  "
-                     f"{state_of(row, folder)}")
+        cells.append([row.run, si(row.params_total), f"{row.tokens_per_param:g}", si(row.tokens), str(row.parent_step or "-"),
+                      f"{row.own_flops:.2e}", about + _time(seconds / scale), state_of(row, folder)])
     own, apart = sum(row.own_flops for row in whole), sum(row.flops for row in rows)
     flops_left = sum(n * row.flops_per_token for row, n in zip(rows, tokens, strict=True))
-    lines += ["", f"{len(rows)} runs: {own:.3g} FLOPs, {_time(sum(spent) / scale)} device-{unit}; left: {len(left)} runs, "
-                  f"{flops_left:.3g} FLOPs, {_time(sum(left) / scale)} device-{unit}",
-              f"as {len(rows)} separate runs {apart:.3g} FLOPs: branches save {1 - own / apart:.0%}",
-              f"A branch's FLOPs and {unit} are those of its own steps; FLOPs are 6 per matmul parameter plus attention; {unit} "
-              f"include what a run takes to start and end."]
-    if alone := [row.run for row, before in zip(whole, rows, strict=True) if row.parent != before.parent
-                 and not summary_of(row, folder)]:
-        lines.append(f"from scratch, for the checkpoints of their trunks are gone: {', '.join(alone)}")
+    lines = [grid(cells), "", f"{len(rows)} runs: {own:.3g} FLOPs, {_time(sum(spent) / scale)} device-{unit}; left: "
+             f"{len(left)} runs, {flops_left:.3g} FLOPs, {_time(sum(left) / scale)} device-{unit}",
+             f"as {len(rows)} separate runs {apart:.3g} FLOPs: branches save {1 - own / apart:.0%}",
+             f"A branch's FLOPs and {unit} are those of its own steps, and {unit} include what a run takes to start and end."]
     assumed = []
     if any(cost.device is None for cost in costs.values()):
         peak = peak_flops(options.gpu)[0]
@@ -301,66 +262,39 @@ def _time(value: float) -> str:
 def check_data(rows: list[Row], folder: Path) -> list[str]:
     """A line for each set of data that the runs which are not done see: how often the largest of them sees each source.
 
-    `rows` are all of the study: the held-out runs are the largest and come last, and too little data for them is to be known
-    before the others have taken their hours. Raises UserError, by open_data: what is missing, damaged, of another tokenizer,
-    or would be seen more than data.max_epochs times; or data or a config that are not those of a run that is done."""
+    `rows` are all of the study: too little data for the held-out runs is to be known before the others have taken their hours.
+    Raises UserError, by open_data: what is missing, damaged, of another tokenizer, or would be seen more than data.max_epochs
+    times; or data or a config that are not those of a run that is done."""
     largest, done, lines = {}, {}, []
     for row in sorted(rows, key=lambda row: row.tokens):
         config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
-        free = ("micro_batch", "tokens_per_step", "max_epochs")     # the other settings say which tokens are seen
-        data = {name: value for name, value in asdict(config.data).items() if name not in free}
-        key = json.dumps([data, config.model.n_ctx, config.model.vocab_size, config.eval.tokens], sort_keys=True)
+        which = replace(config.data, micro_batch=1, tokens_per_step=1)      # the other settings say which tokens are seen
+        key = repr((which, config.model.n_ctx, config.model.vocab_size, config.eval.tokens))
         if summary := summary_of(row, folder):
-            _check_config(config, row, summary, folder)
             done.setdefault(key, []).append((row, summary))
+            # Its overrides are declared; what else a run depends on, its learning rate say, stands in the config file alone.
+            if summary.get("pair_id") not in (None, pair_id(config)):
+                raise UserError(f"{row.config} has changed since {row.run} was trained with it ({folder / row.run}/config.json): "
+                                f"undo that change, or give the changed study another name=")
         else:
-            largest[key, config.data.max_epochs] = row, config
-    for (key, _), (row, config) in largest.items():
-        tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
+            largest[key] = row, config
+    for key, (row, config) in largest.items():
         try:
-            data = open_data(config, tokenizer.sha256)
+            data = open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
         except UserError as error:
             raise UserError(f"{row.run}: {error}") from error
         for other, summary in done.get(key, ()):
-            for name, here, what in (("data_sha256", data.train_sha256, "trained"), ("val_sha256", data.val_sha256, "validated")):
-                if (its := summary.get(name)) and its != here:
-                    raise UserError(f"{config.data.dir} holds other tokens than {other.run} was {what} on ({name} is "
-                                    f"{here[:9]}... here, {its[:9]}... in {folder / other.run}/summary.json): no law goes "
-                                    f"through both; put the shards of that run there, or give the study another name=")
+            here = {"data_sha256": data.train_sha256, "val_sha256": data.val_sha256}
+            if changed := [name for name, value in here.items() if summary.get(name) not in (None, value)]:
+                raise UserError(f"{config.data.dir} holds other tokens than {other.run}, which is done, has seen ({changed[0]} "
+                                f"differs from its summary.json): put those back, or give the study another name=")
         lines.append(f"data: {config.data.dir}: epochs of the largest run to do ({row.run}, {row.tokens:,} tokens): "
                      + ", ".join(f"{source} {epochs:.2f}" for source, epochs in data.epochs.items())
                      + f"; allowed {config.data.max_epochs:g}")
     return lines
 
 
-def _check_config(config: Config, row: Row, summary: dict, folder: Path) -> None:
-    """Row's overrides are declared; what else a run depends on, its learning rate say, stands in the config file alone."""
-    if (its := summary.get("pair_id")) in (None, pair_id(config)):
-        return
-    try:
-        before, now = ({**one.identity(), "data.micro_batch": one.data.micro_batch} for one in (
-            read_config(folder / row.run), config))
-        changes = [f"{key} was {before[key]!r}, now {now[key]!r}" for key in now if before[key] != now[key]
-                   and not key.startswith("fp8.") and key != "start_from"]      # what pair_id does not count
-    except UserError:
-        changes = [f"its pair_id was {its}, now {pair_id(config)}"]
-    if changes:     # else an older version of this code counted pair_id otherwise
-        raise UserError(f"{row.config} no longer says what {row.run}, which is done, was trained with: {', '.join(changes)}; no "
-                        f"law goes through both: undo that change, or give the changed study another name=")
-
-
 # ------------------------------------------------------------------------------------------------------- running the runs
-
-@dataclass
-class Running:
-    """A run that this sweep has started."""
-    process: subprocess.Popen
-    log: IO
-    slot: int
-    since: float                    # by time.monotonic()
-    busy: float = 0.0               # when it was last seen with steps to save, or had just been asked to leave
-    is_urged: bool = False          # told a second time
-
 
 def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[str], began: float) -> int:
     """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code.
@@ -370,56 +304,49 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[st
     asked: list[int] = []           # signals, and the limit: requests to leave
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
-    waiting, running, failed, late, passed_on = [row for row in chosen if not summary_of(row, folder)], {}, [], [], 0
+    waiting = [row for row in chosen if not summary_of(row, folder)]
     waiting.sort(key=lambda row: state_of(row, folder).startswith("failed"))    # what may fail again comes last
     say(f"{len(waiting)} of {len(chosen)} runs to do in {folder}" + (
         f"; {began + options.limit - time.monotonic():.1f} s are left of limit={options.limit:g}" if options.limit else ""))
-
-    with Progress(rows, chosen, folder, options) as progress:
-        while running or (waiting and not asked):
-            while not asked and len(running) < options.jobs and (row := next((r for r in waiting if is_ready(r, folder)), None)):
-                waiting.remove(row)
-                if options.limit and (reason := lacks_time(row, rows, folder, options, began)):
-                    say(reason) if not late else None
-                    late.append(row.run)
-                    continue
-                now, slot = placed(row, folder), min(set(range(options.jobs)) - {one.slot for one in running.values()})
-                if started := start(now, folder, options, slot, gpus):
-                    running[row] = started
-                    say(f"{row.run} {_beginning(row, now, folder)}")
-                else:
-                    say(f"{row.run} is being run by another sweep: left to it")
-            if not running:
-                break
-            progress.show(list(running))
-            time.sleep(POLL_S)
-            if options.limit and not asked and time.monotonic() > began + options.limit - max(map(leave_s, running)):
-                asked.append(0)
-            if len(asked) > passed_on:
-                passed_on = len(asked)
-                say("asking the runs to save and leave")
-                for one in running.values():
-                    one.busy = time.monotonic()
-                    one.process.terminate()
-            if asked and options.gpus == 1:     # torchrun has a patience of its own; told twice, it leaves its workers behind
-                urge(running, folder)
-            for row, one in list(running.items()):
-                if one.process.poll() is not None:
-                    # One asked to leave before it could save has not failed.
-                    print(f"{ENDED}{0 if asked else one.process.returncode}", file=one.log, flush=True)
-                    one.log.close()
-                    del running[row]
-                    progress.run_ended()
-                    state, summary = state_of(row, folder), summary_of(row, folder)
-                    failed += [row.run] if state.startswith("failed") else []
-                    loss = f", validation loss {summary['loss_bf16']:.4f}" if summary else ""
-                    say(f"{row.run} {state}{loss} after {time.monotonic() - one.since:.0f} s")
-    if late[1:]:
-        say(f"nor are begun, for the same reason: {', '.join(late[1:])}")
-    todo = [row.run for row in chosen if not summary_of(row, folder)]
+    running, failed, late, passed_on, looked = {}, [], [], 0, time.monotonic()
+    while running or (waiting and not asked):
+        while not asked and len(running) < options.jobs and (row := next((r for r in waiting if is_ready(r, folder)), None)):
+            waiting.remove(row)
+            start_s = costs_of(rows, folder, options)[kind_of(row)].start_s
+            if options.limit and time.monotonic() + start_s + leave_s(row) > began + options.limit:
+                late.append(f"{row.run}, which takes {start_s:.0f} s to start and end")
+                continue
+            slot = min(set(range(options.jobs)) - {slot for *_, slot in running.values()})
+            if started := start(placed(row, folder), folder, options, slot, gpus):
+                running[row] = *started, slot
+        if not running:
+            break
+        if time.monotonic() > looked + LOG_S:
+            looked = time.monotonic()
+            say(progress(chosen, running, folder))
+        time.sleep(POLL_S)
+        if options.limit and not asked and time.monotonic() > began + options.limit - max(map(leave_s, running)):
+            asked.append(0)
+        if len(asked) > passed_on:
+            passed_on = len(asked)
+            say("asking the runs to save and leave")
+            for process, *_ in running.values():
+                process.terminate()
+        for row, (process, log, _) in list(running.items()):
+            if process.poll() is not None:
+                # One asked to leave before it could save has not failed.
+                print(f"{ENDED}{0 if asked else process.returncode}", file=log, flush=True)
+                log.close()
+                del running[row]
+                state, summary = state_of(row, folder), summary_of(row, folder)
+                failed += [row.run] if state.startswith("failed") else []
+                loss = f", validation loss {summary['loss_bf16']:.4f}" if summary else ""
+                say(f"{row.run} {state}{loss}")
+    if late:
+        say(f"limit={options.limit:g} leaves no time to begin {len(late)} more: {late[0]}")
     if failed:
         say(f"failed: {', '.join(failed)}; correct the cause and run the same command again")
-    if todo:
+    if todo := [row.run for row in chosen if not summary_of(row, folder)]:
         say(f"{len(todo)} of {len(chosen)} runs are not done, {todo[0]} the first; the same command goes on")
     return 1 if failed else 3 if todo else 0
 
@@ -430,29 +357,20 @@ def is_ready(row: Row, folder: Path) -> bool:
             or (checkpoint_of(row, folder) / "DONE").exists())
 
 
-def lacks_time(row: Row, rows: list[Row], folder: Path, options, began: float) -> str | None:
-    """The sentence where what is left of the limit would go into the run's start alone, else None."""
-    cost, left = costs_of(rows, folder, options)[kind_of(row)], began + options.limit - time.monotonic()
-    if left >= cost.start_s + leave_s(row):
-        return None
-    return (f"{row.run} is not begun: of limit={options.limit:g} {max(0.0, left):.0f} s are left, and to start and end it takes "
-            f"{cost.start_s:.0f} s ({'measured' if cost.is_start_measured else 'assumed, start='}), to save and leave up to "
-            f"{leave_s(row):.0f} s")
-
-
 def leave_s(row: Row) -> float:
     """Seconds that a run may take from being asked to leave until it has left."""
     return LEAVE_S + 12 * row.params_total / SAVE_BYTES_PER_S
 
 
-def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> Running | None:
-    """The run as a process, or None where another sweep has it.
+def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> tuple[subprocess.Popen, IO] | None:
+    """The run as a process with its log, or None where another sweep has it.
 
     The log is the lock: the run inherits it open, so it stays locked for as long as the run lives, though the sweep be
     killed."""
     log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
     if not can_lock(log, fcntl.LOCK_EX):
         log.close()
+        say(f"{row.run} is being run by another sweep: left to it")
         return None
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={options.gpus}"] if options.gpus > 1 else []
     env = dict(os.environ)
@@ -460,124 +378,34 @@ def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> Runnin
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[slot * options.gpus:(slot + 1) * options.gpus])
     elif (processes := options.gpus * options.jobs) > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    own = latest(folder / row.run)
+    say(f"{row.run} " + (f"goes on from step {step_of(own)}" if own else
+                         f"starts from step {row.parent_step} of {row.parent}" if row.parent else "starts from scratch"))
     # A session of its own: a terminal's Ctrl-C would reach torchrun and its workers beside our signal, and a second one ends
     # a run unsaved.
-    process = subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
-                               stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True)
-    return Running(process, log, slot, time.monotonic())
+    return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
+                            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
 
 
-def urge(running: dict[Row, Running], folder: Path) -> None:
-    """Tell those a second time to leave, which ends them, who were asked and have nothing to save.
-
-    A run that compiles hears of the first request after its first step, which may be minutes away; nothing of it is lost."""
-    for row, one in running.items():
-        if has_unsaved(row, folder):
-            one.busy = time.monotonic()
-        elif not one.is_urged and one.process.poll() is None and time.monotonic() > one.busy + PATIENCE_S:
-            one.is_urged = True
-            say(f"{row.run} has nothing to save and is told to leave at once")
-            one.process.terminate()
-
-
-def _beginning(row: Row, now: Row, folder: Path) -> str:
-    if own := latest(folder / row.run):
-        return f"goes on from step {step_of(own)}"
-    if now.parent:
-        return f"starts from step {now.parent_step} of {now.parent}"
-    return "starts" + (f" from scratch: step {row.parent_step} of {row.parent}, which is done, is gone" if row.parent else "")
+def progress(chosen: list[Row], running, folder: Path) -> str:
+    """How far the runs under way are, and how long all take if the others go on at as many FLOPs a second."""
+    todo = [placed(row, folder) for row in chosen if not summary_of(row, folder)]
+    flops, speed, texts = sum(row.flops_per_token * tokens_left(row, folder) for row in todo), 0.0, []
+    for row in running:
+        lines = [line for line in metrics_rows(read_rows(folder / row.run / "metrics.jsonl")) if line["kind"] == "train"]
+        if lines:
+            tok_per_s = statistics.median(line["tok_per_s"] for line in lines[-20:])
+            speed += tok_per_s * row.flops_per_token
+            step, loss = lines[-1]["step"], lines[-1]["loss"]
+            texts.append(f"{row.run} {step:,} / {row.steps:,}, loss {loss and round(loss, 3)}, {si(tok_per_s)} tokens/s")
+        else:
+            texts.append(f"{row.run} is starting")
+    done = f"{len(chosen) - len(todo)} of {len(chosen)} runs done" + (f", about {duration(flops / speed)} left" if speed else "")
+    return "; ".join([done, *texts])
 
 
 def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')}  {text}", flush=True)
-
-
-# --------------------------------------------------------------------------------------------------- the runs under way
-
-class Progress:
-    """Each run's step, loss, speed and time left: a live table on a terminal, one line a minute elsewhere. Use it with `with`.
-
-    rows: all of the study, whose finished runs tell how long the others take. chosen: those that the command is to run."""
-
-    def __init__(self, rows: list[Row], chosen: list[Row], folder: Path, options):
-        self._rows, self._chosen, self._folder, self._options = rows, chosen, folder, options
-        console = Console()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
-        self._looked = time.monotonic()
-        self.run_ended()
-
-    def __enter__(self):
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(self, *_):
-        if self._live:
-            self._live.stop()
-
-    def run_ended(self) -> None:
-        """Read anew what finished runs tell: which are done, what their kind costs."""
-        self._todo = [placed(row, self._folder) for row in self._chosen if not summary_of(row, self._folder)]
-        self._costs = costs_of(self._rows, self._folder, self._options)
-        self._flops = sum(placed(row, self._folder).own_flops for row in self._chosen)
-
-    def show(self, running: list[Row]) -> None:
-        """Called often; looks and draws when it is due."""
-        if not running or time.monotonic() - self._looked < (LIVE_S if self._live else LOG_S):
-            return
-        self._looked = time.monotonic()
-        states = {row.run: _State(row, self._folder) for row in running}
-        left, share = self.left(states)
-        told = f"{len(self._chosen) - len(self._todo)} of {len(self._chosen)} runs done"
-        if left is not None:
-            until = time.strftime("%H:%M" if left < 86_400 else "%a %H:%M", time.localtime(time.time() + left))
-            told += f", {duration(left)} left, until {until}"
-        if self._live is None:
-            say("; ".join([told, *(state.text for state in states.values())]))
-            return
-        runs, bar = Table(box=None, header_style="dim", pad_edge=False), Table.grid(padding=(0, 1))
-        for name in ("run", "step", "loss", "tokens/s", "left"):
-            runs.add_column(name, justify="left" if name == "run" else "right")
-        for state in states.values():
-            runs.add_row(*state.cells)
-        bar.add_row(ProgressBar(1.0, share, width=16), f"{told} ({share:.0%} of the FLOPs)")
-        self._live.update(Group(runs, bar), refresh=True)
-
-    def left(self, states: dict[str, "_State"]) -> tuple[float | None, float]:
-        """Seconds until all is done, None where nothing tells yet; share of the FLOPs that is done."""
-        per_token = {kind_of(row): row.flops_per_token for row in self._rows}
-        speed = {kind: cost.tok_per_s * self._options.gpus for kind, cost in self._costs.items() if cost.device}
-        speed |= {kind_of(state.row): state.tok_per_s for state in states.values() if state.tok_per_s}
-        starts = [cost.start_s for cost in self._costs.values() if cost.is_start_measured]
-        seconds, flops = [], 0.0
-        for row in self._todo:
-            kind, state = kind_of(row), states.get(row.run)
-            own = (row.own_tokens if state is None else (row.steps - state.step) * row.tokens_per_step) * row.flops_per_token
-            flops += own
-            if speed:       # of a kind that nothing is known of, as many FLOPs a second as of the one nearest to it
-                near = min(speed, key=lambda known: (known != kind, known[1] != kind[1], abs(per_token[known] - per_token[kind])))
-                start_s = statistics.median(starts) if starts and state is None else 0.0
-                seconds.append(own / (speed[near] * per_token[near]) + start_s)
-        return max(sum(seconds) / self._options.jobs, max(seconds)) if seconds else None, 1 - flops / self._flops
-
-
-class _State:
-    """How far a run that is under way has come, by the end of its metrics.jsonl."""
-
-    def __init__(self, row: Row, folder: Path):
-        self.row, self.step, self.tok_per_s, loss = row, row.parent_step or 0, None, ""
-        if (path := folder / row.run / "metrics.jsonl").exists():
-            with open(path, "rb") as file:
-                file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-                rows = [line for line in metrics_rows(parse(file.read())) if line["kind"] == "train" and "tok_per_s" in line]
-            if rows:
-                self.step, loss = rows[-1]["step"], "" if rows[-1].get("loss") is None else f"{rows[-1]['loss']:.3f}"
-                self.tok_per_s = statistics.median(line["tok_per_s"] for line in rows[-TAIL_ROWS:])
-        tokens, speed = (row.steps - self.step) * row.tokens_per_step, self.tok_per_s
-        left = "starting" if speed is None else duration(tokens / speed) if tokens else "evaluating"
-        self.cells = [row.run, f"{self.step:,} / {row.steps:,}", loss, "" if speed is None else si(speed), left]
-        self.text = (f"{row.run} {self.cells[1]}" + f", loss {loss}" * bool(loss)
-                     + ("" if speed is None else f", {si(speed)} tokens/s") + f", {left}" + " left" * left[0].isdigit())
 
 
 if __name__ == "__main__":

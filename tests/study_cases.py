@@ -19,9 +19,6 @@ began = time.time()
 def checkpoint(step):
     (folder / f"checkpoints/step_{int(step):08d}").mkdir(exist_ok=True)
     (folder / f"checkpoints/step_{int(step):08d}/DONE").touch()
-def row(step):
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write(json.dumps({"kind": "train", "step": step}) + "\\n")
 def finish(**more):
     for step in given.get("checkpoint.at", "").split(","):
         checkpoint(step or 9)
@@ -75,7 +72,6 @@ def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
     monkeypatch.setattr(sweep, "POLL_S", 0.02)
     monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
-    monkeypatch.setattr(sweep, "PATIENCE_S", 0.3)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
     def call(body, *arguments, began=None, **study):

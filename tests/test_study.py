@@ -11,19 +11,7 @@ from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
-from scaling.study import (
-    Size,
-    Study,
-    declare,
-    expand,
-    has_unsaved,
-    load_study,
-    placed,
-    state_of,
-    summary_of,
-    tokens_left,
-    write_declaration,
-)
+from scaling.study import Size, Study, declare, expand, load_study, placed, state_of, summary_of, tokens_left, write_declaration
 from tests.conftest import ROOT, write_config
 from tests.study_cases import checkpoint, finish
 
@@ -83,26 +71,11 @@ def test_the_chinchilla_study_by_hand():
     row = next(r for r in rows if r.run == "gpt50m_tensorwise_t10_s1338")
     # 10 x 53,027,328 / 262,144 = 2,022.8 steps; the last fifth, 405, is its decay; warm-up 2 % of the 4,046 steps at 20
     assert (row.steps, row.parent, row.parent_step) == (2023, "gpt50m_tensorwise_t40_s1338", 2023 - 405)
-    assert (row.tokens, row.own_tokens) == (2023 * 262_144, 405 * 262_144)
+    assert (row.tokens, row.own_tokens, row.flops_per_token) == (2023 * 262_144, 405 * 262_144, 418_775_040)
     assert config_of(row).optim.warmup_steps(2023) == 81
-    assert row.flops_per_token == 418_775_040
     assert config_of(next(r for r in rows if r.run == row.parent)).checkpoint.at == (810, 1618, 3237)
-    held = [r for r in rows if r.held_out]
-    assert [r.run for r in held] == ["gpt1p5b_bf16_t20_s1337", "gpt1p5b_tensorwise_t20_s1337"]
-    assert all(r.parent is None and r.tokens == 29_408 * 1_048_576 for r in held)
-
-
-def test_the_h100_study_by_hand():
-    by_name = {row.run: row for row in expand(load_study(ROOT / "configs/study_h100.py"))}
-    row = by_name["h100_3m_rowwise_t5_s1338"]
-    assert row.params_nonembed == 4 * (4 * 256**2 + 3 * 256 * 704 + 2 * 256) + 256
-    assert row.params_total == row.params_nonembed + 50_304 * 256
-    # 5 x 3,213,568 / 65,536 = 245.2 steps; the last fifth is its decay; warm-up is 5 % of the 981 steps at 20
-    assert (row.steps, row.parent, row.parent_step) == (246, "h100_3m_rowwise_t20_s1338", 197)
-    assert config_of(row).optim.warmup_steps(246) == 49
-    assert [one.tokens_per_param for one in by_name.values() if one.held_out and one.recipe == "bf16"] == [20, 5, 10]
-    lrs = [config_of(by_name[f"h100_{size}_bf16_t20_s1337"]).optim.lr for size in ("3m", "24m")]
-    assert lrs[1] / lrs[0] == pytest.approx((25_402_240 / 3_213_568) ** -0.5, rel=1e-3)    # six digits of a rate
+    assert [(r.run, r.parent, r.tokens) for r in rows if r.held_out] == [
+        (f"gpt1p5b_{recipe}_t20_s1337", None, 29_408 * 1_048_576) for recipe in ("bf16", "tensorwise")]
 
 
 def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
@@ -130,22 +103,12 @@ def demo(**more):
 
 
 @pytest.mark.parametrize("changes, told", [
-    ({"name": "a/b"}, "name='a/b' must be one folder name"), ({"sizes": ()}, "sizes=() must hold at least one value"),
     (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not a list of numbers"),
-    (demo(config="configs/gpt50m_fp8.py"), "configs/gpt50m_fp8.py has fp8.recipe=tensorwise: give its BF16 config"),
-    ({"sizes": (demo()["sizes"][0], demo(seeds=(1337, 2))["sizes"][0])}, "twice: give each size once"),
-    (demo(seeds=()), "configs/demo_s_bf16.py: seeds=() must hold at least one value"), (demo(seeds=(1, 1)), "each once"),
-    (demo(seeds=(1.5,)), "seeds=(1.5,) is not a list of whole numbers"),
-    ({"tokens_per_param": (5, 0)}, "tokens_per_param=(5, 0) must be numbers above 0"), (demo(lr=(0.0,)), "numbers above 0"),
-    ({"tokens_per_param": (float("nan"),)}, "is not a list of numbers"), ({"recipes": "bf16"}, "is not a list of words"),
-    ({"recipes": ("bf16", "fp4")}, "recipes=('bf16', 'fp4'): 'fp4' is none of bf16, auto, tensorwise, "),
-    (demo(recipes=("off",)), "'off' is none of bf16"), ({"params": "all"}, "params='all' is not one of total, nonembed"),
-    ({"null": "parallel.compile=true"}, "is not a list of words"), (demo(null_seeds=(1337,)), "null= must say what differs"),
-    (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be seeds of its own BF16 runs"),
-    (demo(null_seeds=(1337,)) | {"null": ("optim.lr=1e-4",)}, "changes what demo_s is trained on or by"),
-    (demo(null_seeds=(1337,)) | {"null": ("data.micro_batch=4",)}, "changes what demo_s is trained on or by"),
-    ({"margin_percent": 0}, "margin_percent=0 must be a number above 0 and below 100"), ({"decay_share": 1.0}, "decay_share=1.0"),
-    (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter: its 1 steps hold no 32 steps of warm-up"),
+    (demo(config="configs/gpt50m_fp8.py"), "configs/gpt50m_fp8.py must be in BF16"), ({"sizes": demo()["sizes"][0]}, "sizes"),
+    (demo(seeds=(1.5,)), "seeds=(1.5,) is not a list of whole numbers"), ({"recipes": ("bf16", "fp4")}, "recipe='fp4' is not"),
+    (demo(null_seeds=(1337,)), "null= must not be empty"), ({"params": "all"}, "params='all' is not one of total, nonembed"),
+    (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be among its seeds"),
+    (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter has 1 steps, and its decay begins at step 0"),
 ])
 def test_an_impossible_study_gets_a_sentence(study, changes, told):
     with pytest.raises(UserError) as error:
@@ -153,17 +116,11 @@ def test_an_impossible_study_gets_a_sentence(study, changes, told):
     assert told in str(error.value)
 
 
-@pytest.mark.parametrize("body, told", [
-    ("study = 3", "must bind study = Study(...), but study is int"), ("x = 1", "but it binds no study"),
-    ("config = 1", "but it binds no study: it is a config, which train.py trains"),
-    ("1 / 0", "could not be run: ZeroDivisionError"), ("from scaling.study import Study\nstudy = Study()", "could not be run"),
-])
-def test_a_file_that_binds_no_study_gets_a_sentence(tmp_path, body, told):
-    (tmp_path / "study_x.py").write_text(body)
-    with pytest.raises(UserError) as error:
+def test_a_file_that_binds_no_study_gets_a_sentence(tmp_path):
+    (tmp_path / "study_x.py").write_text("study = 3")
+    with pytest.raises(UserError, match="study_x.py must bind study = Study"):
         load_study(tmp_path / "study_x.py")
-    assert told in str(error.value)
-    with pytest.raises(UserError, match="did you mean .*study_x.py"):
+    with pytest.raises(UserError, match="there is no study file .*did you mean 'study_x'"):
         load_study(tmp_path / "study_y.py")
 
 
@@ -184,18 +141,14 @@ def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path
     for changed, told in (
             (replace(study, margin_percent=1.0), "margin_percent was 0.5, now 1.0"),
             (replace(study, params="nonembed", tokens_per_param=(2, 5)), "params was total, now nonembed"),
-            (replace(study, sizes=study.sizes[:1]), "b_bf16_t0.6_s1 is gone"),
-            (hidden, "held_out was False, now True"), (replace(study, decay_share=0.3), "overrides was ["),
-            (replace(study, tokens_per_param=(0.3, 0.6, 1.2)), "a_bf16_t0.6_s1: parent was None, now a_bf16_t1.2_s1")):
+            (replace(study, sizes=study.sizes[:1]), "run of b_bf16_t0.6_s1 was b_bf16_t0.6_s1, now None"),
+            (hidden, "held_out of b_bf16_t0.6_s1 was False, now True"), (replace(study, decay_share=0.3), "overrides of a_bf16"),
+            (replace(study, tokens_per_param=(0.3, 0.6, 1.2)), "parent of a_bf16_t0.6_s1 was None, now a_bf16_t1.2_s1")):
         with pytest.raises(UserError) as error:
             declare(changed, expand(changed), folder)
         assert told in str(error.value) and "give the changed study another name=" in str(error.value)
-    del stored["params"]       # as studies were declared before
-    stored["runs"] = [{key: row[key] for key in row if key not in ("lr", "repeat")} for row in stored["runs"]]
-    (folder / "study.json").write_text(json.dumps(stored))
-    assert declare(study, rows, folder)["params"] == "total"
     (folder / "study.json").write_text('{"runs": [')
-    with pytest.raises(UserError, match="study.json is damaged"):
+    with pytest.raises(UserError, match="study.json is not valid JSON"):
         declare(study, rows, folder)
 
 
@@ -214,40 +167,18 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     for start_from, expected in ((f"{tmp_path}/{trunk.run}/checkpoints/step_00000003", branch), (None, alone)):
         (tmp_path / branch.run / "config.json").write_text(json.dumps(replace(tiny, start_from=start_from).to_dict()))
         assert placed(branch, tmp_path) == expected     # it goes on as it was begun
-    (tmp_path / branch.run / "config.json").write_text("{")     # train.py's to tell
-    assert placed(branch, tmp_path) == branch
     assert (state_of(branch, tmp_path), tokens_left(branch, tmp_path)) == ("at step 3", (branch.steps - 3) * 512)
     for parent_step, expected in ((branch.parent_step, branch), (None, alone)):
         finish(branch, tmp_path, parent_step=parent_step)
         assert placed(branch, tmp_path) == expected and tokens_left(branch, tmp_path) == 0
 
 
-def test_what_is_unsaved(study, tmp_path):
-    trunk = expand(study)[0]
-    path = tmp_path / trunk.run / "metrics.jsonl"
-    assert not has_unsaved(trunk, tmp_path)
-    path.parent.mkdir()
-    for rows, saved, expected in (('{"kind": "event", "step": 9}\n', None, False), ('{"kind": "train", "step": 4}\n', None, True),
-                                  ('{"kind": "train", "step": 4}\n{"kind": "val", "step": 5}\n', 3, True),
-                                  ('{"kind": "train", "step": 4}\n', 4, False)):
-        path.write_text(rows + '{"kind": "train", "ste')
-        if saved:
-            checkpoint(trunk, tmp_path, saved)
-        assert has_unsaved(trunk, tmp_path) is expected
-
-
-@pytest.mark.parametrize("changes, told", [
-    ("[1]", "attribute"), ("{", "Expecting"), ({"status": None}, "status is None"), ({"loss_bf16": "2"}, "loss_bf16 is '2'"),
-    ({"loss_bf16": float("nan")}, "loss_bf16 is nan"), ({"tok_per_s_median": 0}, "tok_per_s_median is 0"),
-    ({"n_gpu": True}, "n_gpu is True"), ({"wall_s": -1}, "wall_s is -1"), ({"val_sha256": 3}, "val_sha256 is 3")])
-def test_a_damaged_summary_is_no_finished_run(study, tmp_path, changes, told):
+@pytest.mark.parametrize("content, told", [
+    ("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks device")])
+def test_a_damaged_summary_is_no_finished_run(study, tmp_path, content, told):
     row = expand(study)[0]
     finish(row, tmp_path)
     assert summary_of(row, tmp_path)["status"] == "ok" and state_of(row, tmp_path) == "done"
-    if isinstance(changes, dict):
-        finish(row, tmp_path, **changes)
-    else:
-        (tmp_path / row.run / "summary.json").write_text(changes)
-    with pytest.raises(UserError, match="delete it, and --run evaluates the last checkpoint again") as error:
-        summary_of(row, tmp_path)
-    assert f"{row.run}/summary.json is damaged (" in str(error.value) and told in str(error.value)
+    (tmp_path / row.run / "summary.json").write_text(content)
+    with pytest.raises(UserError, match=f"{row.run}/summary.json {told}"):
+        state_of(row, tmp_path)
