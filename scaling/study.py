@@ -52,12 +52,18 @@ class Study:
     margin_percent: float                               # FP8 within this share of BF16's loss is called equivalent
     params: Literal["total", "nonembed"] = "total"      # which parameters the budgets count
     recipes: tuple[str, ...] = ("bf16", "tensorwise")   # "bf16", or values of fp8.recipe
+    switch: tuple[str, ...] = ()                        # "tensorwise>bf16": each decay in another precision than its trunk
     null: tuple[str, ...] = ()                          # overrides of null runs that change their rounding alone
     decay_share: float = 0.2                            # share of every run's steps spent decaying
 
     def __post_init__(self):
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
             raise UserError(problems[0])
+        for switch in self.switch:
+            before, arrow, after = switch.partition(">")
+            if not arrow or before == after or before not in self.recipes:
+                raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with the trunk among the "
+                                f"recipes")
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
     size_name = base.run.removesuffix("_bf16")
     name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
-    rows, warmup = [], base.optim.warmup_steps(base.total_steps)
+    rows, switched, warmup = [], [], base.optim.warmup_steps(base.total_steps)
+    switches = [] if repeat else [after for before, after in (s.split(">") for s in study.switch) if before == recipe]
     for budget in (*smaller, largest):
         steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
@@ -163,15 +170,22 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
         overrides += [f"optim.lr={lr!r}"] if lr else []
         overrides += [f"fp8.recipe={recipe}"] if recipe != "bf16" else []
         overrides += ["repeat=1", *study.null] if repeat else []
-        if not is_branch and smaller:
-            overrides.append("checkpoint.at=" + ",".join(str(row.parent_step) for row in rows))
+        if not is_branch:
+            kept = [row.parent_step for row in rows] + ([leaves] if switches else [])
+            overrides += ["checkpoint.at=" + ",".join(map(str, kept))] if kept else []
         config = load_config(ROOT / size.config, overrides)     # judges recipe and dimensions now, not in a week
         rows.insert(0, Row(
             run=config.run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
             steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
             repeat=repeat, parent=name.format(largest) if is_branch else None, parent_step=leaves if is_branch else None,
             config=size.config, overrides=tuple(overrides), held_out=size.held_out))
-    return rows
+        for after in switches:
+            own = {"run": config.run.replace(f"_{recipe}_", f"_{recipe}-{after}_"),
+                   "fp8.recipe": "off" if after == "bf16" else after}
+            kept = [o for o in overrides if o.partition("=")[0] not in (*own, "checkpoint.at")]
+            switched.append(replace(rows[0], run=own["run"], recipe=f"{recipe}>{after}", parent=name.format(largest),
+                                    parent_step=leaves, overrides=(*(f"{key}={value}" for key, value in own.items()), *kept)))
+    return rows + switched
 
 
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
@@ -251,7 +265,7 @@ def placed(row: Row, folder: Path) -> Row:
 
     So it is with runs that were copied without their checkpoints, which are large. A branch that has begun goes on as it was
     begun."""
-    if row.parent is None:
+    if row.parent is None or ">" in row.recipe:     # a switched decay has no run from scratch
         return row
     if summary := summary_of(row, folder):
         is_branch = summary.get("parent_step") is not None
