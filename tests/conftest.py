@@ -76,9 +76,13 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tiny(data_dir, tmp_path) -> Config:
-    """Six steps of a model with 2 blocks on two sources, eager, everything under the test's own folder."""
+    return tiny_config(data_dir, tmp_path / "out")
+
+
+def tiny_config(data_dir: Path, out: Path) -> Config:
+    """Six steps of a model with 2 blocks on two sources, eager."""
     return Config(
-        run="tiny", steps=6, out=str(tmp_path / "out"),
+        run="tiny", steps=6, out=str(out),
         model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
         data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
                         micro_batch=4),

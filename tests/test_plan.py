@@ -19,7 +19,7 @@ from runtime.parallel import World
 from runtime.plan import NO_FIT, Trial, candidates, measure, resolve_micro_batch, search, try_one
 from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
-from tests.nursery import children
+from tests.faults import children
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
