@@ -89,18 +89,15 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
 
 def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batch_counts(tmp_path):
     head, bf16, tensorwise = speed_rows(bf16=50e3, tensorwise=65e3)
-    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"flops_per_token": 1e11}, {"run": "another"}):
-        assert "assumed" in planned(tmp_path, FP8_RUN, [head, bf16 | change]), change
-    for name in ("NVIDIA H100 PCIe", "NVIDIA H200"):
-        assert "assumed" in planned(tmp_path, FP8_RUN, [head | {"gpu": name}, bf16])
+    for rows in ([head, bf16 | {"valid": False}], [head, bf16 | {"params_total": 1}], [head | {"gpu": "NVIDIA H200"}, bf16]):
+        assert "assumed" in planned(tmp_path, FP8_RUN, rows), rows
     for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
         config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))       # FP8 is bounded, from the measured BF16
         assert "at the very best" in planned(tmp_path, config, [head, bf16, tensorwise]), change
     rows = [*speed_rows(run="new", t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
             *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3)]
     assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
-    assert "measured, 60,000 tok/s as bf16 at micro-batch 4" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
-    assert "measured, 60,000" in planned(tmp_path, auto(FP8_RUN), rows), "it begins at 1"
+    assert "measured, 60,000 tok/s" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
@@ -143,22 +140,14 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx,
         assert auto(config, micro_batch=n).accumulation(size) * n * size == sequences
 
 
-@pytest.fixture
-def trials(monkeypatch):
-    """Replace try_one(): returns the jobs that it was given, each of which did not fit. No rank asks another."""
-    jobs = []
-    monkeypatch.setattr(plan, "try_one", lambda *job: jobs.append(job) or FULL)
+def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(tiny, monkeypatch):
+    trials = []
+    monkeypatch.setattr(plan, "try_one", lambda *trial: trials.append(trial) or FULL)
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
-    return jobs
-
-
-def test_a_resume_keeps_its_number_and_cheap_mistakes_are_found_before_the_search(tiny, monkeypatch, trials):
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
     assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16
-    monkeypatch.setattr(plan, "search", lambda numbers, *_: numbers[-1])
-    assert resolve_micro_batch(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "4 ranks share 16 sequences a step"
     write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
     fresh = auto(replace(tiny, run="b"))
     for config, told in ((auto(tiny), "seed was 5, now 1337"), (auto(fresh, dir=f"{tiny.run_dir}/nowhere"), "nowhere"),
@@ -166,11 +155,8 @@ def test_a_resume_keeps_its_number_and_cheap_mistakes_are_found_before_the_searc
         with pytest.raises(UserError, match=told):
             resolve_micro_batch(config, ALONE)
     assert not trials
-
-
-def test_trials_are_of_the_whole_run_on_one_device_and_may_last_as_long_as_a_start(tiny, monkeypatch, trials):
-    config = auto(replace(tiny, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
-        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900)))
+    config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
+        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900))
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
         resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
@@ -203,14 +189,10 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
 
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise"])
-def test_a_trial_trains_and_evaluates_as_the_run_does(tiny, monkeypatch, recipe):
-    models, of_bf16 = [], plan.fp8.in_bf16
-    monkeypatch.setattr(plan.fp8, "in_bf16", lambda model: models.append(model) or of_bf16(model))
+def test_a_trial_trains_as_the_run_does(tiny, monkeypatch, recipe):
     monkeypatch.setattr(plan, "MEASURED_S", 0.01)
     trial = measure(with_recipe(tiny, recipe), CPU)
-    [model] = models       # the evaluation in BF16 is uncompiled, and may need more memory than the training
     assert trial.failure is None and trial.tok_per_s > 0 and 0.1 < trial.peak_gib < 64
-    assert (next(model.parameters()).std() - (0.4 / 32) ** 0.5).abs() < 0.05, "random weights: zeros are faster"
 
 
 def test_a_trial_ends_with_its_parent(tiny):
@@ -231,13 +213,11 @@ def test_a_trial_ends_with_its_parent(tiny):
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
     config = auto(tiny, tokens_per_step=32)     # one sequence: one trial, which takes a process of its own
-    done = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("data.micro_batch=auto: ")]
-    assert len(said) == 2 and "tokens/s" in said[0] and said[1].startswith("data.micro_batch=auto: 1 it is.")
+    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    assert said.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in said
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    again = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
-    assert again.returncode == 0 and "nothing to do" in again.stdout and "tokens/s" not in again.stdout
+    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    assert "nothing to do" in said and "tokens/s" not in said
 
 
 @pytest.mark.gpu
