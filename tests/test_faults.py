@@ -78,9 +78,10 @@ def undone(config: Config, name: str) -> Config:
     return copy
 
 
-def one_sentence(run: faults.Run) -> str:
-    """What a run that failed has said, which is no traceback."""
-    assert "Traceback" not in run.output, run.output
+def refused(codes: list[int], config: Config, *overrides, **how) -> str:
+    """The sentence with which a run ends, which is no traceback."""
+    run = ended(codes, config, *overrides, **how)
+    assert "Traceback" not in run.output and "a collective failed" not in run.output, run.output
     return next(line for line in run.output.splitlines() if line.startswith("train.py: "))
 
 
@@ -91,8 +92,7 @@ def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_el
     the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
     for at, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [(22, "signal_in_step:21:0:9")]:
-        run = faults.start(config, faults=[fault])
-        assert run.wait() == [-signal.SIGKILL], (fault, run.output)
+        ended([-signal.SIGKILL], config, faults=[fault])
         assert at - 2 * EVERY <= saved_steps(config)[-1] <= at, "no more is lost than the save under way and the steps since"
         for path in checkpoints(config.run_dir):
             read_manifest(path)         # half a deletion is no checkpoint
@@ -103,13 +103,13 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     """No space left, from every stage of a save in turn on to its end; then files that may not grow, as on a full disk."""
     config = replace(base, run="no_space")
     steps, stages = range(4, STEPS - 4, 4), cycle((1, 4, 7, 10, 12))      # each second save
-    run = ended([-signal.SIGKILL], config, faults=[
+    ended([-signal.SIGKILL], config, faults=[
         *(f"fail_in_save:{step}:{n}:99" for step, n in zip(steps, stages, strict=False)), f"signal_in_step:{STEPS - 3}:0:9"])
     failed = [row for row in rows(config, "event") if row["event"] == "save_failed"]
     assert len(failed) >= 3 and all("No space left" in row["reason"] and "GiB are free" in row["reason"] for row in failed)
     first = saved_steps(config)
-    run = ended([1], config, "checkpoint.every=1", limit=(resource.RLIMIT_FSIZE, 300_000))
-    assert "3 saves in a row have failed" in one_sentence(run)
+    said = refused([1], config, "checkpoint.every=1", limit=(resource.RLIMIT_FSIZE, 300_000))
+    assert "3 saves in a row have failed" in said
     assert saved_steps(config) == first, "the older checkpoints stay"
     assert_same(config, whole)
 
@@ -132,21 +132,17 @@ def test_where_all_checkpoints_are_bad_nothing_starts_over(whole2):
         flip_bit(path / "__0_0.distcp", 99)
     before = rows(config)
     for _ in range(2):      # nor the second time, when they have been put aside
-        run = faults.start(config, ranks=2)
-        assert run.wait() == [1, 1], run.output
-        assert "no checkpoint that is whole" in one_sentence(run)
+        assert "no checkpoint that is whole" in refused([1, 1], config, ranks=2)
         assert rows(config) == before and not faults.is_finished(config)
 
 
 def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(base, whole2):
     config = replace(base, run="one_rank")
-    run = faults.start(config, ranks=2, faults=["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))])
-    assert run.wait() == [1, 1] and "a collective failed" not in run.output, run.output
-    assert "3 saves in a row have failed" in one_sentence(run)
+    full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))]
+    assert "3 saves in a row have failed" in refused([1, 1], config, ranks=2, faults=full)
     failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
     assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
-    run = faults.start(config, ranks=2, faults=["fail_load:1"])
-    assert run.wait() == [1, 1] and "could not be loaded (OSError: [Errno 5]" in one_sentence(run), run.output
+    assert "Errno 5" in refused([1, 1], config, ranks=2, faults=["fail_load:1"])
     assert_same(config, whole2, ranks=2)
 
 
@@ -175,9 +171,8 @@ def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole2):
     assert run.wait() == [0, 0], run.output
     assert "stopped on request at step" in run.output
     assert saved_steps(config)[-1] == faults.last_step(config) < STEPS - 4
-    run = faults.start(config, ranks=2, faults=[f"signal_in_step:{STEPS - 3}:1:9"])
-    assert run.wait(60) == [1, -signal.SIGKILL], run.output
-    assert "rank 1" in one_sentence(run)
+    run = ended([1, -signal.SIGKILL], config, ranks=2, faults=[f"signal_in_step:{STEPS - 3}:1:9"])
+    assert "rank 1" in next(line for line in run.output.splitlines() if line.startswith("train.py: "))
     assert_same(config, whole2, ranks=2)
 
 
@@ -217,8 +212,7 @@ def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(base):
 
 
 def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, tmp_path):
-    run = faults.start(replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
-    assert run.wait() == [2, 2] and "cannot be shared by 2 ranks" in one_sentence(run)
+    assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
     for seed, source in enumerate(("web", "code")):
         write_source(tmp_path / "data" / source, seed)
     config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(tmp_path / "data"), mixture={"web": 1.0}))
@@ -304,8 +298,7 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     ("nan_weight:8:0", 0, "step 8: validation loss nan, and all guard.rollbacks=0 are used up")])
 def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, fault, rollbacks, told):
     config = replace(base, run=f"hopeless{rollbacks}", guard=replace(base.guard, skips=2, rollbacks=rollbacks))
-    run = ended([1, 1], config, faults=[fault], ranks=2)
-    assert told in one_sentence(run) and "ended first" not in run.output, "no rank is to blame"
+    assert told in refused([1, 1], config, faults=[fault], ranks=2)
     found = json.loads((config.run_dir / "diagnosis.json").read_text())
     assert sum(weight["not_finite"] for weight in found["weights"].values()) == (1 - rollbacks)
     assert saved_steps(config)
@@ -316,11 +309,9 @@ def test_two_runs_of_one_folder_are_one_too_many(base, whole):
     first = faults.start(config)
     first.wait_for_step(1)
     first.signal(signal.SIGSTOP)    # or it may be done before the second one looks
-    second = faults.start(config)
-    code = second.wait()
+    told = refused([2], config)
     first.signal(signal.SIGCONT)
-    assert code == [2], second.output
-    assert f"process {first.pids[0]} on host" in one_sentence(second)
+    assert f"process {first.pids[0]} on host" in told
     assert first.wait() == [0], first.output
     assert record(config) == record(whole)
 

@@ -287,7 +287,6 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings_that_the_config_acce
         assert said(tiny) is None
         return
     assert all(part in said(tiny) for part in ("rank 0 (cpu)", "data.micro_batch=2 ", "parallel.recompute=true", "more GPUs"))
-    assert "loss_chunk" not in said(tiny), "128 tokens at a time are a chunk already"
     wide = replace(tiny, data=replace(tiny.data, micro_batch=48, tokens_per_step=48 * 32 * 4))
     assert "data.micro_batch=16 " in said(wide, 3) and "model.loss_chunk=1024" in said(wide, 3)     # 24 x 3: no divisor
     odd = replace(tiny, data=replace(tiny.data, micro_batch=9, tokens_per_step=9 * 32))     # 4: no divisor
