@@ -126,16 +126,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used_by_all_ranks(w
     assert record(config) == record(whole2)
 
 
-def test_where_all_checkpoints_are_bad_nothing_starts_over(whole2):
-    config = undone(whole2, "all_bad")
-    for path in (config.run_dir / "checkpoints").glob("step_*"):
-        flip_bit(path / "__0_0.distcp", 99)
-    before = rows(config)
-    for _ in range(2):      # nor the second time, when they have been put aside
-        assert "no checkpoint that is whole" in refused([1, 1], config, ranks=2)
-        assert rows(config) == before and not faults.is_finished(config)
-
-
 def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(base, whole2):
     config = replace(base, run="one_rank")
     full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))]
@@ -367,23 +357,21 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
 @pytest.mark.parametrize("arm", [1], indirect=True)
 def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
     trunk, _, branch = arm
-    refused_as_trunk = call_train(capsys, replace(branch, start_from=None), tmp_path)
-    assert (refused_as_trunk.returncode, f"start_from was {trunk.run} at step" in refused_as_trunk.stderr) == (2, True)
-    branch, fork = replace(branch, run="refused"), f"{trunk.run_dir}/checkpoints"
-    renamed, unfinished, damaged = (tmp_path / name / "checkpoints/step_00000006" for name in ("renamed", "killed", "damaged"))
-    renamed = renamed.with_name("step_00000005")
-    for copy in (renamed, unfinished, damaged):
-        shutil.copytree(f"{fork}/step_00000006", copy)
-    (unfinished / "DONE").unlink()
-    flip_bit(damaged / "__0_0.distcp", 4321)
-    for overrides, told in [
-        (["seed=1"], "seed was 1337, now 1"), (["eval.tokens=64"], "holds other tokens"),
-        (["optim.warmup_share=0.5"], "optim.warmup_share=0.25"), (["optim.schedule=cosine"], "optim.schedule=wsd"),
-        (["optim.decay_share=0.5"], "step 4 or before"), ([f"start_from={unfinished}"], "has none"),
-        ([f"start_from={renamed}"], "holds step 6"), ([f"start_from={damaged}"], "__0_0.distcp"),
-        ([f"start_from={tmp_path}/llama/checkpoints/step_00000000"], "import the model first"),
-    ]:
-        refused = call_train(capsys, branch, tmp_path, *overrides)
-        assert (refused.returncode, told in refused.stderr) == (2, True), (overrides, refused.stderr)
-        assert refused.stderr.startswith("train.py: ") and refused.stderr.count("\n") == 1
+    own, branch = replace(branch, start_from=None), replace(branch, run="refused")
+    copies = {name: tmp_path / name / "checkpoints/step_00000006" for name in ("whole", "unfinished", "damaged")}
+    for copy in copies.values():
+        shutil.copytree(branch.start_from, copy)
+    (copies["unfinished"] / "DONE").unlink()
+    flip_bit(copies["damaged"] / "__0_0.distcp", 4321)
+    renamed = copies["whole"].rename(copies["whole"].with_name("step_00000005"))
+    for config, override, told in [
+        (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
+        (branch, "eval.tokens=64", "holds other tokens"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
+        (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "step 4 or before"),
+        (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
+        (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),
+        (branch, f"start_from={tmp_path}/llama/checkpoints/step_00000000", "import the model first")]:
+        done = call_train(capsys, config, tmp_path, override)
+        assert (done.returncode, told in done.stderr) == (2, True), (override, done.stderr)
+        assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1
         assert not branch.run_dir.exists()
