@@ -166,6 +166,20 @@ def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole2):
     assert_same(config, whole2, ranks=2)
 
 
+def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
+    run = faults.start(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
+    run.wait_for_step(4)
+    rank = run.processes[0]
+    for number, seconds in (signal.SIGUSR1, 0.1), (signal.SIGUSR1, 1.5), (signal.SIGTERM, 0.5):
+        os.kill(rank.pid, number)   # within a second it is the same request, passed on twice;
+        rank.join(seconds)          # Slurm's warning was SIGUSR1: its SIGTERM minutes later is no second one
+    assert rank.exitcode is None
+    os.kill(rank.pid, signal.SIGUSR1)
+    rank.join(20)
+    run.kill()
+    assert rank.exitcode == 128 + signal.SIGUSR1 and "SIGUSR1" in run.output
+
+
 def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     """In BF16, to rounding. A wrong gradient scale would be off by a factor of two."""
     config, calm = (replace(base, run=name, fp8=FP8Config()) for name in ("elastic", "calm"))
@@ -283,14 +297,16 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
 
-@pytest.mark.parametrize("fault, rollbacks, told", [
-    ("scale_loss:7:999:nan", 1, "all guard.rollbacks=1 are used up"),
-    ("nan_weight:8:0", 0, "step 8: validation loss nan, and all guard.rollbacks=0 are used up")])
-def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, fault, rollbacks, told):
-    config = replace(base, run=f"hopeless{rollbacks}", guard=replace(base.guard, skips=2, rollbacks=rollbacks))
-    assert told in refused([1, 1], config, faults=[fault], ranks=2)
-    found = json.loads((config.run_dir / "diagnosis.json").read_text())
-    assert sum(weight["not_finite"] for weight in found["weights"].values()) == (1 - rollbacks)
+@pytest.mark.parametrize("spoilt, rollbacks, replicas, told", [
+    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:0"], 0, 1, "step 8: validation loss nan"),
+    (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan")])
+def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told):
+    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=2, rollbacks=rollbacks),
+                     parallel=replace(base.parallel, replicate=replicas))
+    assert told in refused([1, 1], config, faults=spoilt, ranks=2)
+    weights = json.loads((config.run_dir / "diagnosis.json").read_text())["weights"].values()
+    assert sum(weight["not_finite"] for weight in weights) == (1 - rollbacks), "each value counted once"
+    assert sum(weight["values"] for weight in weights) == config.model.params_total
     assert saved_steps(config)
 
 

@@ -1,6 +1,6 @@
-"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, one writer per folder, stop requests, too little memory.
+"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, one writer per folder, too little memory.
 
-Kills, ranks, rollbacks: tests/test_faults.py."""
+Kills, signals, ranks, rollbacks: tests/test_faults.py."""
 
 import contextlib
 import errno
@@ -10,9 +10,6 @@ import os
 import random
 import resource
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -32,7 +29,7 @@ from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, tokenizer_of
 from tests import faults
-from tests.conftest import ROOT, call_train, with_recipe, write_source
+from tests.conftest import call_train, with_recipe, write_source
 
 
 def summary(config):
@@ -148,37 +145,27 @@ def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, two
 
 # ------------------------------------------------------------------------------------------------------------- the folder
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from runtime.run import lock_folder
-held = lock_folder(Path(sys.argv[1]))
-if os.fork():
-    print("held", flush=True)
-time.sleep(600)
-"""
+def hold(run_dir, is_held):
+    lock = lock_folder(run_dir)     # noqa: F841
+    if os.fork():
+        is_held.set()
+    time.sleep(60)
 
 
 def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
-    run_dir = tmp_path / "run"
-    first = subprocess.Popen([sys.executable, "-c", HOLD, str(run_dir)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                             start_new_session=True)
-    try:
-        assert first.stdout.readline() == "held\n"
-        with monkeypatch.context() as patch:
-            patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
-            with pytest.raises(UserError, match=f"process {first.pid} on host"):
-                lock_folder(run_dir)
-        first.kill()        # a run that is about to end is waited for
-        lock_folder(run_dir).close()
-        monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
-        lock_folder(run_dir).close()
-        assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(first.pid, signal.SIGKILL)
-        first.communicate()
+    run_dir, is_held = tmp_path / "run", faults.FORKS.Event()
+    first = faults.FORKS.Process(target=hold, args=(run_dir, is_held))
+    first.start()
+    assert is_held.wait(60)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"process {first.pid} on host"):
+        patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
+        lock_folder(run_dir)
+    first.kill()        # a run that is about to end is waited for
+    lock_folder(run_dir).close()
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
+    lock_folder(run_dir).close()
+    assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tiny):
@@ -202,45 +189,6 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     assert (tokenizer_of(run_dir, "gpt2"), tokenizer_of(run_dir, str(theirs))) == ("gpt2", f"{run_dir}/tokenizer")
     assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
     assert os.listdir(run_dir) == ["tokenizer"]
-
-
-WAITING = """
-import ctypes, sys, time
-from runtime.run import StopRequest
-stop = StopRequest()
-print("ready", flush=True)
-if sys.argv[1] == "stuck":              # in a C call that no signal ends, as a rank in a collective
-    mutex = ctypes.create_string_buffer(64)
-    libc = ctypes.CDLL(None)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
-while not stop.requested:
-    time.sleep(0.01)
-print("requested", flush=True)
-time.sleep(60)
-"""
-
-
-def test_the_first_signal_is_noted_and_the_second_of_its_kind_ends_the_process():
-    started = [subprocess.Popen([sys.executable, "-c", WAITING, where], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE) for where in ("loop", "stuck")]
-    try:
-        for process, where in zip(started, ("loop", "stuck"), strict=True):
-            assert process.stdout.readline() == "ready\n"
-            process.send_signal(signal.SIGUSR1)
-            assert where == "stuck" or process.stdout.readline() == "requested\n"
-            process.send_signal(signal.SIGUSR1)     # within a second it is the same request, passed on twice
-            time.sleep(1.2)
-            process.send_signal(signal.SIGTERM)     # Slurm's warning was SIGUSR1; its SIGTERM minutes later is no second one
-            time.sleep(0.3)
-            assert process.poll() is None
-            process.send_signal(signal.SIGUSR1)
-            assert process.wait(timeout=20) == 128 + signal.SIGUSR1
-            assert "SIGUSR1" in process.stderr.read()
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
 
 
 # ------------------------------------------------------------------------------------------------------------- the machine
