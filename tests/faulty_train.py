@@ -1,7 +1,7 @@
 """train.py with faults built in: `python -m tests.faulty_train FAULT ... CONFIG.py section.key=value ...`.
 
 A fault is a name and numbers, joined by colons. Steps count from 1 and are steps of the data: what is injected belongs to
-the tokens, so a run that goes over the same tokens again meets it again. Nothing in train.py knows of any of this.
+the tokens, so a run that goes over the same tokens again meets it again.
 
     kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
     fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all; on one rank: :RANK

@@ -1,10 +1,7 @@
 """The long tier of fault injection: kills at any moment, restarts under torchrun, every recipe, compiled runs, hangs.
 
-    make soak       or: python -m pytest tests/soak.py -k kills         about fifteen minutes on two cores
-
-Everything is compared, bit for bit, with a run that was left alone. Flipped bits, full disks, SIGTERM, two runs of one folder
-and other numbers of ranks: tests/test_faults.py, which is quick.
-"""
+`make soak` takes about fifteen minutes on two cores. Everything is compared, bit for bit, with a run that was left alone.
+Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of ranks: tests/test_faults.py, which is quick."""
 
 import os
 import random
@@ -109,12 +106,8 @@ def test_a_rank_that_stands_still_ends_the_job_which_resumes(base, whole2):     
 
 
 def test_finished_jobs_exit_cleanly(base):     # noqa: F811
-    config = replace(base, steps=2, eval=replace(base.eval, every=None))
     for i in range(20):
-        finish(replace(config, run=f"clean{i}"), ranks=2)
-    for i in range(3):
-        run = faults.start(replace(config, run=f"elastic{i}"), restarts=0)
-        assert run.wait() == [0], run.output
+        finish(replace(base, steps=2, run=f"clean{i}"), ranks=2)
 
 
 def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811
