@@ -111,14 +111,11 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
-def run_train(config: Config, path: Path, *arguments: str, ranks: int = 1, timeout: float = 300, **popen):
+def run_train(config: Config, path: Path, *arguments: str) -> subprocess.CompletedProcess:
     """train.py as a user starts it; returns the finished process with its output as text."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **popen.pop("env", {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT, **popen)
+    command = [sys.executable, str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
 
 
 def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNamespace:

@@ -142,7 +142,7 @@ def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path
     model, recipes, x, y = build("rowwise", head=True, loss_chunk=32)
     Probe(None, model, recipes, 4096)(1, x, y, SCALE)
     assert not calls
-    row = next(row for row in probed(tmp_path, model, recipes, x, y) if row.get("layer") == "head")
+    [row] = [row for row in probed(tmp_path, model, recipes, x, y) if row.get("layer") == "head"]
     assert len(calls) == 3 * len(recipes) == 27, "three operands of each Linear"
     assert row["activation"]["amax"] == model.hidden(x)[0].abs().max().item()
 
