@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 from runtime import fp8, probe
 from runtime.checkpoint import checkpoints, seal
 from runtime.config import FP8Config, ProbeConfig
-from runtime.fp8 import RECIPES, Operand
+from runtime.fp8 import Operand
 from runtime.probe import Probe, sequences, statistics
 from tests.conftest import call_train, with_recipe
 from tests.faults import record
@@ -121,16 +121,13 @@ def test_statistics_of_values_made_by_hand():
     amax, low, scale, high, underflow, saturated, error = statistics(x, Operand(E4M3, "constant", exponent=1)).tolist()
     assert (amax, low, scale, high, underflow, saturated) == (1000.0, 2.0, 2.0, 2.0, 3 / 8, 2 / 8)
     assert error == pytest.approx(776 / math.hypot(224, 224.5, 1000), rel=1e-3)
-    for recipe in RECIPES.values():
-        for operand in (recipe.weight, recipe.input, recipe.grad):
-            amax, *scales, underflow, saturated, error = statistics(torch.zeros(32, 64, dtype=torch.bfloat16), operand).tolist()
-            assert (amax, underflow, saturated, error) == (0, 0, 0, 0) and all(0 < s < math.inf for s in scales)
-    assert statistics(torch.full((2, 32), -3.0), Operand(None)).tolist() == [3.0, 0, 0, 0, 0, 0, 0]
+    for sharing in "tensor", "row", "block", "constant":
+        amax, *scales, underflow, saturated, error = statistics(torch.zeros(32, 64), Operand(E4M3, sharing)).tolist()
+        assert (amax, underflow, saturated, error) == (0, 0, 0, 0) and all(0 < s < math.inf for s in scales)
     # In fp32 the squares of the smallest gradients would vanish, and those lost altogether would show no error.
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     big, small = (statistics(g * s, Operand(E4M3, "row", power_of_2=True))[-1].item() for s in (1.0, 2.0**-36))
     assert small == pytest.approx(big, rel=1e-6) and 0.01 < big < 0.05
-    assert statistics(g * 2.0**-80, Operand(E5M2, "constant"))[-3:].tolist() == [1, 0, 1]
     # 448 / amax rounds up as often as down; the largest value times it is then slightly above 448.
     assert all(statistics(a * torch.ones(1, 32), Operand(E4M3))[5] == 0 for a in torch.linspace(0.01, 3, 500).bfloat16())
 

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import json
 import os
-import random
 import resource
 import shutil
 import time
@@ -18,13 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-import train
 from model import GPT
 from runtime import machine
 from runtime import run as room
 from runtime.checkpoint import load_model
 from runtime.cli import MachineError, UserError
-from runtime.config import ProbeConfig
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, tokenizer_of
@@ -45,22 +42,6 @@ def two_sources(tiny, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------- what a run leaves
-
-def test_no_step_draws_random_numbers(tiny, tmp_path, capsys, monkeypatch):
-    """So a checkpoint needs no generator's state to be resumed from exactly; a step that begins to draw must store it."""
-    states, real = [], train.optim.set_learning_rate
-
-    def spy(*arguments):
-        states.append((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()))
-        return real(*arguments)
-
-    monkeypatch.setattr(train.optim, "set_learning_rate", spy)
-    config = with_recipe(tiny, "tensorwise", probe=ProbeConfig(every=2), eval=replace(tiny.eval, every=2),
-                         parallel=replace(tiny.parallel, recompute=True))
-    assert call_train(capsys, config, tmp_path).returncode == 0
-    assert len(states) == 6
-    assert all(state == states[0] for state in states)
-
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
     bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
