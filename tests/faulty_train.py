@@ -20,6 +20,7 @@ the tokens, so a run that goes over the same tokens again meets it again.
 import contextlib
 import errno
 import faulthandler
+import gc
 import hashlib
 import math
 import os
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> int:
 
 def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, limit: tuple[int, int] | None, launcher: list[str]):
     """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
+    gc.freeze()     # what was imported stays shared with the other runs
     while os.getpgrp() != (leader or os.getpid()):
         with contextlib.suppress(OSError):      # the leader has no group yet
             os.setpgid(0, leader)
