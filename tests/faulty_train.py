@@ -114,8 +114,6 @@ class Faults:
         Data.batch, GPT.forward = batch_noted, forward_injected
         train.parallel.clip_gradients, train.optim.build_optimizer = clip_injected, build_injected
 
-    # ---- in the training ------------------------------------------------------------------------------------------------
-
     def scale_loss(self, first: float, last: float, factor: float) -> None:
         self.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
 
@@ -154,8 +152,6 @@ class Faults:
 
     def move_data(self, at: float, by: float) -> None:
         self.moved = lambda step: step + (int(by) if step + 1 >= at else 0)
-
-    # ---- on disk --------------------------------------------------------------------------------------------------------
 
     def kill_in_save(self, step: float, n: float) -> None:
         def call(count, change):

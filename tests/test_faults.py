@@ -1,7 +1,7 @@
 """The real train.py against kill -9, signals, broken files, full disks, NaN, lost ranks: it ends in the same bits.
 
 Every run here is compared with one that was left alone: weights, moments, each step's loss and gradient norm, validation
-losses, bit for bit. tests/soak.py has the long versions: every moment of a save, hundreds of kills, every recipe.
+losses, bit for bit. tests/soak.py has the long versions: every moment of a save, many kills, every recipe.
 """
 
 import json
