@@ -130,7 +130,8 @@ def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
 
 
 def rotate(x, cos, sin):
-    """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, H, T, D), cos and sin (T, D/2)."""
+    """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, T, H, D), cos and sin (T, D/2)."""
+    cos, sin = cos[:, None], sin[:, None]   # (T, 1, D/2)
     x1, x2 = x.float().chunk(2, dim=-1)     # fp32: BF16 cosines would blur distant positions
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
 
@@ -148,12 +149,12 @@ class Attention(nn.Module):
         B, T, _ = x.shape
         H, K, D = self.H, self.K, self.D
         q, k, v = self.qkv(x).split((H * D, K * D, K * D), dim=-1)
-        q = q.view(B, T, H, D).transpose(1, 2)      # (B, H, T, D)
-        k = k.view(B, T, K, D).transpose(1, 2)      # (B, K, T, D)
-        v = v.view(B, T, K, D).transpose(1, 2)      # (B, K, T, D)
+        q, k, v = q.view(B, T, H, D), k.view(B, T, K, D), v.view(B, T, K, D)
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        # Rotated in this layout, which attention's output takes from q: (B, T, H, D) needs no copy before the last matmul.
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)      # (B, H or K, T, D)
         if cache is not None:
             k, v = cache.append(self, k, v)         # (B, K, past + T, D)
         # A single new token sees everything cached before it, so only longer inputs need the causal mask; what stands

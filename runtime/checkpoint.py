@@ -47,7 +47,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.machine import GIB, OUT_OF_MEMORY
 from runtime.optim import check_branch
-from runtime.rows import write_atomically
+from runtime.rows import sync_folder, write_atomically
 
 FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it does; 2 is read too
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
@@ -289,7 +289,6 @@ def seal(folder: Path, manifest: dict) -> None:
     text = json.dumps(manifest, indent=1)
     write_atomically(folder / "manifest.json", text)
     write_atomically(folder / "DONE", hashlib.sha256(text.encode()).hexdigest())
-    sync_folder(folder)
 
 
 def read_manifest(path: Path) -> dict:
@@ -330,14 +329,6 @@ def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ----------------------------------------------------------------------------------------------------------------- load

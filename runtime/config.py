@@ -30,7 +30,8 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
-RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
+RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
+                     "blockwise", "nvfp4"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +99,12 @@ class ParallelConfig:
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
     recompute: bool = False                 # keep only each block's input, compute the block again in the backward pass
-    compile: bool = True                    # torch.compile: whole model on one rank, per block on several
+    compile: bool | Literal["model", "block", "off"] = "model"  # by torch.compile; block starts sooner, several ranks always do
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
+
+    def __post_init__(self):
+        object.__setattr__(self, "compile", {True: "model", "off": False}.get(self.compile, self.compile))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +220,7 @@ class Config:
             yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
         if recipe == "off":
             return
-        multiple, chunk = 32 if recipe == "mxfp8" else 16, m.loss_chunk if self.fp8.head else None
+        multiple, chunk = {"mxfp8": 32, "blockwise": 128}.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         sizes = {"model.loss_chunk": chunk or 0}
         if d.micro_batch != "auto":
             sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient

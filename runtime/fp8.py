@@ -11,6 +11,8 @@ and hence every checkpoint stay the same.
     amax                 E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor, powers of 2
     cscale               E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              constant, one per kind of tensor
     mxfp8                E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 32 values, powers of 2
+    blockwise            E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 128 values, weights 128 x 128
+    nvfp4                E2M1 x E2M1       E2M1 x E2M1            E2M1 x E2M1              one per 16 values, weights 16 x 16
     auto                 per Linear: the recipe that runtime/speed.py's table of this GPU says is faster than BF16, or BF16
 
 E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
@@ -19,8 +21,12 @@ saturating; the matmul's result is divided by the scales. All but cscale scale b
 
 On a GPU torchao computes the first five, or with fp8.kernels=true the Linears on our own kernels below compute tensorwise,
 tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 runs on Blackwell through torchao; other GPUs
-emulate its numerics in BF16. On a CPU every recipe is emulated: operands rounded to float8, dequantised, multiplied in fp32.
-The numerics are real, the speed is not.
+emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) and nvfp4 are emulated everywhere. On a CPU every recipe is
+emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
+
+nvfp4 is no FP8: four bits cost some tenths of a per cent of the loss (2509.25149), so it is the arm that a study of FP8 must be
+able to see. Its block scales are E4M3, with one fp32 scale per tensor; gradients are rounded stochastically, by bits that are a
+function of seed, layer and the gradient's place among the run's tokens: the same after a resume and on any number of ranks.
 
 With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
 of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().
@@ -34,6 +40,7 @@ import types
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import Literal
 
 import torch
@@ -47,7 +54,10 @@ from runtime.cli import UserError
 from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config
 from runtime.speed import choose, load_table
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
+# Largest value, smallest normal one, distance from 1 to the next.
+FORMATS = {**{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
+           E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
 BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
@@ -65,10 +75,12 @@ KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if 
 @dataclass(frozen=True)
 class Operand:
     """How one operand is converted to FP8."""
-    format: torch.dtype | None  # None: it stays in BF16
-    scaling: Literal["tensor", "row", "block", "constant"] = "tensor"   # which values share a scale
+    format: torch.dtype | str | None    # None: it stays in BF16
+    scaling: Literal["tensor", "row", "block", "tile", "constant"] = "tensor"   # which values share a scale
     power_of_2: bool = False    # scale rounded down to a power of two: scaling itself then rounds nothing
     exponent: int = 0           # "constant" only: the scale is 2 ** exponent
+    tile: tuple[int, int] = (1, 1)      # "tile" only: how many share a scale, along the dimension that stays, that is summed over
+    is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ class Recipe:
     @property
     def multiple(self) -> int:
         """Inputs and outputs of a Linear must be multiples of this."""
-        return BLOCK if self.input.scaling == "block" else 16
+        return BLOCK if self.input.scaling == "block" else max(16, *self.input.tile)
 
 
 def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand) -> Recipe:
@@ -98,6 +110,8 @@ _BF16 = Operand(None)
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
+_ROW_128, _SQUARE_128 = Operand(E4M3, "tile", tile=(1, 128)), Operand(E4M3, "tile", tile=(128, 128))
+_ROW_16, _SQUARE_16 = Operand(E2M1, "tile", tile=(1, 16)), Operand(E2M1, "tile", tile=(16, 16))
 _GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
 # Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
 # loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
@@ -111,7 +125,10 @@ RECIPES = {recipe.name: recipe for recipe in (
     _uniform("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
     _uniform("cscale", *_CSCALE),
     _uniform("mxfp8", _MX, _MX, _MX),
+    _uniform("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
+    _uniform("nvfp4", _ROW_16, _SQUARE_16, replace(_ROW_16, is_stochastic=True)),
 )}
+EMULATED = ("blockwise", "nvfp4")       # on GPUs too
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
@@ -129,7 +146,9 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
     """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the dimension that the matmul sums over."""
     if operand.scaling == "constant":
         return torch.full((), 2.0**operand.exponent, device=x.device)
-    magnitude, largest = x.detach().abs(), torch.finfo(operand.format).max
+    magnitude, largest = x.detach().abs(), FORMATS[operand.format][0]
+    if operand.scaling == "tile":
+        return _tile_scale(magnitude, operand, dim)
     if operand.scaling == "block":
         axis = dim % x.ndim
         blocks = magnitude.float().unflatten(axis, (-1, BLOCK))
@@ -138,36 +157,70 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
         exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
         return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
     # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
-    amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
-    scale = (largest / amax.double().clamp(min=EPS)).float()
+    return _scale(magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True), operand)
+
+
+def _scale(amax: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """The fp32 scales by which the largest magnitudes `amax` become the format's largest value."""
+    scale = (FORMATS[operand.format][0] / amax.double().clamp(min=EPS)).float()
     return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
 
 
-def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
-    """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies; `dim` as in scale_of()."""
+def _tile_scale(magnitude: torch.Tensor, operand: Operand, dim: int) -> torch.Tensor:
+    """The scale of each value, by tiles; of E2M1 as NVFP4 has it: tiles' scales are E4M3 numbers times one of the tensor."""
+    rows, columns = operand.tile if dim % magnitude.ndim == magnitude.ndim - 1 else operand.tile[::-1]
+    tiles = magnitude.float().reshape(-1, magnitude.shape[-1]).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    amax = tiles.amax((1, 3), keepdim=True)
+    if operand.format == E2M1:
+        whole = _scale(amax.amax() / FORMATS[E2M1][0], Operand(E4M3))
+        stored = cast(amax / FORMATS[E2M1][0], whole, E4M3).float().clamp(min=2**-9)    # E4M3's least value: no scale is 0
+        scale = whole / stored
+    else:
+        scale = _scale(amax, operand)
+    return scale.expand_as(tiles).reshape(magnitude.shape)
+
+
+def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies; `dim` as in scale_of().
+
+    noise: for stochastic rounding, values from 0 to 1 (exclusive) of x's shape; without it x is rounded to nearest."""
     x = x.float()
     if operand.format is None:
         return x
     scale = scale_of(x, operand, dim)
-    return _round(x * scale, operand.format).mul_(scale.reciprocal())
+    return _round(x * scale, operand.format, noise).mul_(scale.reciprocal())
 
 
-def _round(x: torch.Tensor, format: torch.dtype) -> torch.Tensor:
+def _round(x: torch.Tensor, format: torch.dtype | str, noise: torch.Tensor | None = None) -> torch.Tensor:
     """fp32 x, overwritten: saturated, rounded to the nearest value of `format`, ties to even; NaN stays.
 
-    Equal to x.clamp(-largest, largest).to(format).float() bit for bit, which a CPU computes value by value."""
-    largest = torch.finfo(format).max
-    lowest = torch.finfo(format).smallest_normal
+    Equal to x.clamp(-largest, largest).to(format).float() bit for bit, which a CPU computes value by value. With `noise` each
+    value goes down or up, up where its noise exceeds what it lacks."""
+    largest, lowest, eps = FORMATS[format]
     x.clamp_(-largest, largest)
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=lowest)     # of two, at or below |x|
+    if noise is not None:
+        step = power.mul_(eps)
+        return x.div_(step).add_(noise).floor_().mul_(step)
     # fp32 keeps 23 bits behind the leading one: of the sum with 1.5 * 2^23 of the format's steps, none below a step.
-    shift = power.mul_(1.5 * 2**23 * torch.finfo(format).eps)
+    shift = power.mul_(1.5 * 2**23 * eps)
     return x.add_(shift).sub_(shift)
+
+
+def noise_at(shape: torch.Size, position: torch.Tensor, salt: int) -> torch.Tensor:
+    """Uniform values from 0 to 1 (exclusive), fp32 (M, N): a function of salt, column and position + row alone.
+
+    position: () int64. By SplitMix64's finaliser (Steele et al. 2014) on the value's number, in wrapping int64."""
+    rows = position + torch.arange(shape[0], device=position.device)
+    z = (rows[:, None] * shape[1] + torch.arange(shape[1], device=position.device)) * -0x61C8864680B583EB + salt
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):    # logical shifts: >> keeps the sign
+        z = (z ^ (z >> shift & (1 << 64 - shift) - 1)) * factor
+    return (z >> 40 & 0xFFFFFF).float() * 2.0**-24
 
 
 def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
     """x * scale in `format`, saturating, rounded to nearest even."""
-    largest = torch.finfo(format).max       # torch before 2.12 does not saturate by itself
+    largest = FORMATS[format][0]        # torch before 2.12 does not saturate by itself
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
@@ -188,6 +241,11 @@ def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inver
     if a.device.type == "cpu":
         return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+
+
+def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """a (M, K) @ b (K, N) in `dtype`, (M, N): on a GPU as the matmul sums it up, on a CPU rounded to a's dtype in between."""
+    return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------- selection
@@ -298,6 +356,8 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
     if converted and device_type == "cpu":
         lines.append("fp8: emulated on this CPU: float8 values multiplied in fp32, real numerics, slower than BF16")
+    elif recipe in EMULATED:
+        lines.append(f"fp8: {recipe} is emulated on every GPU: real numerics, much slower than BF16")
     elif recipe == "mxfp8" and not _has_mx():
         lines.append("fp8: no MX units here (Blackwell has them): mxfp8 is emulated in BF16, real numerics, slower than BF16")
     return lines
@@ -332,11 +392,12 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         if layer.kernels:
             _use_kernels(model, layer.name, RECIPES[layer.recipe])
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
-        elif layer.recipe in ("cscale", "mxfp8") or layer.recipe and is_on_cpu and not config.all_gather:
+        elif layer.recipe in ("cscale", "mxfp8", *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
             module = model.get_submodule(layer.name)
             module.__class__ = QuantisedLinear
             module.recipe = for_loss_scale(RECIPES[layer.recipe], loss_scale)
             module.has_mx = layer.recipe == "mxfp8" and _has_mx()
+            module.salt = int.from_bytes(blake2b(layer.name.encode(), digest_size=7).digest(), "little")
         elif layer.recipe:
             by_torchao.setdefault(layer.recipe, set()).add(layer.name)
     for recipe, chosen in by_torchao.items():
@@ -361,7 +422,7 @@ def _torchao_config(recipe: str, all_gather: bool, emulate: bool):
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module) is not Linear
+    return isinstance(module, nn.Linear) and type(module) not in (Linear, CopiedLinear)
 
 
 def _float8():
@@ -376,22 +437,76 @@ def _float8():
 
 # ---------------------------------------------------------------------------------- weights: updates, shards, evaluation
 
+class CopiedLinear(nn.Linear):
+    """A Linear without bias in BF16 that casts its weight once a step, not in every micro-batch, and whose weight gradient
+    leaves the matmul in fp32: what KernelLinear does in FP8, so that a comparison of the two is one of the matmuls.
+
+    Made by keep_bf16_copies(). The copy is a buffer outside checkpoints; without it each use casts the weight."""
+    version: int | None     # of the weight when its copy was made
+
+    def forward(self, x):
+        if self.copy is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
+            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+        return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy).view(*x.shape[:-1], -1)
+
+
+class CopiedMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K), its copy in x's dtype -> x w' (M, N)."""
+
+    @staticmethod
+    def forward(ctx, x, w, copy):
+        ctx.save_for_backward(x, copy)
+        ctx.w_dtype = w.dtype
+        return x @ copy.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, copy = ctx.saved_tensors
+        return g @ copy, mm(g.t(), x, ctx.w_dtype), None
+
+
+def keep_bf16_copies(model: nn.Module) -> None:
+    """Make every Linear that FP8 leaves alone a CopiedLinear, in place. Not under FSDP2, which casts what it gathers itself."""
+    for module in model.modules():
+        if type(module) is Linear:
+            module.__class__, module.version = CopiedLinear, None
+            module.register_buffer("copy", None, persistent=False)
+
+
 @torch.no_grad()
 def refresh_fp8_weights(model: nn.Module) -> None:
-    """Recompute what is derived from the weights: FP8 copies, and scales of weights gathered as float8 by one all-reduce.
+    """Recompute what is derived from the weights: their FP8 and BF16 copies, and scales of weights gathered as float8 by one
+    all-reduce.
 
     Call it whenever the weights have changed, between two passes: all-gathers with scales of older weights are wrong."""
     if any(is_wrapped(p) for p in model.parameters()):
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
         precompute_float8_dynamic_scale_for_fsdp(model)
-    for module in () if isinstance(model, FSDPModule) else model.modules():     # FSDP2 frees gathered weights
-        if isinstance(module, KernelLinear):
-            new = _both(module.weight, module.recipe.weight)
-            if module.q is None:
-                module.q, module.qt, module.inverse = new
-            for old, copy in zip((module.q, module.qt, module.inverse), new, strict=True):      # into the same memory
-                old.copy_(copy)
-            module.version = module.weight._version
+    if isinstance(model, FSDPModule):       # which frees gathered weights, and copies of them with them
+        return
+    # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
+    linears = {kind: [m for m in model.modules() if isinstance(m, kind)] for kind in (KernelLinear, CopiedLinear)}
+    if kernel := linears[KernelLinear]:
+        amaxes = torch._foreach_norm([m.weight for m in kernel], math.inf)
+        for m, amax in zip(kernel, amaxes, strict=True):
+            if m.q is None:
+                m.q, m.qt = _empty(m.weight, m.recipe.weight.format)
+                m.inverse = torch.empty_like(amax)
+        for operand in {m.recipe.weight: None for m in kernel}:
+            alike = [i for i, m in enumerate(kernel) if m.recipe.weight == operand]
+            scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
+            for i, scale in zip(alike, scales, strict=True):
+                _cast_into(kernel[i].weight, scale, kernel[i].q, kernel[i].qt)
+            torch._foreach_copy_([kernel[i].inverse for i in alike], torch._foreach_reciprocal(scales))
+    if copied := linears[CopiedLinear]:
+        for m in copied:
+            if m.copy is None:
+                m.copy = torch.empty_like(m.weight, dtype=model.compute_dtype)
+        torch._foreach_copy_([m.copy for m in copied], [m.weight for m in copied])
+    for m in kernel + copied:
+        m.version = m.weight._version
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -453,6 +568,8 @@ class QuantisedLinear(nn.Linear):
     """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by convert()."""
     recipe: Recipe
     has_mx: bool = False    # the GPU multiplies MX blocks itself
+    salt: int = 0           # of this layer's stochastic rounding
+    position: torch.Tensor | None = None    # () int64, see set_position()
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
@@ -461,7 +578,7 @@ class QuantisedLinear(nn.Linear):
         elif self.has_mx and x.is_cuda:
             y = _torchao_mx(rows, self.weight)
         else:
-            y = EmulatedMatmul.apply(rows, self.weight, self.recipe)
+            y = EmulatedMatmul.apply(rows, self.weight, self.position, self.recipe, self.salt)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -489,40 +606,54 @@ class EmulatedMatmul(torch.autograd.Function):
     """x (M, K), w (N, K) -> x w' (M, N), operands rounded as the recipe says, then multiplied; numerics only.
 
     On a CPU in fp32: products of float8 values are exact there, and only their sums and the result round, as on real units.
-    On a GPU in x's dtype, exact for the power-of-two scales of the one recipe that is emulated there (mxfp8).
+    On a GPU in x's dtype, exact for mxfp8's power-of-two scales, or in fp32 for tiles. position (), salt: of noise_at().
     """
 
     @staticmethod
-    def forward(ctx, x, w, recipe):
+    def forward(ctx, x, w, position, recipe, salt):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
         ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
         ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad)
-        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position)
+        ctx.recipe, ctx.salt, ctx.dtype, ctx.w_dtype = recipe, salt, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
-        (x, w), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        (x, w, position), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
         qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
-        qg = qg_w = _emulated(g, recipe.grad, dtype)
+        qg = qg_w = _emulated(g, recipe.grad, dtype, -1, position, ctx.salt)
         if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
-            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0)
-        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None
+            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0, position, ctx.salt + 2**60)
+        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None, None, None
 
 
-def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1) -> torch.Tensor:
-    """x dequantised after rounding as `operand` says: fp32 on a CPU, `dtype` on a GPU and for BF16 operands."""
+def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, position: torch.Tensor | None = None,
+              salt: int = 0) -> torch.Tensor:
+    """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
     if operand.format is None:
         return x.to(dtype)
-    q = fake_quantise(x, operand, dim)
-    return q if x.device.type == "cpu" else q.to(dtype)
+    noise = noise_at(x.shape, position, salt) if operand.is_stochastic and position is not None else None
+    q = fake_quantise(x, operand, dim, noise)
+    return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
+
+
+def set_position(model: nn.Module, position: int) -> None:
+    """Number among the run's tokens (plus a seed's own range) of the first token that the next pass through `model` sees:
+    where recipes with stochastic rounding take their noise. Without a position they round to nearest."""
+    linears = [m for m in model.modules() if isinstance(m, QuantisedLinear) and m.recipe.grad.is_stochastic]
+    if linears and linears[0].position is None:
+        shared = torch.zeros((), dtype=torch.int64, device=linears[0].weight.device)
+        for linear in linears:
+            linear.position = shared
+    if linears:
+        linears[0].position.fill_(position)
 
 
 def _serves_both(one: Operand, other: Operand) -> bool:
     """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
-    return one == other and one.scaling in ("tensor", "constant")
+    return one == other and (one.scaling in ("tensor", "constant") or one.tile[0] == one.tile[1] > 1)
 
 
 def _torchao_mx(x, w):
@@ -605,6 +736,16 @@ def _(logits, lse, targets, grad, scale):
     return _empty(logits, E5M2)
 
 
+def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
+    """cast_both() into memory that is there."""
+    if x.is_cuda:
+        from runtime import fp8_kernels
+        fp8_kernels.cast_both(x, scale, q.dtype, q, qt)
+    else:
+        q.copy_(cast(x, scale, q.dtype))
+        qt.copy_(q.t())
+
+
 def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
     """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
     scale = scale_of(x, operand)
@@ -645,7 +786,7 @@ class KernelMatmul(torch.autograd.Function):
         weight = _weight_backward(w, qt, inverse, recipe)
         if recipe.grad_for_weight_grad.format is None:
             grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
-            return grad_x, (g.t() @ kept).to(ctx.w_dtype), None, None, None, None
+            return grad_x, mm(g.t(), kept, ctx.w_dtype), None, None, None, None
         gq, gt, g_inverse = _both(g, recipe.grad)
         grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype)
         return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype), None, None, None, None

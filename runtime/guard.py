@@ -23,7 +23,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -178,119 +177,90 @@ def _log(value: float) -> float:
 
 # ------------------------------------------------------------------------------------------------------------ diagnosis
 
-PATIENCE = 60       # seconds that a rank waits for the others' reports; between ranks in step it takes milliseconds
-
-
 def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
              run_dir: Path, is_main: bool, backward_scale: float) -> str:
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
 
-    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It never
-    raises, so that it cannot hide the fault itself: what it could not do is listed under `problems`. In diagnosis.json:
+    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
+    nothing, so that it cannot hide the fault itself. In diagnosis.json:
 
         step, reason                    the last step, and the guard's reason
         weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
         modules                         the same of outputs in a new eager forward pass over x, in order of completion
         loss_anew, gradients_anew       loss of that pass in nats a token, null if not finite; if finite, its gradients
+        problems                        what kept this from being completed
     """
     found = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {}, "gradients_anew": {},
              "loss_anew": None, "problems": []}
     path = run_dir / "diagnosis.json"
     try:
-        # A group of its own: the run's gloo group may be in the middle of a save, and waits as long as a slow disk takes.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE)) if dist.is_initialized() else None
-        share = partial(_share, group, found["problems"])
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
-            own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            found[kind] = _named(share(f"counting {kind}", partial(_count, own)))
-        found["gradients"] = _named(share("counting gradients", partial(_count_gradients, model)))
+            found[kind] = _count({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
+        found["gradients"] = _count_gradients(model)
         if is_main:
-            with suppress(OSError):
-                write_json(path, found)     # in case the new passes crash or hang
-        _pass_again(model, x, y, backward_scale, found, share)
+            write_json(path, found)     # in case the new passes crash or hang
+        _pass_again(model, x, y, backward_scale, found)
+    except Exception as error:
+        found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+    with suppress(OSError):
         if is_main:
             write_json(path, found)
-    except Exception as error:
-        found["problems"].append(_line(error))
     return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{_findings(found)}\nmore in {path}"
 
 
-def _share(group: dist.ProcessGroup | None, problems: list[str], name: str, look: Callable) -> dict | None:
-    """The sums over the ranks of the pairs that look() returned; None if it failed on any, a problem that every rank then lists.
-
-    A rank that fails, say for lack of memory, leaves the others waiting in a collective of the model. With NCCL their devices
-    wait: their hosts report here all the same, as long as no look() reads from its device. With gloo their hosts wait, until
-    this rank has waited PATIENCE for them and exits.
-    """
-    problem, pairs = None, {}
-    try:
-        pairs = look() or {}
-    except Exception as error:
-        problem = f"{name} failed: {_line(error)}"
-    reports = [(problem, pairs)]
-    if group is not None:
-        try:
-            reports = [None] * group.size()
-            dist.all_gather_object(reports, (problem and f"rank {dist.get_rank()}: {problem}", pairs), group=group)
-        except Exception as error:
-            reports = [(problem, {}), (f"the ranks could not tell each other how {name} went: {_line(error)}", {})]
-    failed = [problem for problem, _ in reports if problem]
-    problems += failed
-    return None if failed else {key: tuple(map(sum, zip(*(pairs[key] for _, pairs in reports), strict=True))) for key in pairs}
-
-
-def _named(pairs: dict | None) -> dict[str, dict[str, int]]:
-    return {name: {"values": round(values), "not_finite": round(bad)} for name, (values, bad) in (pairs or {}).items()}
-
-
-def _count(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """By name: values, and those not finite, on this rank; replicas of a value add up to one over the ranks."""
-    counts = {}
+def _count(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, int]]:
+    """By name: values, and those not finite, over all ranks; each value of a sharded tensor counts once."""
+    local, ranks = {}, dist.get_world_size() if dist.is_initialized() else 1
     for name, tensor in tensors.items():
-        replicas = 1
+        replicas = ranks
         if isinstance(tensor, DTensor):
             replicas = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
             tensor = tensor.to_local()
-        counts[name] = tensor.numel() / replicas, (tensor.numel() - tensor.isfinite().sum().item()) / replicas
-    return counts
+        local[name] = tensor.numel() / replicas, (~tensor.isfinite()).sum() / replicas
+    return _summed(local)
 
 
-def _count_gradients(model: nn.Module) -> dict[str, tuple[float, float]]:
+def _summed(local: dict[str, tuple[float, torch.Tensor]]) -> dict[str, dict[str, int]]:
+    """Of each name's values and those not finite on this rank, the sums over all ranks."""
+    if not local:
+        return {}
+    sums = torch.stack([bad.new_tensor([values, bad], dtype=torch.float64) for values, bad in local.values()])
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return {name: {"values": round(values), "not_finite": round(bad)}
+            for name, (values, bad) in zip(local, sums.tolist(), strict=True)}
+
+
+def _count_gradients(model: nn.Module) -> dict[str, dict[str, int]]:
     return _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
-def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict, share: Callable) -> None:
+def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict) -> None:
     """Repeat the micro-batch eagerly: a forward pass that looks at every module's output, then one for the gradients."""
-    seen: dict[str, list] = {}      # module -> values of its outputs, those finite (on the device)
+    seen: dict[str, tuple[int, torch.Tensor]] = {}      # module -> values of its outputs, those not finite
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point():
-            counts = seen.setdefault(name, [0, 0])
-            counts[0] += output.numel()     # adds up: a head that works in chunks is called several times
-            counts[1] += output.isfinite().sum()
+            values, bad = seen.get(name, (0, 0))        # adds up: a head that works in chunks is called several times
+            seen[name] = values + output.numel(), bad + (~output.isfinite()).sum()
 
-    def forward() -> None:
-        handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
+    model.zero_grad()   # before the forward pass, after which FSDP2 shows the root's gathered weights, which have no gradients
+    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
+    with torch.compiler.set_stance("force_eager"):
         try:
             with torch.no_grad():   # keeps no activations: fits wherever training did
-                seen["loss"] = [1, model(x, y).double().mean() / y.size(1)]
+                loss = model(x, y).double().mean() / y.size(1)
         finally:
             for handle in handles:
                 handle.remove()
-
-    def read() -> dict[str, tuple[float, float]]:
-        return {name: (n, value.item() if name == "loss" else n - value.item()) for name, (n, value) in seen.items()}
-
-    model.zero_grad()   # before the forward pass, after which FSDP2 shows the root's gathered weights, which have no gradients
-    with torch.compiler.set_stance("force_eager"):
-        if share("the forward pass", forward) is None or (outputs := share("reading the outputs", read)) is None:
-            return
-        ranks, loss = outputs.pop("loss")
-        found["modules"] = _named(outputs)
-        if math.isfinite(loss):     # else the gradients would all be NaN
-            found["loss_anew"] = loss / ranks
-            if share("the backward pass", lambda: (model(x, y).sum() * backward_scale).backward()) is not None:
-                found["gradients_anew"] = _named(share("counting gradients", partial(_count_gradients, model)))
+        found["modules"] = _summed(seen)
+        if dist.is_initialized():
+            dist.all_reduce(loss, dist.ReduceOp.SUM)
+            loss /= dist.get_world_size()
+        if loss.isfinite():     # else the gradients would all be NaN
+            found["loss_anew"] = loss.item()
+            (model(x, y).sum() * backward_scale).backward()
+            found["gradients_anew"] = _count_gradients(model)
 
 
 def _findings(found: dict) -> str:
@@ -311,7 +281,3 @@ def _findings(found: dict) -> str:
     elif found["loss_anew"] is not None:
         said.append(f"the last micro-batch alone, computed anew, is finite: loss {found['loss_anew']:.4g}")
     return "; ".join(said + found["problems"])
-
-
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0][:300]

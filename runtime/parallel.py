@@ -17,7 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from model import GPT, Block
 from runtime import fp8, optim
@@ -65,7 +65,8 @@ def start(config: Config) -> World:
     patience = timedelta(seconds=2 * config.parallel.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = own_keys(next(dist.rendezvous("env://"))[0])
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
+                            device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
     for group in (dist.group.WORLD, *mesh.get_all_groups()):    # the mesh's were made with torch's default: 10 minutes for NCCL
         backend = group._get_backend(device)
@@ -91,7 +92,7 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
         raise UserError(f"torchrun started a process {device.index} on this machine, which has {torch.cuda.device_count()} "
                         f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
     if p.compile and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        raise UserError("parallel.compile=true needs a C++ compiler on a CPU: install g++, or set parallel.compile=false")
+        raise UserError("parallel.compile needs a C++ compiler on a CPU: install g++, or set parallel.compile=off")
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
     nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
     if nodes > 1 and restarts > 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -165,6 +166,8 @@ def build(config: Config, world: World) -> Built:
         model = GPT(config.model, COMPUTE_DTYPE)
     loss_scale = world.size / config.data.tokens_per_step   # mean over the step's tokens; FSDP averages over ranks, so x size
     layers = fp8.convert(model, config.fp8, loss_scale, world.device.type)
+    if world.size == 1:
+        fp8.keep_bf16_copies(model)
     counts = model.counts()
     flags = set_torch_flags(config, world, fp8.by_layer(layers).values())
     if config.parallel.recompute:
@@ -172,7 +175,7 @@ def build(config: Config, world: World) -> Built:
             block.__class__ = RecomputedBlock
     shard(model, world, config.parallel.reshard)
     if config.parallel.compile:
-        compile_model(model, world)
+        compile_model(model, is_whole=config.parallel.compile == "model" and world.size == 1)
     model.to_empty(device=world.device)
     model.tie()
 
@@ -199,8 +202,8 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     if config.deterministic:
         # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
         workspace = os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, "
-                     f"inductor.deterministic")
+        flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, inductor.deterministic"
+                     + (", attention by FlashAttention 2 instead of cuDNN" if world.device.type == "cuda" else ""))
     if world.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         flags.append("float32 matmuls in TF32 (none is in the training step)")
@@ -211,8 +214,20 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     return [f"torch: {flag}" for flag in flags]
 
 
+ATTENTION = {op.default for op in (
+    torch.ops.aten._scaled_dot_product_cudnn_attention, torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)}
+
+
+def _keep_attention():
+    """Contexts of a checkpoint that keeps attention's output, as many bytes as a block's input, to spare its second run."""
+    return create_selective_checkpoint_contexts(
+        lambda _, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 class RecomputedBlock(Block):
-    """A Block that keeps only its input for the backward pass, and runs its forward pass again there.
+    """A Block that keeps only its input and attention's output for the backward pass, and runs the rest of its forward pass again
+    there.
 
     build() swaps the class, not the module: every name in the state dict stays, and FSDP2's own class goes on top. FP8 rounds
     the same input to the same values again.
@@ -222,7 +237,8 @@ class RecomputedBlock(Block):
         if cache is not None or not torch.is_grad_enabled():
             return super().forward(x, cos, sin, cache)
         # Nothing in a block draws random numbers, so no generator's state needs to be saved and restored.
-        return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False,
+                          context_fn=_keep_attention)
 
 
 def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
@@ -249,18 +265,18 @@ def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 
-def compile_model(model: nn.Module, world: World) -> None:
-    """In place, so that the names in the state dict stay: the whole model on one process, per block under FSDP2.
+def compile_model(model: nn.Module, is_whole: bool) -> None:
+    """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it.
 
-    Under FSDP2 head and cross-entropy are one more piece: eager, they would hold three copies of the logits.
+    Block by block, head and cross-entropy are one more piece: eager, they would hold three copies of the logits.
     """
     import torch._functorch.config as functorch
     if hasattr(functorch, "autograd_cache_allow_custom_autograd_functions"):
         # Without, cscale and our kernels are traced anew at each start. A changed backward() changes the cache's key.
         functorch.autograd_cache_allow_custom_autograd_functions = True
-    for module in [model] if world.size == 1 else model.blocks():
+    for module in [model] if is_whole else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
-    if world.size > 1:
+    if not is_whole:
         model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
 
 

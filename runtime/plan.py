@@ -86,7 +86,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), "",
-        *_memory(config, total, nonembed, gpus), "",
+        *_memory(config, total, nonembed, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c, in_fp8, gpus, gpu, results), "",
         "disk",
@@ -104,8 +104,9 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(config: Config, n: int, nonembed: int, gpus: int) -> list[str]:
-    """Per GPU, of n parameters. Exact: weights, gradients, optimizer. Estimated: activations kept for the backward pass."""
+def _memory(config: Config, n: int, nonembed: int, copied: int, gpus: int) -> list[str]:
+    """Per GPU, of n parameters, of which `copied` are cast once a step by one process. Exact: weights, copies, gradients,
+    optimizer. Estimated: activations kept for the backward pass."""
     m, p, shard = config.model, config.parallel, config.parallel.shard or 1
     micro_batch, remark = config.data.micro_batch, ""
     if micro_batch == "auto":
@@ -123,6 +124,7 @@ def _memory(config: Config, n: int, nonembed: int, gpus: int) -> list[str]:
     whole = "two blocks" if p.reshard else "all blocks (parallel.reshard=false)"
     rows = [
         ("weights", 4 * n / shard, "fp32"),
+        ("copies", 2 * copied if gpus == 1 else 0, "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts"),
         ("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32"),
         ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
         ("optimizer", 8 * n / shard, "AdamW, two fp32 moments"),

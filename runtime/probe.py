@@ -29,7 +29,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
+from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
 from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
@@ -151,7 +151,7 @@ def statistics(x: torch.Tensor, operand: Operand) -> torch.Tensor:
         return torch.stack((amax, zero, zero, zero, zero, zero, zero))
     scale, q = scale_of(x, operand), fake_quantise(x, operand)
     underflow = ((q == 0) & (x != 0)).float().mean()
-    largest = torch.finfo(operand.format).max * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
+    largest = FORMATS[operand.format][0] * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
@@ -169,11 +169,11 @@ def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tens
     q and k are rounded to BF16 as in training; fp32, even as TF32, multiplies BF16 exactly.
     """
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
-    q, k = (part.view(1, T, -1, D).transpose(1, 2) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
+    q, k = (part.view(1, T, -1, D) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
     if attention.q_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
-    q = rotate(q, cos[:T], sin[:T])[0].float().view(K, H // K, T, D)        # query heads by the key head they share
-    k = rotate(k, cos[:T], sin[:T])[0].float()                              # (K, T, D)
+    q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))      # (H or K, T, D)
+    q = q.reshape(K, H // K, T, D)      # query heads by the key head they share
     position = torch.arange(T, device=qkv.device)
     largest, chunk = [], max(1, LOGITS_AT_ONCE // (H * T))
     for start in range(0, T, chunk):

@@ -9,8 +9,10 @@ Rows of metrics.jsonl, in the order in which things happened:
 
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
 
@@ -60,17 +62,33 @@ def to_line(row: dict) -> bytes:
     return (json.dumps(strict) + "\n").encode()
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace a file: afterwards it holds all of `content` or, after a kill, power cut or error, what it held before."""
-    tmp = path.with_name(f".{path.name}.tmp")
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left."""
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(tmp, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+        with open(temporary, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())     # a rename can outlive a power cut that the file's content does not
-        os.replace(tmp, path)
+        os.replace(temporary, path)
     finally:
-        tmp.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)       # it may have filled the disk
+    sync_folder(path.parent)        # the caller may delete next what the file was made of
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file: afterwards it holds all of `content` or, after a kill, power cut or error, what it held before."""
+    with new_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_json(path: Path, value: dict) -> None:

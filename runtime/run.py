@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import count
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -112,6 +113,7 @@ class Run:
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
+        self._is_stochastic = self.config.fp8.recipe == "nvfp4"
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:
@@ -238,6 +240,10 @@ class Run:
         """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
+        if self._is_stochastic:
+            config, world = self.config, self.world
+            tokens = (next(self._micro) * world.size + world.rank) * config.data.micro_batch * config.model.n_ctx
+            fp8.set_position(self.model, (config.seed % 2**18 << 44) + tokens)
         self.at("forward and backward")
         return self._batch
 
@@ -383,6 +389,7 @@ class Run:
     def _stream(self) -> None:
         """The micro-batches from here on; rollbacks have moved the data on by whole steps."""
         progress, total = self.progress, self.config.total_steps
+        self._micro = count((progress.step + progress.data_offset) * self.config.accumulation(self.world.size))
         self._batches = self.data.stream(progress.step + progress.data_offset, total + progress.data_offset, self.world.rank,
                                          self.world.size, self.world.device)
 
@@ -540,7 +547,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
-            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32", "compile": config.parallel.compile,
+            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
+            "compile": bool(config.parallel.compile), "compile_unit": config.parallel.compile or None,
         },
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,

@@ -11,17 +11,15 @@ never a target of the loss.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.rows import new_file
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
@@ -135,23 +133,6 @@ def file_sha256(path: Path) -> str:
 
 # -------------------------------------------------------------------------------------------------------------- writing
 
-@contextmanager
-def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, piece by piece, which appears at `path` once all of it is on disk; after an error nothing is left."""
-    temporary = Path(f"{path}.tmp")
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)       # it may have filled the disk
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)        # the caller may delete next what the file was made of
-    os.close(folder)
-
-
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields; "dtype" may be left out for uint16."""
     index = {"format_version": FORMAT_VERSION, "dtype": "uint16", **index}
@@ -166,5 +147,5 @@ def _index_sha256(index: dict) -> str:
 def remove_shards(folder: Path) -> None:
     """Remove shards, hashes and index, finished or not, from the folder of a source; other files stay."""
     for path in folder.iterdir():
-        if re.fullmatch(r"((train|val)_\d{5}\.bin|hashes\.npy|index\.json)(\.tmp)?", path.name):
+        if re.fullmatch(r"\.?((train|val)_\d{5}\.bin|hashes\.npy|index\.json)(\.tmp)?", path.name):
             path.unlink()

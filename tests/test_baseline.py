@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from model import GPT
-from runtime import run
+from runtime import fp8, parallel, run
+from runtime.parallel import World
 from runtime.watchdog import Watchdog
 from tests.conftest import call_train, write_config
 
@@ -53,6 +55,55 @@ def test_so_does_no_block(model):
     whole = 2 * model.config.n_ctx * model.config.n_embd
     assert not [(shape, dtype) for shape, dtype in kept if torch.Size(shape).numel() >= whole and dtype == torch.float32
                 and shape not in weights]
+
+
+def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
+    """Against the plain model, which casts in every micro-batch; an update without a refresh is told of."""
+    ours, plain = parallel.build(tiny, World(0, 0, 1, torch.device("cpu"))).model, GPT(tiny.model)
+    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
+    for model in (ours, plain):
+        model.init_weights(1)
+    for _ in range(2):
+        fp8.refresh_fp8_weights(ours)
+        assert torch.equal(ours(x, x), plain(x, x))
+        for model in (ours, plain):
+            model(x, x).sum().backward()
+        for (name, p), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32 and torch.equal(p.grad, other.grad), name
+        for model in (ours, plain):
+            for p in model.parameters():
+                p.data -= 0.01 * p.grad
+                torch.autograd.graph.increment_version(p)
+        with pytest.raises(AssertionError, match="refresh"):
+            ours(x, x)
+    assert ours.state_dict().keys() == plain.state_dict().keys(), "no checkpoint holds a copy"
+
+
+def test_attention_needs_no_copy_on_its_way_to_the_last_matmul(tiny, monkeypatch):
+    """cuDNN and FlashAttention lay their output out as q: in (B, T, H, D) behind a transpose the reshape is a view."""
+    seen, out = [], []
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda q, k, v, **_: seen.append(torch.empty_like(q)) or seen[0])
+    model = GPT(tiny.model)
+    model.init_weights(1)
+    attention = model.layers[0].attn
+    attention.out.register_forward_pre_hook(lambda module, inputs: out.append(inputs[0]))
+    attention(torch.randn(2, tiny.model.n_ctx, tiny.model.n_embd), model.cos, model.sin)
+    assert out[0].data_ptr() == seen[0].data_ptr()
+
+
+@pytest.mark.parametrize("unit", ["model", "block", "off"])
+def test_the_unit_of_compilation_changes_nothing_but_rounding(tiny, unit):
+    config = replace(tiny, parallel=replace(tiny.parallel, compile=unit))
+    model, eager = (parallel.build(c, World(0, 0, 1, torch.device("cpu"))).model for c in (config, tiny))
+    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
+    for m in (model, eager):
+        m.init_weights(1)
+        fp8.refresh_fp8_weights(m)
+        m(x, x).sum().backward()
+    is_compiled = [module._compiled_call_impl is not None for module in (model, *model.layers)]
+    assert is_compiled == {"model": [True, False, False], "block": [False, True, True], "off": [False] * 3}[unit]
+    for p, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert (p.grad - other.grad).norm() <= 0.02 * other.grad.norm()
 
 
 class Reads(TorchFunctionMode):

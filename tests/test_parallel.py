@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from eval.loss import evaluate
@@ -100,6 +101,20 @@ def test_a_recomputed_block_runs_twice_a_step_and_keeps_its_input_alone(tiny):
         logits.append(built.model(ids[:, 8:], cache=cache))
     (calls, plain), (again, less) = seen
     assert (calls, again) == (4, 6) and less < plain / 2 and torch.equal(*logits)
+
+
+def test_attention_is_not_recomputed(tiny):
+    calls = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            calls.append(op) if op in parallel.ATTENTION else None
+            return op(*args, **(kwargs or {}))
+
+    built = build(tiny, recompute=True)
+    with Spy():
+        step(built)
+    assert len(calls) == tiny.model.n_layer
 
 
 def test_compiled_recomputation_rounds_like_compilation_itself(tiny):
