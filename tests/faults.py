@@ -41,18 +41,13 @@ def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 
     launcher = [] if restarts is None else ["--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}",
                                             "--monitor-interval=0.1", "-m", "tests.faulty_train"]
     processes = []
-    for env in environments(ranks) if ranks > 1 else [{}]:
+    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank in range(ranks):
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
         processes.append(FORKS.Process(target=faulty_train.start_rank, args=(
-            argv, env, log, processes[0].pid if processes else 0, limit, launcher)))
+            argv, own, log, processes[0].pid if rank else 0, limit, launcher)))
         processes[-1].start()
     return Run(processes, log, config)
-
-
-def environments(ranks: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank."""
-    port = free_port()
-    return [{"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in range(ranks)]
 
 
 class Run:
