@@ -17,7 +17,7 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 test: setup                 ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
-soak: setup                 ## the long tier of fault injection: hundreds of kills, restarts, hangs; ten minutes
+soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about fifteen minutes on two cores
 	$(PY) -m pytest -q tests/soak.py
 
 lint: setup

@@ -62,8 +62,8 @@ class Study:
         for switch in self.switch:
             before, arrow, after = switch.partition(">")
             if not arrow or before == after or before not in self.recipes:
-                raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with the trunk among the "
-                                f"recipes")
+                raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with its trunk among "
+                                f"recipes=")
 
 
 @dataclass(frozen=True)

@@ -43,5 +43,4 @@ def path_of(path, folder: int = -1) -> str:
     """As text; of a descriptor, and relative to the folder of one, what it is open on."""
     if isinstance(path, int):
         return os.readlink(f"/proc/self/fd/{path}") if path >= 0 else ""
-    text = os.fsdecode(path)
-    return os.path.join(os.readlink(f"/proc/self/fd/{folder}"), text) if folder >= 0 and not text.startswith("/") else text
+    return os.path.join(path_of(folder), os.fsdecode(path))

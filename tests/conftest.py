@@ -76,9 +76,13 @@ def data_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def tiny(data_dir, tmp_path) -> Config:
-    """Six steps of a model with 2 blocks on two sources, eager, everything under the test's own folder."""
+    return tiny_config(data_dir, tmp_path / "out")
+
+
+def tiny_config(data_dir: Path, out: Path) -> Config:
+    """Six steps of a model with 2 blocks on two sources, eager."""
     return Config(
-        run="tiny", steps=6, out=str(tmp_path / "out"),
+        run="tiny", steps=6, out=str(out),
         model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
         data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
                         micro_batch=4),
@@ -107,14 +111,11 @@ def write_config(config: Config, path: Path) -> Path:
     return path
 
 
-def run_train(config: Config, path: Path, *arguments: str, ranks: int = 1, timeout: float = 300, **popen):
+def run_train(config: Config, path: Path, *arguments: str) -> subprocess.CompletedProcess:
     """train.py as a user starts it; returns the finished process with its output as text."""
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command += [str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **popen.pop("env", {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, cwd=ROOT, **popen)
+    command = [sys.executable, str(ROOT / "train.py"), str(write_config(config, path / f"{config.run}.py")), *arguments]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=ROOT)
 
 
 def call_train(capsys, config: Config, path: Path, *arguments: str) -> SimpleNamespace:

@@ -1,18 +1,17 @@
 """Start, kill, resume and compare real runs of train.py: what the tests of faults are made of.
 
-A run is a process, or one per rank, forked off one that has imported train.py already (tests/nursery.py), in a process
-group of its own; kill() takes the whole group, as the end of a machine would. torchrun() starts the genuine launcher.
+A run is a process, or one per rank, forked off one that has imported train.py already, in a process group of its own; kill()
+takes the whole group, as the end of a machine would.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
+import multiprocessing
 import os
-import select
 import signal
 import socket
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -22,70 +21,41 @@ import torch.distributed.checkpoint as dcp
 
 from runtime.config import Config
 from runtime.rows import read_rows
-from tests.conftest import ROOT, write_config
-from tests.nursery import children
+from tests import faulty_train
+from tests.conftest import write_config
 
 HANG_S = 300        # a run that is silent so long on a loaded machine hangs; its stacks are in its log
+COUNT = itertools.count(1)
+FORKS = multiprocessing.get_context("forkserver")       # imports what follows once: that takes longer than a test's runs do
+FORKS.set_forkserver_preload(["tests.faulty_train", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
+                              "torchao.float8.float8_linear_utils"])
 
 
-class Nursery:
-    """The process that forks runs. start() them; close() ends what is still running, as does the end of this process."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.count, self._codes = folder, 0, {}
-        folder.mkdir(parents=True, exist_ok=True)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery"], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=open(folder / "nursery.log", "w"), text=True, bufsize=1,      # noqa: SIM115 - the process's from here on
-            env={**os.environ, "OMP_NUM_THREADS": "1"})
-
-    def start(self, config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, largest_file: int | None = None,
-              launcher: list[str] | None = None) -> "Run":
-        """train.py with `overrides`, as `ranks` processes; no file may grow beyond largest_file bytes. With `launcher`
-        the one process is torchrun with these arguments, and the ranks are its own processes."""
-        self.count += 1
-        name = f"{self.count:03d}_{config.run}"
-        arguments = [str(write_config(config, self.folder / f"{name}.py")), *overrides]
-        ask = {"arguments": arguments, "faults": list(faults), "ranks": ranks, "log": str(self.folder / f"{name}.log"),
-               "largest_file": largest_file, "launcher": launcher, "port": free_port()}
-        self._process.stdin.write(json.dumps(ask) + "\n")
-        return Run(self, self._read("started"), self.folder / f"{name}.log", config)
-
-    def code(self, pid: int, timeout: float) -> int | None:
-        """The exit code of a process, as subprocess gives it; None where it is still running after `timeout` seconds."""
-        end = time.monotonic() + timeout
-        while pid not in self._codes:
-            if self._read("ended", max(0.0, end - time.monotonic())) is None:
-                return None
-        return self._codes[pid]
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(timeout=60)
-        self._process.stdout.close()
-
-    def _read(self, want: str, timeout: float = 60):
-        """The next message of the kind that is wanted; on the way, who has ended is noted."""
-        while True:
-            if not select.select([self._process.stdout], [], [], timeout)[0]:
-                return None
-            text = b""
-            while not text.endswith(b"\n"):     # byte by byte: what Python read ahead, select would not see
-                byte = os.read(self._process.stdout.fileno(), 1)
-                assert byte, f"the nursery is gone: {(self.folder / 'nursery.log').read_text()[-2000:]}"
-                text += byte
-            line = json.loads(text)
-            if "ended" in line:
-                self._codes[line["ended"]] = line["code"]
-            if want in line:
-                return line[want]
+def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, limit: tuple[int, int] | None = None,
+          restarts: int | None = None) -> "Run":
+    """train.py with `overrides`, as `ranks` processes; limit: a resource and how much of it. With `restarts` the one
+    process is the genuine torchrun, and two ranks, which import everything themselves, are its own processes."""
+    log = Path(config.out).with_name("logs") / f"{next(COUNT):03d}_{config.run}.log"
+    log.parent.mkdir(exist_ok=True)
+    argv = [*faults, str(write_config(config, log.with_suffix(".py"))), *overrides]
+    launcher = [] if restarts is None else ["--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}",
+                                            "--monitor-interval=0.1", "-m", "tests.faulty_train"]
+    processes = []
+    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for rank in range(ranks):
+        own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+        processes.append(FORKS.Process(target=faulty_train.start_rank, args=(
+            argv, own, log, processes[0].pid if rank else 0, limit, launcher)))
+        processes[-1].start()
+    return Run(processes, log, config)
 
 
 class Run:
     """One start of train.py. pids are its ranks, or the launcher's alone; the first leads their process group."""
 
-    def __init__(self, nursery: Nursery, pids: list[int], log: Path, config: Config):
-        self.nursery, self.pids, self.log, self.config = nursery, pids, log, config
+    def __init__(self, processes: list, log: Path, config: Config):
+        self.processes, self.log, self.config = processes, log, config
+        self.pids = [process.pid for process in processes]
 
     @property
     def output(self) -> str:
@@ -94,13 +64,14 @@ class Run:
     def wait(self, timeout: float = HANG_S) -> list[int]:
         """The exit codes of all ranks. A run that hangs leaves its stacks in the log and fails the test."""
         end = time.monotonic() + timeout
-        codes = [self.nursery.code(pid, max(0.0, end - time.monotonic())) for pid in self.pids]
-        if None in codes:
+        for process in self.processes:
+            process.join(max(0.0, end - time.monotonic()))
+        if self.is_running():
             self.signal(signal.SIGABRT)     # faulthandler tells where each thread was
             time.sleep(1)
             self.kill()
             raise AssertionError(f"hangs after {timeout:.0f} s: {self.output[-4000:]}")
-        return codes
+        return [process.exitcode for process in self.processes]
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds. Fails where the run ends before."""
@@ -114,30 +85,25 @@ class Run:
         self.wait_until(lambda: last_step(self.config) >= step)
 
     def is_running(self) -> bool:
-        return any(self.nursery.code(pid, 0.0) is None for pid in self.pids)
+        return any(process.exitcode is None for process in self.processes)
 
     def signal(self, number: int) -> None:
         """To all ranks, unless they are gone; those of torchrun lead groups of their own."""
-        for group in (self.pids[0], *self.children()):
+        for group in (self.pids[0], *children(self.pids[0])):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, number)
-
-    def children(self) -> list[int]:
-        """The ranks that torchrun has started, in the order of their ranks."""
-        return children(self.pids[0])
 
     def kill(self) -> None:
         """kill -9, all ranks at once; returns when they are gone."""
         self.signal(signal.SIGKILL)
-        for pid in self.pids:
-            assert self.nursery.code(pid, 60.0) is not None
+        for process in self.processes:
+            process.join(60)
 
 
-def torchrun(nursery: Nursery, config: Config, faults: list[str] = (), restarts: int = 0) -> Run:
-    """The genuine torchrun with two ranks that import everything themselves."""
-    return nursery.start(config, faults=faults, launcher=[
-        "--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}", "--monitor-interval=0.1",
-        str(ROOT / "tests/faulty_train.py"), *faults])
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(FileNotFoundError):
+        return sorted(int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return []
 
 
 # ----------------------------------------------------------------------------------------------------- what a run has left

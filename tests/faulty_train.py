@@ -1,7 +1,7 @@
-"""train.py with faults built in: `python tests/faulty_train.py FAULT ... CONFIG.py section.key=value ...`.
+"""train.py with faults built in: `python -m tests.faulty_train FAULT ... CONFIG.py section.key=value ...`.
 
 A fault is a name and numbers, joined by colons. Steps count from 1 and are steps of the data: what is injected belongs to
-the tokens, so a run that goes over the same tokens again meets it again. Nothing in train.py knows of any of this.
+the tokens, so a run that goes over the same tokens again meets it again.
 
     kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
     fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all; on one rank: :RANK
@@ -12,75 +12,84 @@ the tokens, so a run that goes over the same tokens again meets it again. Nothin
     nan_gradient:STEP:RANK      one element of one gradient on one rank is NaN
     nan_weight:STEP:RANK        one element of one weight on one rank is NaN after the update of this step, once
     omit_update:STEP            the optimizer is not called at this step: what a skipped step should amount to
-    kill_in_step:STEP:RANK      SIGKILL to one rank between its backward pass and the gradient norm; not after a restart
-    stop_in_step:STEP:RANK      SIGSTOP at the same place; not after a restart
+    signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm; not after a restart
     slow_steps:SECONDS          each step takes so much longer
     move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
 """
 
+import contextlib
 import errno
+import faulthandler
+import gc
 import hashlib
 import math
 import os
 import re
+import resource
 import signal
 import sys
 import time
 from pathlib import Path
 
 import torch
+from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
-ROOT = Path(__file__).resolve().parents[1]
-RANK = 0        # set by main(): tests/nursery.py forks ranks off a process that has none
+import train
+from model import GPT
+from runtime.checkpoint import TensorReader
+from runtime.data import Data
+from tests.changes import on_change
 
 
 def main(argv: list[str]) -> int:
-    global RANK
-    RANK = int(os.environ.get("RANK", 0))
     split = next(i for i, argument in enumerate(argv) if argument.endswith(".py"))
-    sys.path.insert(0, str(ROOT))
-    import train
-    data = Trained(train) if split else None
+    faults = Faults() if split else None
     for fault in argv[:split]:
         name, *arguments = fault.split(":")
-        FAULTS[name](data, *map(_number, arguments))
+        getattr(faults, name)(*(argument if "/" in argument else float(argument) for argument in arguments))
     sys.argv = ["train.py", *argv[split:]]
     return train.main(sys.argv[1:])
 
 
-def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, limit: tuple[int, int] | None, launcher: list[str]):
+    """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
+    gc.freeze()     # what was imported stays shared with the other runs
+    while os.getpgrp() != (leader or os.getpid()):
+        with contextlib.suppress(OSError):      # the leader has no group yet
+            os.setpgid(0, leader)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.chdir(Path(__file__).resolve().parents[1])
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    faulthandler.enable(2)
+    if limit:
+        resource.setrlimit(limit[0], (limit[1], resource.RLIM_INFINITY))
+    sys.exit(torchrun([*launcher, *argv]) if launcher else main(argv))
 
 
-# ------------------------------------------------------------------------------------------------------- in the training
-
-class Trained:
-    """Knows by their content which step's tokens are in the model; calls what is hung up at the places of a step.
+class Faults:
+    """Knows by their content which step's tokens are in the model; calls what is registered for the places of a step.
 
     `in_loss` are functions (step, losses, tokens) -> losses, of every forward pass that is trained on; `before_norm` and
     `after_update` are functions (step, parameters), once a step."""
 
-    def __init__(self, train):
-        self.step, self.moved, self._steps = 0, lambda step: step, {}
+    def __init__(self):
+        self.rank, self.step, self.moved, steps = int(os.environ.get("RANK", 0)), 0, lambda step: step, {}
         self.in_loss, self.before_norm, self.after_update, self.omitted = [], [], [], set()
-        from model import GPT
-        from runtime.data import Data
-        batch, forward, clip = Data.batch, GPT.forward, train.parallel.clip_gradients
-        build = train.optim.build_optimizer
+        batch, forward, clip, build = Data.batch, GPT.forward, train.parallel.clip_gradients, train.optim.build_optimizer
 
         def batch_noted(data, step, *rest):
             x, y = batch(data, self.moved(step), *rest)
-            self._steps[_content(x)] = self.moved(step) + 1
+            steps[_content(x)] = self.moved(step) + 1
             return x, y
 
         def forward_injected(model, x, y=None, *rest, **more):
             losses = forward(model, x, y, *rest, **more)
             if y is not None and torch.is_grad_enabled():
-                self.step = self._steps[_content(x)]
+                self.step = steps[_content(x)]
                 for call in self.in_loss:
                     losses = call(self.step, losses, x)
             return losses
@@ -105,58 +114,70 @@ class Trained:
         Data.batch, GPT.forward = batch_noted, forward_injected
         train.parallel.clip_gradients, train.optim.build_optimizer = clip_injected, build_injected
 
+    def scale_loss(self, first: float, last: float, factor: float) -> None:
+        self.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
 
-def scale_loss(data: Trained, first: float, last: float, factor: float) -> None:
-    data.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
+    def trace_data(self, file: str) -> None:
+        def call(step, losses, x):
+            with open(f"{file}.{self.rank}", "a") as out:
+                print(step, hashlib.sha256(_content(x)).hexdigest(), file=out)
+            return losses
+        self.in_loss.append(call)
 
+    def nan_gradient(self, at: float, on: float) -> None:
+        def call(step, parameters):
+            if (step, self.rank) == (at, on):
+                _local(parameters[-1].grad).view(-1)[0] = math.nan
+        self.before_norm.append(call)
 
-def trace_data(data: Trained, file: str) -> None:
-    def call(step, losses, x):
-        with open(f"{file}.{RANK}", "a") as out:
-            print(step, hashlib.sha256(_content(x)).hexdigest(), file=out)
-        return losses
-    data.in_loss.append(call)
+    def nan_weight(self, at: float, on: float) -> None:
+        def call(step, parameters):
+            if (step, self.rank) == (at, on):
+                self.after_update.remove(call)
+                with torch.no_grad():
+                    _local(parameters[-1].data).view(-1)[0] = math.nan
+        self.after_update.append(call)
 
+    def omit_update(self, at: float) -> None:
+        self.omitted.add(at)
 
-def nan_gradient(data: Trained, at: float, on: float) -> None:
-    def call(step, parameters):
-        if (step, RANK) == (at, on):
-            _local(parameters[-1].grad).view(-1)[0] = math.nan
-    data.before_norm.append(call)
+    def signal_in_step(self, at: float, on: float, number: float) -> None:
+        def call(step, parameters):
+            if (step, self.rank) == (at, on) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+                os.kill(os.getpid(), int(number))
+        self.before_norm.append(call)
 
+    def slow_steps(self, seconds: float) -> None:
+        self.before_norm.append(lambda step, parameters: time.sleep(seconds))
 
-def nan_weight(data: Trained, at: float, on: float) -> None:
-    done = []
+    def move_data(self, at: float, by: float) -> None:
+        self.moved = lambda step: step + (int(by) if step + 1 >= at else 0)
 
-    def call(step, parameters):
-        if (step, RANK) == (at, on) and not done:
-            done.append(step)
-            with torch.no_grad():
-                _local(parameters[-1].data).view(-1)[0] = math.nan
-    data.after_update.append(call)
+    def kill_in_save(self, step: float, n: float) -> None:
+        def call(count, change):
+            if count == n:
+                os.killpg(0, signal.SIGKILL)
+                time.sleep(60)      # the signal is on its way
+        on_change(_of_save(step), call)
 
+    def fail_in_save(self, step: float, n: float, many: float, on: float | None = None) -> None:
+        def call(count, change):
+            if on in (None, self.rank) and n <= count < n + many and not change.startswith(("remove", "rmdir")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
+        on_change(_of_save(step), call)
 
-def omit_update(data: Trained, at: float) -> None:
-    data.omitted.add(at)
+    def fail_load(self, on: float) -> None:
+        def read_data(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if on == self.rank:
+            TensorReader.read_data = read_data
 
-
-def kill_in_step(data: Trained, at: float, on: float, number: int = signal.SIGKILL) -> None:
-    def call(step, parameters):
-        if (step, RANK) == (at, on) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            os.kill(os.getpid(), number)
-    data.before_norm.append(call)
-
-
-def stop_in_step(data: Trained, at: float, on: float) -> None:
-    kill_in_step(data, at, on, signal.SIGSTOP)
-
-
-def slow_steps(data: Trained, seconds: float) -> None:
-    data.before_norm.append(lambda step, parameters: time.sleep(seconds))
-
-
-def move_data(data: Trained, at: float, by: float) -> None:
-    data.moved = lambda step: step + (int(by) if step + 1 >= at else 0)
+    def trace_save(self, file: str) -> None:
+        def call(count, change):
+            if self.rank == 0:
+                with open(file, "a") as out:
+                    print(change, file=out)
+        on_change(lambda path: "/checkpoints" in path, call)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,40 +187,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _content(x: torch.Tensor) -> bytes:
     return x.cpu().numpy().tobytes()
-
-
-# --------------------------------------------------------------------------------------------------------------- on disk
-
-def kill_in_save(data: Trained, step: float, n: float) -> None:
-    def call(count, change):
-        if count == n:
-            os.killpg(os.getpgid(0), signal.SIGKILL)
-            time.sleep(60)      # the signal is on its way
-    _on_change(_of_save(step), call)
-
-
-def fail_in_save(data: Trained, step: float, n: float, many: float, on: float | None = None) -> None:
-    def call(count, change):
-        if on in (None, RANK) and n <= count < n + many and not change.startswith(("remove", "rmdir")):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
-    _on_change(_of_save(step), call)
-
-
-def fail_load(data: Trained, on: float) -> None:
-    def read_data(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-    from runtime.checkpoint import TensorReader
-    if on == RANK:
-        TensorReader.read_data = read_data
-
-
-def trace_save(data: Trained, file: str) -> None:
-    def call(count, change):
-        if RANK == 0:
-            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            os.write(descriptor, f"{change}\n".encode())
-            os.close(descriptor)
-    _on_change(lambda path: "/checkpoints" in path, call)
 
 
 def _of_save(step: float):
@@ -212,16 +199,6 @@ def _of_save(step: float):
         at[0] = max(at[0], *map(int, re.findall(r"step_(\d{8})", path)), 0)
         return at[0] == step
     return is_counted
-
-
-def _on_change(is_counted, call) -> None:
-    from tests.changes import on_change  # main() has put it on the path
-    on_change(is_counted, call)
-
-
-FAULTS = {call.__name__: call for call in (
-    kill_in_save, fail_in_save, fail_load, trace_save, trace_data, scale_loss, nan_gradient, nan_weight, omit_update,
-    kill_in_step, stop_in_step, slow_steps, move_data)}
 
 
 if __name__ == "__main__":

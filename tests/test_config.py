@@ -3,19 +3,17 @@
 import contextlib
 import dataclasses
 import json
-import os
-import random
 import re
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import ClassVar, Literal
 
 import pytest
 
 import train
 from runtime import config as room
-from runtime.cli import UserError, field_lines, parse, read_options
+from runtime.cli import UserError, read_options
 from runtime.config import Config, apply_overrides, config_from_dict, known_keys, load_config, read_config
-from runtime.fp8 import by_name
 from runtime.log import digest, pair_id
 from tests.conftest import ROOT, write_config
 
@@ -68,23 +66,14 @@ def test_pair_id_and_identity_stay_what_they_were(name, pair, identity):
 @pytest.mark.parametrize("text, value", [
     ("optim.lr=3e-4", 3e-4), ("--optim.lr=3", 3.0), ("steps=1e3", 1000), ("seed=98765432109876543210", 98765432109876543210),
     ("model.tied=False", False), ("model.n_kv_head=none", None), ("run=other", "other"), ("checkpoint.at=2,4", (2, 4)),
-    ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.recipe=rowwise", "rowwise"),
+    ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.skip=[ab],[cd]", ("[ab]", "[cd]")),
+    ("fp8.skip=[layers.[01].*]", ("layers.[01].*",)), ("fp8.skip=(a, b,)", ("a", "b")), ("log.to=", ()), ("log.to=[]", ()),
     ("data.mixture=web:0.8,code:0.2", {"web": 0.8, "code": 0.2}), ("data.micro_batch=auto", "auto"), ("data.micro_batch=8", 8),
-    ("data.mixture={web:1}", {"web": 1.0}), ("log.to=", ()), ("start_from=o/r/checkpoints/step_00000002",) * 2])
+    ("start_from=o/r/checkpoints/step_00000002", "o/r/checkpoints/step_00000002")])
 def test_overrides_are_parsed_by_annotation(tiny, text, value):
     config = apply_overrides(tiny, [text, *["fp8.recipe=tensorwise"] * text.startswith("fp8.skip")])
-    key = text.removeprefix("--").partition("=")[0]
-    found = config.to_dict()
-    for part in key.split("."):
-        found = found[part]
-    value = value.partition("=")[2] if key == "start_from" else value
+    found = attrgetter(text.removeprefix("--").partition("=")[0])(config)
     assert found == value and type(found) is type(value)
-
-
-@pytest.mark.parametrize("text, value", [
-    ("[ab],[cd]", ("[ab]", "[cd]")), ("[layers.[01].*]", ("layers.[01].*",)), ("(a, b,)", ("a", "b")), ("[]", ())])
-def test_brackets_of_a_pattern_stay(text, value):
-    assert parse("fp8.skip", text, tuple[str, ...]) == value
 
 
 def test_a_budget_on_the_command_line_replaces_the_files(tiny):
@@ -96,42 +85,27 @@ FP8_HEAD = "fp8.recipe=tensorwise fp8.head=true "
 COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
 
 
-@pytest.mark.parametrize("overrides, told", [
-    ("optim.lr", "^'optim.lr' is no override"), ("optim.lr=fast", "^optim.lr='fast' is not a number$"), ("optim.lr=nan", "=nan"),
-    ("model.n_layer=2.5", "^model.n_layer=2.5 is not a whole number$"), ("steps=0", "^steps=0 must be a positive"),
-    ("model.tied=maybe", "^model.tied='maybe' is not true or false$"), ("optim.lr=inf", "^optim.lr=inf is not a number"),
-    ("optim.beta2=1", "^optim.beta2=1.0 must"), ("optim.weight_decay=-1", "^optim.weight_decay=-1.0 must lie between 0 and 1$"),
-    ("optim.schedule=wsd optim.warmup_share=0.9", "more than the whole run$"), ("data.mixture=", "^data.mixture={}"),
-    ("data.mixture=web:-1", "positive weight"), ("data.mixture=../x:1", "'../x' must be one folder name"),
-    *[(f"data.mixture={text}", "written source:weight,source:weight$") for text in ("web", "web:1,web:2", "web:x")],
-    ("fp8.recipe=rowise", "^fp8.recipe='rowise' .*; did you mean 'rowwise'"), ("checkpoint.at=[1,2", "whole numbers$"),
-    ("fp8.head=true", "^fp8.recipe=off converts nothing, yet fp8.head is set"), ("fp8.last_bf16=-1", "fp8.last_bf16=-1 must"),
-    ("fp8.recipe=rowwise fp8.all_gather=true", "^fp8.all_gather=true cannot serve fp8.recipe=rowwise"),
-    ("fp8.recipe=mxfp8 fp8.kernels=true", "^fp8.kernels=true has no kernels for fp8.recipe=mxfp8"),
-    ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "set one of the two to false$"),
-    ("log.to=wandbb", r"^log.to=\('wandbb',\) is not a list of one of wandb, tensorboard; did you mean 'wandb'\?$"),
-    ("model.n_embd=33", "^model.n_embd=33 is not divisible by model.n_head=2"), ("run=a/b", "^run='a/b' must be one folder"),
-    ("model.vocab_size=50257", "set model.vocab_size=257$"), ("data.tokenizer=bite", "is none of gpt2, byte"),
-    ("data.micro_batch=5", "^data.tokens_per_step=512 .* micro-batches of 5 x 32 tokens.* a multiple of 160;"),
-    ("data.micro_batch=Auto", "^data.micro_batch='Auto' is not a whole number or auto$"),
-    ("data.micro_batch=auto data.tokens_per_step=100", "a multiple of 32;"),
-    ("data.micro_batch=auto deterministic=true", "^data.micro_batch=auto is decided by a clock"),
-    ("parallel.timeout=3600", "at most parallel.start_timeout=1800.0$"), ("checkpoint.forever=7", "must be a multiple of .*=3"),
-    *[(f"checkpoint.at={step}", f"step {step}, .* steps 1 to 6$") for step in (0, 7)], ("repeat=2", "^repeat=2 must"),
-    ("start_from=o/r/checkpoints/step_00000006", "^start_from=.* lies at step 6, but this run ends at step 6"),
-    ("start_from=x", "is no checkpoint"),
-    ("guard.window=1", "^guard.window=1 must lie between 8"), ("guard.threshold=1", "^guard.threshold=1.0 must lie between 2"),
-    ("guard.rollbacks=-1", "^guard.rollbacks=-1 must"), ("profile=9:2", "^profile='9:2' must"), ("profile=7:9", "steps 1 to 6$"),
-    ("tokens_per_param=none", "^steps=None and tokens_per_param=None: give exactly one"),
-    ("optim.lr=-1 checkpoint.keep=0 data.max_epochs=0",         # all problems together
-     "^data.max_epochs=0.0 must .*\noptim.lr=-1.0 must be .*\ncheckpoint.keep=0 must be a positive, finite number$"),
-    ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "^model.n_embd=40 is no multiple of 16.*\nmodel.n_ffn=72 "),
-    ("fp8.recipe=mxfp8 model.n_ffn=80", "^model.n_ffn=80 is no multiple of 32, "), ("fp8.recipe=auto model.n_ffn=72", None),
-    ("fp8.recipe=auto model.n_ctx=8 data.micro_batch=1", "^data.micro_batch x model.n_ctx=8 is no multiple of 16"),
-    (FP8_HEAD + "model.loss_chunk=100", "^model.loss_chunk=100 is no multiple of 16,"), ("model.loss_chunk=100", None),
+@pytest.mark.parametrize("overrides, told", [      # told: words that the sentence must hold; None: it is allowed
+    ("optim.lr", "optim.lr"), ("optim.lr=fast", "optim.lr='fast'"), ("optim.lr=nan", "optim.lr=nan"), ("steps=0", "steps=0"),
+    ("model.n_layer=2.5", "whole number"), ("model.tied=maybe", "true or false"), ("optim.beta2=1", "optim.beta2=1.0"),
+    ("optim.schedule=wsd optim.warmup_share=0.9", "optim.warmup_share"), ("data.mixture=../x:1", "'../x'"),
+    *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
+    ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
+    ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
+    ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"), ("log.to=wandbb", "'wandb'"),
+    ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("model.vocab_size=50257", "model.vocab_size=257"),
+    ("data.tokenizer=bite", "gpt2, byte"), ("data.micro_batch=5", "multiple of 160"), ("data.micro_batch=Auto", "'Auto'"),
+    ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
+    ("parallel.timeout=3600", "parallel.start_timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
+    *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="), ("profile=7:9", "1 to 6"),
+    ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=x", "is no checkpoint"),
+    ("tokens_per_param=none", "exactly one"), ("optim.lr=-1 checkpoint.keep=0", "(?s)optim.lr=-1.*checkpoint.keep=0"),    # both
+    ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "(?s)model.n_embd=40 .* 16.*model.n_ffn=72 .* 16"),
+    ("fp8.recipe=mxfp8 model.n_ffn=80", "model.n_ffn=80 .* 32"), ("fp8.recipe=auto model.n_ffn=72", None),
+    (FP8_HEAD + "model.loss_chunk=100", "model.loss_chunk=100 .* 16"), ("model.loss_chunk=100", None),
     # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU. What is advised must be allowed.
-    (COMPILED + "model.loss_chunk=48", "divides model.n_ctx=32 .* take 32, or none"),
-    (COMPILED + "model.n_ctx=8 data.micro_batch=16 model.loss_chunk=20", "divides model.n_ctx=8 .* take 16, or none"),
+    (COMPILED + "model.loss_chunk=48", "take 32, or none"),
+    (COMPILED + "model.n_ctx=8 data.micro_batch=16 model.loss_chunk=20", "take 16, or none"),
     (FP8_HEAD + "parallel.compile=true model.loss_chunk=48", None),
     (FP8_HEAD + "fp8.kernels=true parallel.compile=false model.loss_chunk=48", None),
     *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, "none")]])
@@ -142,19 +116,12 @@ def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
         assert re.search(told, refused(apply_overrides, tiny, overrides.split()))
 
 
-@pytest.mark.parametrize("key, told", [
-    ("optim.lrr", "; did you mean 'optim.lr'?"), ("xyzzy", "; --help lists all"), ("n_layer", "; did you mean 'model.n_layer'?"),
-    ("optim.n_layer", "; did you mean 'model.n_layer'?"), ("checkpoint.evry", "; did you mean 'checkpoint.every'?"),
-    ("optim.learning_rate", "; did you mean 'optim.lr'?"), ("--max-seq-len", "; did you mean 'model.n_ctx'?"),
-    ("training.global_batch_size", "; did you mean 'data.tokens_per_step', which counts tokens, not sequences?")])
-def test_an_unknown_key_gets_ours_also_for_the_names_of_other_code_bases(tiny, key, told):
-    assert refused(apply_overrides, tiny, [f"{key}=3"]) == f"there is no key {key.removeprefix('--')!r}{told}"
-
-
-def test_the_table_of_other_names_holds_keys_of_ours_and_each_name_once():
-    theirs = [name for names in room.FOREIGN.values() for name in names.split()]
-    assert {ours.partition(",")[0] for ours in room.FOREIGN} <= set(known_keys())
-    assert len(theirs) == len(set(theirs)) and not set(theirs) & set(known_keys())
+@pytest.mark.parametrize("key, meant", [
+    ("optim.lrr", "'optim.lr'"), ("xyzzy", "--help"), ("n_layer", "'model.n_layer'"), ("optim.n_layer", "'model.n_layer'"),
+    ("optim.learning_rate", "'optim.lr'"), ("--max-seq-len", "'model.n_ctx'"), ("global_batch_size", "'data.tokens_per_step'")])
+def test_an_unknown_key_gets_ours_also_for_the_names_of_other_code_bases(tiny, key, meant):
+    said = refused(apply_overrides, tiny, [f"{key}=3"])
+    assert repr(key.removeprefix("--")) in said and meant in said
 
 
 def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
@@ -170,64 +137,41 @@ def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
     assert pair_id(named) == pair_id(tiny) != pair_id(smaller)
 
 
-def test_a_record_names_kernels_beside_the_recipe(tiny):
-    """pair_id leaves the whole fp8 section out: by `recipe` alone scaling/ tells what trained otherwise."""
-    for label in ("bf16", "tensorwise", "tensorwise+kernels", "auto+kernels"):
-        named = {"recipe": label.removesuffix("+kernels").replace("bf16", "off"), "kernels": "+" in label}
-        config = apply_overrides(tiny, [f"fp8.{key}={value}" for key, value in named.items()])
-        assert config.fp8.label == label and (label == "bf16" or by_name(label) == config.fp8)
-
-
 # ---------------------------------------------------------------------------------------------------------------- files
 
 @pytest.mark.parametrize("body, told", [
-    ("config = 3", "must bind config = Config(...), but config is int"), ("import nonsense_not_there", "'nonsense_not_there'"),
-    ("C.OptimConfig(learning_rate=3)", "'learning_rate'; did you mean 'optim.lr'?"), ("C.OptimConfig()", "argument: 'lr'"),
-    ("C.OptimConfig(lrr=3)", "'lrr'; did you mean 'optim.lr'?"), ("config = [" * 300, "SyntaxError"), ("\0", "Error")])
+    ("config = 3", "config = Config(...)"), ("import nonsense_not_there", "'nonsense_not_there'"), ("config = [", "SyntaxError"),
+    ("C.OptimConfig(learning_rate=3)", "'optim.lr'"), ("C.OptimConfig()", "'lr'"), ("\0", "Error")])
 def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, told):
     (tmp_path / "mine.py").write_text(f"import runtime.config as C\n{body}")
     said = refused(load_config, tmp_path / "mine.py")
     assert said.startswith(f"{tmp_path}/mine.py ") and told in said
-    assert refused(load_config, tmp_path / "mint.py").endswith(f"/mint.py; did you mean {tmp_path}/mine.py?")
-
-
-@pytest.mark.parametrize("section, value, told", [
-    ("model", {"n_layer": "2"}, "model.n_layer='2' is not a whole number"), ("fp8", {}, "fp8={} is not FP8Config"),
-    ("data", {"micro_batch": True}, "data.micro_batch=True is not a whole number or auto")])
-def test_a_wrong_type_in_a_file_is_refused(tiny, section, value, told):
-    wrong = dataclasses.replace(getattr(tiny, section), **value) if value else value
-    assert refused(lambda: dataclasses.replace(tiny, **{section: wrong})) == told
+    assert refused(load_config, tmp_path / "mint.py").endswith(f"did you mean {tmp_path}/mine.py?")
 
 
 def test_config_json_is_read_back_or_refused(tiny, tmp_path):
     for config in (tiny, apply_overrides(tiny, ["data.micro_batch=auto", "checkpoint.at=2"])):
         assert config_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert "does not fit this version" in refused(config_from_dict, {**tiny.to_dict(), "optim": {"momentum": 1}})
-    assert "is no run: it has no config.json" in refused(read_config, tmp_path / "nowhere")
-    for content, told in (("{ half", "is not JSON"), ('["architectures"]', "does not fit this version"),
-                          ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} out/RUN makes one of it")):
+    assert "has no config.json" in refused(read_config, tmp_path / "nowhere")
+    for content, told in (("{ half", "is not JSON"), ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
+    for section, wrong in (("fp8", {}), ("model", dataclasses.replace(tiny.model, n_layer="2"))):       # in a file of Python
+        assert section in refused(lambda: dataclasses.replace(tiny, **{section: wrong}))      # noqa: B023
 
 
 # -------------------------------------------------------------------------------------------------------- command lines
 
-def test_help_tells_every_key_and_every_public_attribute_is_one(capsys):
+def test_help_tells_every_key(capsys):
     lines = room.help_text().splitlines()
     assert [line.split()[0] for line in lines] == known_keys() and all(len(line.split("  ")[-1]) > 3 for line in lines)
-    for cls in (Config, *room.SECTIONS.values()):        # without an annotation it would silently be no field
-        plain = {k for k, v in vars(cls).items() if not k.startswith("_") and not callable(v) and not isinstance(v, property)}
-        assert plain <= {f.name for f in dataclasses.fields(cls)}, cls
     assert (train.main(["--help"]), train.main([])) == (0, 2) and capsys.readouterr().out.count(room.help_text()) == 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Base:
+class Options:
     n: int = 1                  # how many
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Base):
     run: str                    # folder of a run
     text: str = ""
     top_k: int | None = 5
@@ -247,52 +191,32 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a=b.txt").write_text("")       # a file by that name
     assert read_options(Options, words) == Options(run="out/x", **expected)
-    assert read_options(Options, [], defaults={"run": "out/x"} | expected) == Options(run="out/x", **expected)
 
 
-@pytest.mark.parametrize("words, sentence", [
-    ("n=2", "run is missing: give run=VALUE, folder of a run"), ("x n=two", "n='two' is not a whole number"),
-    ("x topk=3", "there is no key 'topk'; did you mean 'top_k'?"), ("x --qq", "there is no key 'qq'; there are: n, run, text,"),
-    ("x kind=b", "kind='b' is not one of a, bb; did you mean 'bb'?"), ("x n=1 n=2", "n is given twice: '1' and '2'"),
-    ("x --n --serve", "--n needs a value: write n=VALUE"), ("x --n", "--n needs a value"), ("x text=", "text= is empty: "),
-    ("x names=y z", "'z' is one word too many: write key=value with one of n,"), ("x a=b", "there is no key 'a'; there are: ")])
-def test_a_mistake_on_a_command_line_gets_a_sentence(words, sentence):
-    assert refused(read_options, Options, words.split()).startswith(sentence)
-
-
-def test_a_command_takes_its_own_keys_and_help_comes_from_the_comments():
-    assert refused(read_options, Options, ["x", "n=2"], {"top_k"}) == "there is no key 'n'; there are: top_k"
-    assert [" ".join(line.split()) for line in field_lines("", Options)[:3]] == [
-        "n a whole number 1 how many", "run a word required folder of a run", "text a word ''"]
+@pytest.mark.parametrize("words, told", [
+    ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
+    ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
+    ("x text=", "text= is empty"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
+def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
+    assert told in refused(read_options, Options, words.split())
 
 
 # -------------------------------------------------------------------------------------------------------- hostile input
 
-CODE = ["__import__('os').system('touch canary')", "$(touch canary)", "; touch canary", "{{7*7}}", "%(lr)s"]
 VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "inf", "-inf", "1_0", "0x10", "٣", "9" * 5000, "1e18", "true",
           "False", "none", "[", "]", "[]", "(1,", "{}", "[[1]]", "1,2,3", "1,,2", "a:b", "web:1", "web:0", "web:1e999",
-          "../../etc/passwd", "\x00", "a\nb", "\r\x1b[31m", "é", "\ud800", "x" * 10_000, "layers.[0",
-          "tensorwise", "mxfp8", "auto", "gpt2", "byte", "10:15", "out/run/checkpoints/step_00000001", *CODE]
-KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é", *CODE]
+          "../../etc/passwd", "\x00", "a\nb", "\r\x1b[31m", "é", "\ud800", "x" * 10_000, "layers.[0", "tensorwise", "auto",
+          "byte", "10:15", "out/run/checkpoints/step_00000001", "__import__('os').system('touch canary')", "$(touch canary)"]
+KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
 
 
-def test_hundreds_of_command_lines_end_in_a_plan_or_a_sentence(tiny, tmp_path, monkeypatch, capsys):
-    rng, path, known = random.Random(4), str(write_config(tiny, tmp_path / "tiny.py")), known_keys()
-    lines = [[""], ["/"], ["/dev/null"], ["\x00"], ["--plan"], ["x" * 5000], ["optim.lr=1"], ["nothing.py", "--plan"],
-             [path, "--plan", "h100", "--plan"], [path, "--plan", "../x"], [path, "--help"], [path, path]]
-    for i in range(300):
-        keys = [rng.choice(known if rng.random() < 0.9 else KEYS) for _ in range(rng.choice((1, 1, 3)))]
-        overrides = [f"{key}={rng.choice(VALUES)}" for key in keys] + [rng.choice(VALUES)] * (rng.random() < 0.1)
-        plan = ["--plan", *["h100"] * (rng.random() < 0.8)]
-        lines.append([path, *overrides, *plan] if i % 5 else [path, *plan, *overrides])
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
-    codes = []
-    for line in lines:
-        codes.append(train.main(line))      # what it raises is a traceback
-        out, err = capsys.readouterr()
-        assert (out, err[:10]) == ("", "train.py: ") if codes[-1] else (out[:8], err) == ("plan of ", ""), (line, out, err)
-    assert set(codes[:12]) == {2} == set(codes) - {0} and codes.count(0) > 5 and os.listdir() == []
+@pytest.mark.parametrize("line", [[""], ["/"], ["\x00"], ["--plan"], ["optim.lr=1"], ["nothing.py", "--plan"],
+                                  *(["mine.py", f"{key}=1"] for key in KEYS), ["mine.py", "--plan", "h100", "--plan"]])
+def test_no_command_line_is_a_traceback(tiny, tmp_path, monkeypatch, capsys, line):
+    write_config(tiny, tmp_path / "mine.py")
+    monkeypatch.chdir(tmp_path)
+    assert train.main(line) == 2 and capsys.readouterr().err.startswith("train.py: ")
+    assert {path.name for path in tmp_path.iterdir()} <= {"mine.py", "__pycache__"}
 
 
 def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negative(tiny):
@@ -306,15 +230,13 @@ def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negati
 
 
 def test_a_damaged_config_json_of_a_run_is_a_sentence(tiny, tmp_path):
-    text = json.dumps(tiny.to_dict())
-    odd = [None, True, -1, 10**30, 1.5, float("nan"), "\ud800", [None], {"a": 1}]
+    text, odd = json.dumps(tiny.to_dict()), [None, True, -1, 10**30, 1.5, float("nan"), "\ud800", [None], {"a": 1}]
     contents = [text[:i] for i in range(0, len(text), 97)]
-    for key in known_keys():
+    for key in [*known_keys(), *room.SECTIONS]:
         for value in odd:
             raw, (*section, name) = json.loads(text), key.split(".")
             (raw[section[0]] if section else raw)[name] = value
             contents.append(json.dumps(raw))
-    contents += [json.dumps(json.loads(text) | {section: value}) for section in room.SECTIONS for value in odd]
     for content in contents:
         (tmp_path / "config.json").write_text(content)
         with contextlib.suppress(UserError):

@@ -1,11 +1,13 @@
 """The real train.py against kill -9, signals, broken files, full disks, NaN, lost ranks: it ends in the same bits.
 
 Every run here is compared with one that was left alone: weights, moments, each step's loss and gradient norm, validation
-losses, bit for bit. tests/soak.py has the long versions: every moment of a save, hundreds of kills, every recipe.
+losses, bit for bit. tests/soak.py has the long versions: every moment of a save, many kills, every recipe.
 """
 
 import json
+import multiprocessing
 import os
+import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -16,61 +18,57 @@ import pytest
 import torch
 
 import prepare_data
-from model import GPTConfig
 from runtime.checkpoint import checkpoints, load_model, read_manifest, seal
-from runtime.config import CheckpointConfig, Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig
+from runtime.config import Config, FP8Config, OptimConfig, apply_overrides
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
-from tests.conftest import call_train, write_source
-from tests.faults import Nursery, flip_bit, leftovers, newest_tensors, record, rows, saved_steps, torchrun
+from tests.conftest import call_train, tiny_config, write_source
+from tests.faults import flip_bit, leftovers, newest_tensors, record, rows, saved_steps
 
 STEPS, EVERY = 24, 2
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("faults")
-
-
-@pytest.fixture(scope="module")
-def nursery(folder):
-    nursery = Nursery(folder / "logs")
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(scope="module")
-def base(folder, data_dir) -> Config:
+def base(tmp_path_factory, data_dir):
     """24 steps of two micro-batches in FP8, a checkpoint every second one: a run is half a second."""
-    return Config(
-        run="base", steps=STEPS, out=str(folder / "out"),
-        model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
-        data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=256,
-                        micro_batch=4),
-        optim=OptimConfig(lr=1e-2, warmup_share=0.2), parallel=ParallelConfig(compile=False, timeout=20.0),
-        checkpoint=CheckpointConfig(every=EVERY, keep=2), eval=EvalConfig(every=8, tokens=320), log=LogConfig(every=1),
-        fp8=FP8Config(recipe="tensorwise"))
+    yield apply_overrides(tiny_config(data_dir, tmp_path_factory.mktemp("faults") / "out"), [
+        "run=base", f"steps={STEPS}", "data.tokens_per_step=256", "fp8.recipe=tensorwise", "parallel.timeout=20",
+        f"checkpoint.every={EVERY}", "checkpoint.keep=2", "eval.every=8"])
+    for process in multiprocessing.active_children():       # of a test that failed
+        process.kill()
 
 
 @pytest.fixture(scope="module")
-def whole(nursery, base) -> Config:
+def whole(base) -> Config:
     """The run that nothing happened to, of one process."""
-    return finish(nursery, replace(base, run="whole"))
+    return finish(replace(base, run="whole"))
 
 
 @pytest.fixture(scope="module")
-def whole2(nursery, base) -> Config:
+def whole2(base) -> Config:
     """The same of two ranks: tensorwise scales depend on who holds which sequences, so its bits are others."""
-    return finish(nursery, replace(base, run="whole2"), ranks=2)
+    return finish(replace(base, run="whole2"), ranks=2)
 
 
-def finish(nursery: Nursery, config: Config, *overrides, **how) -> Config:
-    run = nursery.start(config, *overrides, **how)
+def finish(config: Config, *overrides, **how) -> Config:
+    run = faults.start(config, *overrides, **how)
     assert set(run.wait()) == {0}, run.output
     assert faults.is_finished(config), run.output
     assert not leftovers(config)
     return config
+
+
+def ended(codes: list[int], config: Config, *overrides, **how) -> faults.Run:
+    """A start that ends with these exit codes."""
+    run = faults.start(config, *overrides, **how)
+    assert run.wait() == codes, run.output
+    return run
+
+
+def assert_same(config: Config, calm: Config, ranks: int = 1) -> None:
+    """Run `config` to its end, which must be bit-equal to that of `calm`."""
+    assert record(finish(config, ranks=ranks)) == record(calm)
 
 
 def undone(config: Config, name: str) -> Config:
@@ -80,126 +78,117 @@ def undone(config: Config, name: str) -> Config:
     return copy
 
 
-def one_sentence(run: faults.Run) -> str:
-    """What a run that failed has said, which is no traceback."""
-    assert "Traceback" not in run.output, run.output
+def refused(codes: list[int], config: Config, *overrides, **how) -> str:
+    """The sentence with which a run ends, which is no traceback."""
+    run = ended(codes, config, *overrides, **how)
+    assert "Traceback" not in run.output and "a collective failed" not in run.output, run.output
     return next(line for line in run.output.splitlines() if line.startswith("train.py: "))
 
 
 # --------------------------------------------------------------------------------------------------- kills, full disks
 
-def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_else(nursery, base, whole):
+def test_kill_9_in_each_phase_of_a_save_and_in_a_step_costs_steps_and_nothing_else(base, whole):
     """Every third of the 25 changes that a save makes on disk, from its folder to the deletion of an older checkpoint, of which
     the last eight are; all of them: tests/soak.py."""
     config = replace(base, run="killed")
-    for at, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [(22, "kill_in_step:21:0")]:
-        run = nursery.start(config, faults=[fault])
-        assert run.wait() == [-signal.SIGKILL], (fault, run.output)
+    for at, fault in [(2 * k + 4, f"kill_in_save:{2 * k + 4}:{3 * k + 1}") for k in range(8)] + [(22, "signal_in_step:21:0:9")]:
+        ended([-signal.SIGKILL], config, faults=[fault])
         assert at - 2 * EVERY <= saved_steps(config)[-1] <= at, "no more is lost than the save under way and the steps since"
         for path in checkpoints(config.run_dir):
             read_manifest(path)         # half a deletion is no checkpoint
-    finish(nursery, config)
-    assert record(config) == record(whole)
+    assert_same(config, whole)
 
 
-def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(nursery, base, whole):
+def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_it(base, whole):
     """No space left, from every stage of a save in turn on to its end; then files that may not grow, as on a full disk."""
     config = replace(base, run="no_space")
     steps, stages = range(4, STEPS - 4, 4), cycle((1, 4, 7, 10, 12))      # each second save
-    run = nursery.start(config, faults=[
-        *(f"fail_in_save:{step}:{n}:99" for step, n in zip(steps, stages, strict=False)), f"kill_in_step:{STEPS - 3}:0"])
-    assert run.wait() == [-signal.SIGKILL], run.output
+    ended([-signal.SIGKILL], config, faults=[
+        *(f"fail_in_save:{step}:{n}:99" for step, n in zip(steps, stages, strict=False)), f"signal_in_step:{STEPS - 3}:0:9"])
     failed = [row for row in rows(config, "event") if row["event"] == "save_failed"]
     assert len(failed) >= 3 and all("No space left" in row["reason"] and "GiB are free" in row["reason"] for row in failed)
     first = saved_steps(config)
-    run = nursery.start(config, "checkpoint.every=1", largest_file=300_000)
-    assert run.wait() == [1], run.output
-    assert "3 saves in a row have failed" in one_sentence(run)
+    said = refused([1], config, "checkpoint.every=1", limit=(resource.RLIMIT_FSIZE, 300_000))
+    assert "3 saves in a row have failed" in said
     assert saved_steps(config) == first, "the older checkpoints stay"
-    finish(nursery, config)
-    assert record(config) == record(whole)
+    assert_same(config, whole)
 
 
 # ------------------------------------------------------------------------------------------------------- broken checkpoints
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used_by_all_ranks(nursery, whole2):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used_by_all_ranks(whole2):
     config = undone(whole2, "damaged")
     flip_bit(config.run_dir / f"checkpoints/step_{STEPS:08d}/__1_0.distcp", 4321)
-    run = nursery.start(config, ranks=2)
-    assert run.wait() == [0, 0], run.output
+    run = ended([0, 0], config, ranks=2)
     assert f"resuming {config.run_dir}/checkpoints/step_{STEPS - EVERY:08d}" in run.output
     assert [row["event"] for row in rows(config, "event")].count("bad_checkpoint") == 1
     assert (config.run_dir / f"checkpoints/bad_step_{STEPS:08d}").exists(), "what is bad is kept for inspection"
     assert record(config) == record(whole2)
 
 
-def test_where_all_checkpoints_are_bad_nothing_starts_over(nursery, whole2):
-    config = undone(whole2, "all_bad")
-    for path in (config.run_dir / "checkpoints").glob("step_*"):
-        flip_bit(path / "__0_0.distcp", 99)
-    before = rows(config)
-    for _ in range(2):      # nor the second time, when they have been put aside
-        run = nursery.start(config, ranks=2)
-        assert run.wait() == [1, 1], run.output
-        assert "no checkpoint that is whole" in one_sentence(run)
-        assert rows(config) == before and not faults.is_finished(config)
-
-
-def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(nursery, base, whole2):
+def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(base, whole2):
     config = replace(base, run="one_rank")
-    run = nursery.start(config, ranks=2, faults=["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))])
-    assert run.wait() == [1, 1] and "a collective failed" not in run.output, run.output
-    assert "3 saves in a row have failed" in one_sentence(run)
+    full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))]
+    assert "3 saves in a row have failed" in refused([1, 1], config, ranks=2, faults=full)
     failed = [row["reason"] for row in rows(config, "event") if row["event"] == "save_failed"]
     assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
-    run = nursery.start(config, ranks=2, faults=["fail_load:1"])
-    assert run.wait() == [1, 1] and "could not be loaded (OSError: [Errno 5]" in one_sentence(run), run.output
-    finish(nursery, config, ranks=2)
-    assert record(config) == record(whole2)
+    assert "Errno 5" in refused([1, 1], config, ranks=2, faults=["fail_load:1"])
+    assert_same(config, whole2, ranks=2)
 
 
 # -------------------------------------------------------------------------------------------------------- signals and ranks
 
-def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(nursery, base, whole2):
+def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole2):
     """The genuine torchrun: it restarts the ranks, which resume; SIGTERM then ends them with a save; the rest is bit-equal."""
     config = replace(base, run="torchrun")
-    run = torchrun(nursery, config, faults=["kill_in_step:5:1", "slow_steps:0.05"], restarts=1)
+    run = faults.start(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
     run.wait_until(lambda: "resuming" in run.output)
     run.wait_for_step(faults.last_step(config) + 3)
-    ranks = run.children()
+    ranks = faults.children(run.pids[0])
     os.kill(run.pids[0], signal.SIGTERM)
     run.wait()      # its own exit code is no word on the ranks': any signal counts as a failure
     assert not any(os.path.exists(f"/proc/{pid}") for pid in ranks)
     assert "stopped on request at step" in run.output
     assert saved_steps(config)[-1] == faults.last_step(config) < STEPS
-    finish(nursery, config, ranks=2)
-    assert record(config) == record(whole2)
+    assert_same(config, whole2, ranks=2)
 
 
-def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(nursery, base, whole2):
+def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole2):
     config = replace(base, run="signalled")
-    run = nursery.start(config, ranks=2, faults=["slow_steps:0.1"])
+    run = faults.start(config, ranks=2, faults=["slow_steps:0.1"])
     run.wait_for_step(3)
     os.kill(run.pids[1], signal.SIGUSR1)
     assert run.wait() == [0, 0], run.output
     assert "stopped on request at step" in run.output
     assert saved_steps(config)[-1] == faults.last_step(config) < STEPS - 4
-    run = nursery.start(config, ranks=2, faults=[f"kill_in_step:{STEPS - 3}:1"])
-    assert run.wait(60) == [1, -signal.SIGKILL], run.output
-    assert "rank 1" in one_sentence(run)
-    finish(nursery, config, ranks=2)
-    assert record(config) == record(whole2)
+    run = ended([1, -signal.SIGKILL], config, ranks=2, faults=[f"signal_in_step:{STEPS - 3}:1:9"])
+    assert "rank 1" in next(line for line in run.output.splitlines() if line.startswith("train.py: "))
+    assert_same(config, whole2, ranks=2)
 
 
-def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(nursery, base):
+def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
+    run = faults.start(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
+    run.wait_for_step(4)
+    rank = run.processes[0]
+    for number, seconds in (signal.SIGUSR1, 0.1), (signal.SIGUSR1, 1.5), (signal.SIGTERM, 0.5):
+        os.kill(rank.pid, number)   # within a second it is the same request, passed on twice;
+        rank.join(seconds)          # Slurm's warning was SIGUSR1: its SIGTERM minutes later is no second one
+    assert rank.exitcode is None
+    os.kill(rank.pid, signal.SIGUSR1)
+    rank.join(20)
+    run.kill()
+    assert rank.exitcode == 128 + signal.SIGUSR1 and "SIGUSR1" in run.output
+
+
+def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     """In BF16, to rounding. A wrong gradient scale would be off by a factor of two."""
     config, calm = (replace(base, run=name, fp8=FP8Config()) for name in ("elastic", "calm"))
     files = [config.run_dir.parent / f"{each.run}.tokens" for each in (config, calm)]
     for ranks, at in (2, 9), (1, 17):
-        run = nursery.start(config, ranks=ranks, faults=[f"trace_data:{files[0]}", f"kill_in_step:{at}:0"])
+        run = faults.start(config, ranks=ranks, faults=[f"trace_data:{files[0]}", f"signal_in_step:{at}:0:9"])
         assert -signal.SIGKILL in run.wait(), run.output
-    finish(nursery, config, ranks=2, faults=[f"trace_data:{files[0]}"])
-    finish(nursery, calm, faults=[f"trace_data:{files[1]}"])
+    finish(config, ranks=2, faults=[f"trace_data:{files[0]}"])
+    finish(calm, faults=[f"trace_data:{files[1]}"])
     seen = [{line for rank in range(2) if (part := file.with_name(f"{file.name}.{rank}")).exists()
              for line in part.read_text().splitlines()} for file in files]
     assert seen[0] == seen[1]
@@ -214,31 +203,30 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(nursery, bas
     assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
 
 
-def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(nursery, base):
+def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(base):
     """Two ranks, sharded or replicas, sum the very BF16 gradients of the micro-batches that one rank sums; a BF16 sum would be
     off by 1e-3."""
     one, two = (replace(base, run=name, steps=1, fp8=FP8Config()) for name in ("one", "two"))
     copies = replace(two, run="copies", parallel=replace(two.parallel, replicate=2, shard=1))
-    a = newest_tensors(finish(nursery, one))
+    a = newest_tensors(finish(one))
     for config in (two, copies):
-        b = newest_tensors(finish(nursery, config, ranks=2))
+        b = newest_tensors(finish(config, ranks=2))
         for name in [name for name in a if name.endswith("exp_avg")]:   # after one step, a tenth of the clipped gradient
             assert (a[name] - b[name]).norm() / a[name].norm() < 2e-5, name
 
 
-def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(nursery, base, folder):
-    run = nursery.start(replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
-    assert run.wait() == [2, 2] and "cannot be shared by 2 ranks" in one_sentence(run)
+def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, tmp_path):
+    assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
     for seed, source in enumerate(("web", "code")):
-        write_source(folder / "data" / source, seed)
-    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(folder / "data"), mixture={"web": 1.0}))
+        write_source(tmp_path / "data" / source, seed)
+    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(tmp_path / "data"), mixture={"web": 1.0}))
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
-    shard = folder / "data/web/train_00000.bin"
+    shard = tmp_path / "data/web/train_00000.bin"
     content = shard.read_bytes()
     assert content.count(row) == 1
     shard.write_bytes(content.replace(row, b"\xff\xff" + row[2:]))
-    run = nursery.start(config, ranks=2)
+    run = faults.start(config, ranks=2)
     assert 0 not in run.wait() and "holds the id 65535" in run.output and "train.py: rank 1: " in run.output
 
 
@@ -248,56 +236,46 @@ def skipped(config: Config) -> list[int]:
     return [row["step"] for row in rows(config) if row["verdict"] == "SKIP"]
 
 
+def rollbacks(config: Config) -> list[tuple[int, int]]:
+    return [(row["step"], row["to"]) for row in rows(config, "event") if row["event"] == "rollback"]
+
+
 @pytest.mark.parametrize("ranks, spoilt", [(1, "scale_loss:5:5:inf"), (2, "nan_gradient:5:1")])
-def test_a_step_that_is_not_finite_leaves_no_trace_in_the_weights(nursery, base, ranks, spoilt):
-    without = finish(nursery, replace(base, run=f"without{ranks}", steps=8), faults=["omit_update:5"], ranks=ranks)
-    config = finish(nursery, replace(without, run=f"spoilt{ranks}"), faults=[spoilt], ranks=ranks)
+def test_a_step_that_is_not_finite_leaves_no_trace_in_the_weights(base, ranks, spoilt):
+    without = finish(replace(base, run=f"without{ranks}", steps=8), faults=["omit_update:5"], ranks=ranks)
+    config = finish(replace(without, run=f"spoilt{ranks}"), faults=[spoilt], ranks=ranks)
     assert skipped(config) == [5]
     assert faults.digest(config) == faults.digest(without)
     assert faults.trajectory(config)[5:] == faults.trajectory(without)[5:]
 
 
-def rolled_back(nursery: Nursery, config: Config, fault: str, bad: int, to: int, killed_at: int | None = None,
-                then: list[str] = (), ranks: int = 1) -> None:
+@pytest.mark.parametrize("fault, bad, to, killed_at, ranks, changes", [
+    # The NaN comes right before a save, and a kill soon after it: the rollback goes to the checkpoint before.
+    ("nan_weight:8:0", 11, 4, 11, 1, {"guard.skips": 3, "eval.every": 6}),
+    # Validated after step 8, where it was saved too. On two ranks the validation has left weights gathered: those of the
+    # checkpoint must be gathered anew.
+    ("nan_weight:8:0", 8, 4, None, 2, {"parallel.reshard": "false"}),
+    # A tenfold loss that lasts. Killed after the rollback, before a save has noted that the data moved on.
+    ("scale_loss:22:24:10", 24, 20, 26, 1, {"steps": 28, "guard.window": 16, "guard.skips": 3, "eval.every": "none"})],
+    ids=["poisoned_checkpoint", "nan_validation", "spike"])
+def test_a_rollback_ends_in_the_bits_of_a_run_given_later_data(request, base, fault, bad, to, killed_at, ranks, changes):
     """A run under `fault` goes from step `bad` back to step `to`, and ends as one that, from there on, was given the data
-    from behind that step in the first place. With killed_at it is killed over that step's data and goes on under `then`."""
-    run = nursery.start(config, faults=[fault, *([f"kill_in_step:{killed_at}:0"] if killed_at else [])], ranks=ranks)
+    from behind that step in the first place. With killed_at it is killed over that step's data and goes on."""
+    overrides = ["checkpoint.every=4", *(f"{key}={value}" for key, value in changes.items())]
+    config = apply_overrides(replace(base, run=request.node.callspec.id), overrides)
+    run = faults.start(config, faults=[fault, *([f"signal_in_step:{killed_at}:0:9"] if killed_at else [])], ranks=ranks)
     if killed_at:
         assert run.wait() == [-signal.SIGKILL], run.output
-        run = nursery.start(config, faults=then)
+        run = faults.start(config, faults=[fault] * fault.startswith("scale_loss"))
     assert set(run.wait()) == {0}, run.output
-    events = [row for row in rows(config, "event") if row["event"] == "rollback"]
-    assert [(row["step"], row["to"]) for row in events] == [(bad, to)], run.output
-    told = replace(config, run=f"{config.run}_told")
-    finish(nursery, told, faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
+    assert rollbacks(config) == [(bad, to)], run.output
+    told = finish(replace(config, run=f"{config.run}_told"), faults=[f"move_data:{to + 1}:{bad - to}"], ranks=ranks)
     assert not skipped(told)
     assert faults.digest(config) == faults.digest(told), run.output
     assert faults.trajectory(config) == faults.trajectory(told)
 
 
-def test_a_poisoned_checkpoint_is_not_the_end(nursery, base):
-    """The NaN comes right before a save, and a kill soon after it: the rollback goes to the checkpoint before."""
-    config = replace(base, run="poisoned", guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4),
-                     eval=replace(base.eval, every=6))
-    rolled_back(nursery, config, "nan_weight:8:0", bad=11, to=4, killed_at=11)
-
-
-def test_a_validation_that_is_not_finite_is_rolled_back_too(nursery, base):
-    """Validated after step 8, where it was saved too. On two ranks the validation has left weights gathered: those of the
-    checkpoint must be gathered anew."""
-    config = replace(base, run="nan_validation", checkpoint=replace(base.checkpoint, every=4),
-                     parallel=replace(base.parallel, reshard=False))
-    rolled_back(nursery, config, "nan_weight:8:0", bad=8, to=4, ranks=2)
-
-
-def test_a_tenfold_loss_that_lasts_is_rolled_back_and_the_data_moves_on_across_a_kill(nursery, base):
-    """Killed after the rollback, before a save has noted that the data moved on."""
-    config = replace(base, run="spike", steps=28, guard=replace(base.guard, window=16, skips=3),
-                     checkpoint=replace(base.checkpoint, every=4), eval=replace(base.eval, every=None))
-    rolled_back(nursery, config, "scale_loss:22:24:10", bad=24, to=20, killed_at=26, then=["scale_loss:22:24:10"])
-
-
-def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(nursery, base, tmp_path):
+def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(base, tmp_path):
     """At a learning rate of nothing each step's loss can be told from its data alone, of which each has other targets."""
     (tmp_path / "chat.jsonl").write_text("".join(
         json.dumps({"prompt": "p" * (7 * i % 40), "response": chr(97 + i % 26) * (1 + 11 * i % 60)}) + "\n" for i in range(300)))
@@ -306,8 +284,8 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     config = replace(base, run="masked", steps=14, fp8=FP8Config(), optim=OptimConfig(lr=1e-12),
                      guard=replace(base.guard, skips=3), checkpoint=replace(base.checkpoint, every=4),
                      data=replace(base.data, dir=str(tmp_path / "data"), mixture={"chat": 1}, max_epochs=9))
-    finish(nursery, config, faults=["nan_weight:9:0"], ranks=2)
-    assert [(row["step"], row["to"]) for row in rows(config, "event") if row["event"] == "rollback"] == [(12, 8)]
+    finish(config, faults=["nan_weight:9:0"], ranks=2)
+    assert rollbacks(config) == [(12, 8)]
     data = open_data(config, load_tokenizer("byte").sha256)
     model, _ = load_model(config.run_dir)
     due, targets = [], []
@@ -319,29 +297,27 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
 
-@pytest.mark.parametrize("fault, rollbacks, told", [
-    ("scale_loss:7:999:nan", 1, "all guard.rollbacks=1 are used up"),
-    ("nan_weight:8:0", 0, "step 8: validation loss nan, and all guard.rollbacks=0 are used up")])
-def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(nursery, base, fault, rollbacks, told):
-    config = replace(base, run=f"hopeless{rollbacks}", guard=replace(base.guard, skips=2, rollbacks=rollbacks))
-    run = nursery.start(config, faults=[fault], ranks=2)
-    assert run.wait() == [1, 1], run.output
-    assert told in one_sentence(run) and "ended first" not in run.output, "no rank is to blame"
-    found = json.loads((config.run_dir / "diagnosis.json").read_text())
-    assert sum(weight["not_finite"] for weight in found["weights"].values()) == (1 - rollbacks)
+@pytest.mark.parametrize("spoilt, rollbacks, replicas, told", [
+    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:0"], 0, 1, "step 8: validation loss nan"),
+    (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan")])
+def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told):
+    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=2, rollbacks=rollbacks),
+                     parallel=replace(base.parallel, replicate=replicas))
+    assert told in refused([1, 1], config, faults=spoilt, ranks=2)
+    weights = json.loads((config.run_dir / "diagnosis.json").read_text())["weights"].values()
+    assert sum(weight["not_finite"] for weight in weights) == (1 - rollbacks), "each value counted once"
+    assert sum(weight["values"] for weight in weights) == config.model.params_total
     assert saved_steps(config)
 
 
-def test_two_runs_of_one_folder_are_one_too_many(nursery, base, whole):
+def test_two_runs_of_one_folder_are_one_too_many(base, whole):
     config = replace(base, run="twice")
-    first = nursery.start(config)
+    first = faults.start(config)
     first.wait_for_step(1)
     first.signal(signal.SIGSTOP)    # or it may be done before the second one looks
-    second = nursery.start(config)
-    code = second.wait()
+    told = refused([2], config)
     first.signal(signal.SIGCONT)
-    assert code == [2], second.output
-    assert f"process {first.pids[0]} on host" in one_sentence(second)
+    assert f"process {first.pids[0]} on host" in told
     assert first.wait() == [0], first.output
     assert record(config) == record(whole)
 
@@ -352,7 +328,7 @@ LONG, SHORT, FORK = 12, 8, 6        # steps of the trunk, of its branch, and whe
 
 
 @pytest.fixture(scope="module", params=[1, 2])
-def arm(request, nursery, base):
+def arm(request, base):
     """Trunk, the run of the branch's length from scratch, branch. The trunk decays over its last 3 steps, the others over 2."""
     ranks = request.param
     trunk = replace(base, run=f"trunk{ranks}", steps=LONG, probe=replace(base.probe, every=1, tokens=128),
@@ -362,13 +338,13 @@ def arm(request, nursery, base):
     branch = replace(scratch, run=f"branch{ranks}", start_from=f"{trunk.run_dir}/checkpoints/step_{FORK:08d}",
                      checkpoint=replace(base.checkpoint, every=1))
     for config in (trunk, scratch):
-        finish(nursery, config, ranks=ranks)
+        finish(config, ranks=ranks)
     manifest = read_manifest(Path(branch.start_from))
     seal(Path(branch.start_from), manifest | {"state": manifest["state"] | {"seconds": 1e6, "probe_seconds": 1e5}})
-    run = nursery.start(branch, faults=["slow_steps:0.3", f"kill_in_step:{SHORT}:0"], ranks=ranks)
+    run = faults.start(branch, faults=["slow_steps:0.3", f"signal_in_step:{SHORT}:0:9"], ranks=ranks)
     assert -signal.SIGKILL in run.wait() and f"branching off {branch.start_from}" in run.output, run.output
     aside = trunk.run_dir.rename(trunk.run_dir.with_name(f"aside{ranks}"))
-    run = nursery.start(branch, ranks=ranks)        # its own checkpoint wins; the parent may be gone by now
+    run = faults.start(branch, ranks=ranks)        # its own checkpoint wins; the parent may be gone by now
     assert set(run.wait()) == {0} and f"resuming {branch.run_dir}/checkpoints/step_00000007" in run.output, run.output
     aside.rename(trunk.run_dir)
     return trunk, scratch, branch
@@ -387,7 +363,8 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     a, b = summary(scratch), summary(branch)
     assert (b["parent_run"], b["parent_step"], a["parent_run"], a["parent_step"]) == (trunk.run, FORK, None, None)
     own = {"tok_per_s_median", "tok_per_s_p10", "tok_per_s_p90", "step_s_median", "compile_s", "tflops_median", "wall_s",
-           "eval_s", "probe_s", "probe_share", "t_start", "t_end", "parent_run", "parent_step", "run_id", "cmd", "config_sha256"}
+           "eval_s", "probe_s", "probe_share", "t_start", "t_end", "parent_run", "parent_step", "run_id", "cmd", "config_sha256",
+           "git_commit", "git_dirty"}
     for key in a.keys() - own:
         assert a[key] == b[key], key
     assert b["probe_s"] < b["wall_s"] < 1e3, "the parent's hours are its own"
@@ -397,29 +374,21 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
 @pytest.mark.parametrize("arm", [1], indirect=True)
 def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
     trunk, _, branch = arm
-    refused_as_trunk = call_train(capsys, replace(branch, start_from=None), tmp_path)
-    assert (refused_as_trunk.returncode, f"start_from was {trunk.run} at step" in refused_as_trunk.stderr) == (2, True)
-    branch, fork = replace(branch, run="refused"), f"{trunk.run_dir}/checkpoints"
-    renamed, unfinished, damaged = (tmp_path / name / "checkpoints/step_00000006" for name in ("renamed", "killed", "damaged"))
-    renamed = renamed.with_name("step_00000005")
-    for copy in (renamed, unfinished, damaged):
-        shutil.copytree(f"{fork}/step_00000006", copy)
-    (unfinished / "DONE").unlink()
-    flip_bit(damaged / "__0_0.distcp", 4321)
-    for overrides, told in [
-        (["seed=1"], "is of another run: seed was 1337, now 1"), (["fp8.recipe=off"], "fp8.recipe was tensorwise, now off"),
-        (["eval.tokens=64"], "holds other tokens than"),
-        (["optim.warmup_share=0.5"], "give it the same 2 steps of warm-up, optim.warmup_share=0.25"),
-        (["optim.schedule=cosine"], "branches need optim.schedule=wsd in both runs"),
-        (["optim.decay_share=0.5"], "the decay has begun there; take a checkpoint of step 4 or before"),
-        (["steps=6"], "lies at step 6, but this run ends at step 6"),
-        ([f"start_from={unfinished}"], f"{unfinished.parent.parent} has none: train that run past this step"),
-        ([f"start_from={renamed}"], "holds step 6: give the folder the name it was written under"),
-        ([f"start_from={damaged}"], "__0_0.distcp differs from what was written"),
-        ([f"start_from={trunk.run_dir}"], "is no checkpoint's folder: write it like out/<run>/checkpoints/step_00000400"),
-        ([f"start_from={tmp_path}/llama/checkpoints/step_00000000"], "import the model first, python -m eval.export"),
-    ]:
-        refused = call_train(capsys, branch, tmp_path, *overrides)
-        assert (refused.returncode, told in refused.stderr) == (2, True), (overrides, refused.stderr)
-        assert refused.stderr.startswith("train.py: ") and refused.stderr.count("\n") == 1
+    own, branch = replace(branch, start_from=None), replace(branch, run="refused")
+    copies = {name: tmp_path / name / "checkpoints/step_00000006" for name in ("whole", "unfinished", "damaged")}
+    for copy in copies.values():
+        shutil.copytree(branch.start_from, copy)
+    (copies["unfinished"] / "DONE").unlink()
+    flip_bit(copies["damaged"] / "__0_0.distcp", 4321)
+    renamed = copies["whole"].rename(copies["whole"].with_name("step_00000005"))
+    for config, override, told in [
+        (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
+        (branch, "eval.tokens=64", "holds other tokens"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
+        (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "step 4 or before"),
+        (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
+        (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),
+        (branch, f"start_from={tmp_path}/llama/checkpoints/step_00000000", "import the model first")]:
+        done = call_train(capsys, config, tmp_path, override)
+        assert (done.returncode, told in done.stderr) == (2, True), (override, done.stderr)
+        assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1
         assert not branch.run_dir.exists()

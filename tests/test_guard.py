@@ -1,27 +1,21 @@
-"""The guard: its thresholds against ones computed by hand, escalation, state; the diagnosis against planted faults."""
+"""The guard: its thresholds against ones computed by hand, escalation, state; the diagnosis against planted faults.
+
+A diagnosis of several ranks: tests/test_faults.py."""
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 from model import GPT, GPTConfig
-from runtime import fp8, guard
+from runtime import fp8
 from runtime.config import FP8Config, GuardConfig
 from runtime.guard import Guard, Verdict, diagnose
-from tests.conftest import ROOT
 
 SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP = Verdict
@@ -34,10 +28,6 @@ def quiet(rng, loss=3.0, norm=1.0):
 def always(before):
     """There is a checkpoint of fewer steps."""
     return True
-
-
-def never(before):
-    return False
 
 
 def filled(settings=SMALL, steps=64):
@@ -73,14 +63,6 @@ def run(settings, steps, values, sickening=(), every=8):
 
 # ------------------------------------------------------------------------------------------------------- single steps
 
-@pytest.mark.parametrize("mode", ["off", "log", "act"])
-@pytest.mark.parametrize("loss, norm, verdict", [
-    (2.0, 1.0, OK), (2.0, 0.0, OK), (0.0, 1.0, OK), (2.0, 1e30, OK), (math.nan, 1.0, SKIP), (math.inf, 1.0, SKIP),
-    (2.0, math.nan, SKIP), (2.0, math.inf, SKIP), (-math.inf, 1.0, SKIP)])
-def test_what_is_not_finite_is_skipped_in_every_mode(mode, loss, norm, verdict):
-    assert Guard(GuardConfig(mode=mode)).judge(0, loss, norm, always) is verdict
-
-
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.08, 0.9])
 @pytest.mark.parametrize("norm_scatter", [0.0, 0.2, 2.0])
 def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_scatter, norm_scatter):
@@ -96,11 +78,6 @@ def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_sca
         for mode, verdict in (("act", SKIP), ("log", SPIKE), ("off", OK)):
             guard = Guard(GuardConfig(mode=mode), {"accepted": np.exp(logs).tolist()})
             assert guard.judge(128, *limits * factors, always) is (verdict if is_spike else OK), mode
-
-
-def test_no_spike_before_half_the_window_is_known():
-    assert filled(steps=7).judge(7, 300.0, 100.0, always) is OK
-    assert filled(steps=8).judge(8, 300.0, 100.0, always) is SKIP
 
 
 def test_hits_and_false_alarms_on_norms_with_heavy_tails():
@@ -130,20 +107,22 @@ def test_skip_rollback_stop():
         guard.rolled_back(kept)
         assert guard.suspect_since is None and guard.consecutive == 0
     assert [guard.judge(64, math.nan, 1.0, asked.append) for _ in range(4)] == [SKIP] * 3 + [STOP]
-    assert guard.reason == "loss nan, gradient norm 1; 4 skipped in a row, and all guard.rollbacks=2 are used up"
+    assert "loss nan" in guard.reason and "guard.rollbacks=2" in guard.reason
     assert (guard.skipped, guard.rollbacks, guard.consecutive) == (12, 2, 4) and asked == [64, 64]
 
 
-@pytest.mark.parametrize("mode, can_roll_back, verdict, said", [
-    ("act", always, ROLLBACK, ""), ("act", never, STOP, ", and there is no checkpoint from before step 80 to go back to"),
-    ("log", always, STOP, ", and guard.mode=log never goes back"), ("off", always, STOP, ", and guard.mode=off never goes back")])
-def test_what_is_not_finite_is_rolled_back_where_there_is_a_way(mode, can_roll_back, verdict, said):
+@pytest.mark.parametrize("mode, has_checkpoint, verdict, said", [
+    ("act", True, ROLLBACK, ""), ("act", False, STOP, "no checkpoint from before step 80"), ("log", True, STOP, "guard.mode=log"),
+    ("off", True, STOP, "guard.mode=off")])
+def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there_is_a_way(mode, has_checkpoint, verdict, said):
     guard = filled(replace(SMALL, mode=mode))
-    assert [guard.judge(80 + i, 1.0, math.inf, can_roll_back) for i in range(4)] == [SKIP] * 3 + [verdict]
-    assert guard.reason == f"loss 1, gradient norm inf; 4 skipped in a row{said}"
+    not_finite = (math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)
+    assert [guard.judge(80 + i, *not_finite[i], lambda before: has_checkpoint) for i in range(4)] == [SKIP] * 3 + [verdict]
+    assert "gradient norm inf" in guard.reason and said in guard.reason
     guard = filled(replace(SMALL, mode=mode))
-    assert guard.reject_validation(80, "validation loss nan", can_roll_back) is verdict
-    assert guard.suspect_since == 80 and guard.reason == f"validation loss nan{said}"
+    assert guard.judge(79, 0.0, 0.0, always) is OK
+    assert guard.reject_validation(80, "validation loss nan", lambda before: has_checkpoint) is verdict
+    assert guard.suspect_since == 80 and guard.reason.startswith("validation loss nan") and said in guard.reason
     assert (guard.skipped, guard.consecutive) == (0, 0), "no step was skipped"
 
 
@@ -156,43 +135,34 @@ def test_a_divergence_is_rolled_back_and_the_run_goes_on(last_update):
     assert not done.sick and [done.data[s] for s in (55, 56, 57)] == [55, first + 4, first + 5], "back to 56, on with new data"
 
 
-@pytest.mark.parametrize("values, sickening", [
-    (lambda sick, step: (2.5 if sick else 1, 1), set(range(50, 1000, 7))),      # a divergence that comes back
-    (lambda sick, step: (random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1), ())])       # no level at all
-def test_what_a_rollback_does_not_cure_ends_the_run(values, sickening):
-    done = run(SMALL, 400, values, sickening)
-    assert done.verdicts[-1] is STOP and done.count(ROLLBACK) == 2 and done.count(SPIKE) == 0
+@pytest.mark.parametrize("values, sickening, counts", [      # how many SPIKE, SKIP, ROLLBACK, STOP
+    (lambda sick, step: (2.5 if sick else 1, 1), set(range(50, 1000, 7)), None),        # a divergence that comes back
+    (lambda sick, step: (random.Random(step).choice((4, 40, 400)) if step >= 60 else 1, 1), (), None),      # no level at all
+    *((lambda sick, step, factor=factor: (factor if step >= 60 else 1, 1), (), (1, 6, 1, 0)) for factor in (1.5, 2, 10)),
+    (lambda sick, step: (1, 9.0 if step >= 60 else 1), (), (1, 3, 0, 0))])       # large gradients at a normal loss
+def test_a_shift_of_the_data_is_accepted_and_what_a_rollback_does_not_cure_ends_the_run(values, sickening, counts):
+    done = run(SMALL, 300, values, sickening)
+    if counts is None:
+        assert done.verdicts[-1] is STOP and done.count(ROLLBACK) == 2 and done.count(SPIKE) == 0
+    else:
+        assert tuple(map(done.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and done.verdicts[-200:] == [OK] * 200
+        assert done.guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
 
 
-@pytest.mark.parametrize("factor", [1.5, 2.0, 10.0])
-def test_a_shift_of_the_data_is_accepted_after_one_rollback(factor):
-    done = run(SMALL, 300, lambda sick, step: (factor if step >= 60 else 1, 1))
-    assert (done.count(STOP), done.count(ROLLBACK), done.count(SPIKE), done.count(SKIP)) == (0, 1, 1, 2 * 3)
-    assert done.verdicts[-200:] == [OK] * 200
-    assert done.guard.judge(300, 3.0 * factor * 10, 1.0, always) is SKIP, "and the new level is guarded"
-
-
-def test_large_gradients_at_a_normal_loss_are_accepted_without_a_rollback():
-    done = run(SMALL, 200, lambda sick, step: (1, 9.0 if step >= 60 else 1), every=1000)
-    assert [done.count(verdict) for verdict in Verdict] == [196, 1, 3, 0, 0]
-
-
-def test_a_slow_rise_is_followed():
-    guard = Guard(GuardConfig())
-    for step in range(2000):
-        assert guard.judge(step, 2.0 * 1.001 ** step, 1.002 ** step, always) is OK
-
-
-def test_log_mode_notes_a_shift_and_follows_it():
-    guard = filled(replace(SMALL, mode="log"))
-    assert [guard.judge(64 + i, 6.0, 1.0, always) for i in range(20)] == [SPIKE] * 4 + [OK] * 16
-    assert guard.skipped == 0 and guard.consecutive == 0
+def test_a_slow_rise_and_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
+    slow_rise = Guard(GuardConfig())
+    assert all(slow_rise.judge(step, 2.0 * 1.001 ** step, 1.002 ** step, always) is OK for step in range(1000))
+    only_noted = filled(replace(SMALL, mode="log"))
+    assert [only_noted.judge(64 + i, 6.0, 1.0, always) for i in range(20)] == [SPIKE] * 4 + [OK] * 16
+    assert only_noted.skipped == only_noted.consecutive == 0
+    assert filled(steps=7).judge(7, 300.0, 100.0, always) is OK, "less than half the window is known"
+    assert filled(steps=8).judge(8, 300.0, 100.0, always) is SKIP
 
 
 # ------------------------------------------------------------------------------------------------------------- state
 
 @pytest.mark.parametrize("mode", ["off", "log", "act"])
-def test_a_resume_at_any_step_changes_no_verdict(mode):
+def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_window_but_not_the_counts(mode):
     rng, settings = random.Random(5), replace(SMALL, mode=mode)
     plain, resumed = Guard(settings), Guard(settings)
     seen, kept = set(), {}
@@ -207,21 +177,12 @@ def test_a_resume_at_any_step_changes_no_verdict(mode):
         if verdict is STOP:
             break
         if verdict is ROLLBACK:
+            counts = {key: plain.state()[key] for key in ("skipped", "rollbacks")}
             for other in (plain, resumed):
                 other.rolled_back(kept)
+            assert plain.state() == {**kept, **counts, "rollbacks": counts["rollbacks"] + 1, "is_back": True}
         kept = plain.state() if step % 50 == 20 else kept
     assert seen >= {"off": {OK, SKIP}, "log": {OK, SKIP, SPIKE}, "act": set(Verdict)}[mode]
-
-
-def test_a_rollback_brings_back_the_window_but_not_the_counts():
-    guard = filled()
-    kept, text = guard.state(), json.dumps(guard.state())
-    for step in range(64, 80):
-        guard.judge(step, 4.0 - 0.01 * step, 1.0, always)
-    guard.judge(80, math.nan, 1.0, always)
-    assert json.dumps(kept) == text, "a state is a copy"
-    guard.rolled_back(kept)
-    assert guard.state() == {**kept, "skipped": 1, "rollbacks": 1, "is_back": True}
 
 
 # --------------------------------------------------------------------------------------------------------- diagnosis
@@ -229,13 +190,13 @@ def test_a_rollback_brings_back_the_window_but_not_the_counts():
 SCALE = 1 / 128
 
 
-def build(recipe="off", device="cpu", **changes):
+def build(recipe="off", **changes):
     with torch.device("meta"):
-        model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 48, "n_ffn": 72, "n_ctx": 32, "vocab_size": 257} | changes))
+        model = GPT(GPTConfig(**{"n_layer": 2, "n_head": 2, "n_embd": 48, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257} | changes))
     fp8.convert(model, FP8Config(recipe=recipe), SCALE)
-    model.to_empty(device=device)
+    model.to_empty(device="cpu")
     model.init_weights(0)
-    ids = torch.randint(257, (4, 33), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(257, (4, 33), generator=torch.Generator().manual_seed(0))
     return model, ids[:, :-1], ids[:, 1:]
 
 
@@ -250,7 +211,7 @@ def strict(path):
 
 def examine(folder, model, x, y, tensors=None, scale=SCALE):
     text = diagnose(model, tensors or tensors_of(model), x, y, 41, "loss nan", folder, True, scale)
-    assert text.startswith("loss nan: ") and text.endswith(f"more in {folder / 'diagnosis.json'}")
+    assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
     return text, strict(folder / "diagnosis.json")
 
 
@@ -258,13 +219,12 @@ def bad(counts):
     return {name: c["not_finite"] for name, c in counts.items() if c["not_finite"]}
 
 
-@pytest.mark.parametrize("changes", [{}, {"recipe": "tensorwise", "n_ffn": 96}, {"loss_chunk": 16}])
+@pytest.mark.parametrize("changes", [{}, {"recipe": "tensorwise"}, {"loss_chunk": 16}])
 def test_a_sound_model_is_called_sound(tmp_path, changes):
     model, x, y = build(**changes)
     loss = model(x, y).sum()
     (loss * SCALE).backward()
-    text, found = examine(tmp_path, model, x, y)
-    assert "weights, moments and gradients are finite; the last micro-batch alone, computed anew, is finite: loss " in text
+    _, found = examine(tmp_path, model, x, y)
     assert (found["step"], found["reason"], found["problems"]) == (41, "loss nan", [])
     assert found["loss_anew"] == pytest.approx(loss.item() / y.numel(), rel=1e-6)
     assert found["weights"] == found["gradients"] == found["gradients_anew"] == {
@@ -273,121 +233,35 @@ def test_a_sound_model_is_called_sound(tmp_path, changes):
     assert found["modules"]["head"] == {"values": 4 * 32 * 384, "not_finite": 0}
 
 
-@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
-def test_a_weight_that_is_nan_is_named(tmp_path, recipe):
-    model, x, y = build(recipe, n_ffn=96)
-    with torch.no_grad():
-        model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-    text, found = examine(tmp_path, model, x, y)
-    spoilt = 4 * 32 if recipe == "off" else 4 * 32 * 192     # tensorwise, one NaN spoils all
-    assert ("not finite: 1 of 14 weights (layers.1.mlp.gate_up.weight: 1 of 9,216 values); in the last micro-batch the first "
-            f"output that is not finite is that of layers.1.mlp.gate_up ({spoilt:,} of 24,576 values)") in text
-    assert found["loss_anew"] is None and bad(found["modules"])["layers.1.mlp.gate_up"] == spoilt
-
-
-def test_an_overflow_is_found_where_it_happens_forward_or_backward(tmp_path):
+def test_weights_moments_and_gradients_that_are_not_finite_and_overflows_are_named(tmp_path):
+    for recipe, spoilt in (("off", 4 * 32), ("tensorwise", 4 * 32 * 192)):      # tensorwise, one NaN spoils all
+        model, x, y = build(recipe)
+        with torch.no_grad():
+            model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
+        text, found = examine(tmp_path, model, x, y)
+        assert "layers.1.mlp.gate_up.weight: 1 of 9,216 values" in text and f"layers.1.mlp.gate_up ({spoilt:,} of " in text
+        assert found["loss_anew"] is None and bad(found["modules"])["layers.1.mlp.gate_up"] == spoilt
     model, x, y = build()
     with torch.no_grad():
         model.layers[0].attn.out.weight.fill_(3e38)
-    text, _ = examine(tmp_path, model, x, y)
-    assert "are finite; in the last micro-batch the first output that is not finite is that of layers.0.attn.out (" in text
+    text, found = examine(tmp_path, model, x, y)
+    assert not bad(found["weights"]) and next(iter(bad(found["modules"]))) == "layers.0.attn.out" and "layers.0.attn.out" in text
     text, found = examine(tmp_path, *build(tied=False), scale=math.inf)
-    assert "gradients that are not finite: 15 of 15, of these head.weight is nearest to the loss" in text
+    assert len(bad(found["gradients_anew"])) == 15 and "head.weight is nearest to the loss" in text
     assert found["loss_anew"] is not None and not bad(found["modules"])
-
-
-def test_moments_and_gradients_that_are_not_finite_are_counted(tmp_path):
     model, x, y = build()
     (model(x, y).sum() * SCALE).backward()
     tensors = tensors_of(model)
     tensors["optim.wte.weight.exp_avg"].view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
-    text, found = examine(tmp_path, model, x, y, tensors)
-    assert "not finite: 1 of 14 moments (wte.weight.exp_avg: 2 of 18,432 values), 1 of 14 gradients (layers.0.attn.qkv" in text
+    _, found = examine(tmp_path, model, x, y, tensors)
     assert bad(found["moments"]) == {"wte.weight.exp_avg": 2} and bad(found["gradients"]) == {"layers.0.attn.qkv.weight": 7}
 
 
 def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
     model, x, y = build()
     text, found = examine(tmp_path, model, x + 10**6, y)
-    assert found["problems"] == ["the forward pass failed: IndexError: index out of range in self"]
-    assert "the forward pass failed" in text and len(found["weights"]) == 14
+    assert len(found["problems"]) == 1 and "IndexError" in found["problems"][0] and found["problems"][0] in text
+    assert len(found["weights"]) == 14
     text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True, SCALE)
-    assert "counting weights failed: " in text and "FileNotFoundError" in text
-    assert "computed anew, is finite" in text, "the rest is found out all the same"
-
-
-def work(folder: Path, device: str) -> None:
-    """On each of two ranks: a NaN in a weight of the second rank alone, sharded or replicated; then its passes fail."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
-    rank = dist.get_rank()
-    for name, shape in {"sharded": (1, 2), "replicated": (2, 1), "forward": (1, 2), "backward": (1, 2)}.items():
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard"))
-        model, x, y = build(device=device)
-        for block in model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        (folder / name).mkdir(exist_ok=True)
-        (model(x, y).sum() * SCALE).backward()
-        if name in ("forward", "backward"):
-            guard.PATIENCE = 5 if (name, device) == ("backward", "cpu") else 120
-            if rank == 1:
-                run_out_of_memory(model, name)
-        elif rank == 1 or name == "replicated":
-            with torch.no_grad():
-                model.layers[1].mlp.down.weight.to_local()[-1, -1] = math.nan
-        text = diagnose(model, tensors_of(model), x, y, 6, "loss nan", folder / name, rank == 0, SCALE)
-        (folder / name / f"text_{rank}").write_text(text)
-    os._exit(0)
-
-
-def run_out_of_memory(model, where: str) -> None:
-    """After the last block's forward pass, or at the first operation of the backward pass."""
-    def refuse(*_):
-        raise torch.OutOfMemoryError(f"no memory for the {where} pass")
-
-    real = model.token_losses
-
-    def token_losses(*arguments):
-        if where == "forward":
-            refuse()
-        losses = real(*arguments)
-        if losses.requires_grad:
-            losses.register_hook(refuse)
-        return losses
-
-    model.token_losses = token_losses
-
-
-def run_work(folder, device="cpu"):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "tests.test_guard",
-               str(folder), device]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-
-
-def test_two_ranks_agree_and_none_hangs(tmp_path):
-    """Where one rank's pass fails the others are in no collective, as with NCCL, which does not hold up the host, they never
-    are: all are told and stop there. With gloo they hang in one until this rank has given up and left."""
-    run_work(tmp_path)
-    found = {name: strict(tmp_path / name / "diagnosis.json") for name in ("sharded", "replicated", "forward", "backward")}
-    texts = {name: [(tmp_path / name / f"text_{rank}").read_text() for rank in range(2)] for name in found}
-    sizes = {name: p.numel() for name, p in build()[0].named_parameters()}
-    for name in ("sharded", "replicated"):
-        assert texts[name][0] == texts[name][1] and "that of layers.1.mlp.down (" in texts[name][0]
-        assert found[name]["problems"] == [] and bad(found[name]["weights"]) == {"layers.1.mlp.down.weight": 1}
-        for kind in ("weights", "gradients"):
-            assert {weight: counts["values"] for weight, counts in found[name][kind].items()} == sizes
-    problem = "rank 1: the forward pass failed: OutOfMemoryError: no memory for the forward pass"
-    assert texts["forward"][0] == texts["forward"][1] and found["forward"]["problems"] == [problem]
-    assert found["forward"]["modules"] == {} and len(found["forward"]["weights"]) == 14
-    assert "the backward pass failed: OutOfMemoryError: no memory for the backward pass" in texts["backward"][1]
-    assert found["backward"]["loss_anew"] is not None and found["backward"]["gradients_anew"] == {}
-    assert any("the backward pass" in problem for problem in found["backward"]["problems"])
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]), sys.argv[2])
+    assert text.startswith("loss inf: ") and "AttributeError" in text

@@ -16,10 +16,10 @@ from runtime import plan
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
-from runtime.plan import NO_FIT, Trial, candidates, measure, resolve_micro_batch, search, try_one
+from runtime.plan import NO_FIT, Trial, candidates, resolve_micro_batch, search, try_one
 from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
-from tests.nursery import children
+from tests.faults import children
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
@@ -43,8 +43,7 @@ def hours_of(page):
 def test_llama_by_hand(tmp_path):
     config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
     page = planned(tmp_path, config)
-    assert f"{8_030_261_248:,}" in page and "of 131,072 tokens, context 4096" in page      # the published count
-    assert "on 4 GPUs (parallel.shard=4), micro-batch 2" in page
+    assert f"{8_030_261_248:,}" in page and "parallel.shard=4" in page      # the published count
     assert "layers.*.mlp.down     14336 x 4096   x32  -> tensorwise" in page
     size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", page, re.M)}
     weights, embedding, tokens = 4 * 8_030_261_248 / 2**30, 2 * 128256 * 4096, 2 * 4096
@@ -56,14 +55,12 @@ def test_llama_by_hand(tmp_path):
         "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
     assert size == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
                                   "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits
-    assert "6 kept = 538.5 GiB" in page, "the last five and the best"
     kept = planned(tmp_path, replace(config, parallel=replace(config.parallel, recompute=False)))
     assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)     # the forward pass is a third
     flops = float(re.search(r"\+ attention +(\S+)", kept)[1])
     assert hours_of(kept)["BF16"] == pytest.approx(flops / (989.4e12 * 0.45 * 4) / 3600, abs=0.051)
-    assert "hours: name a GPU" in planned(tmp_path, config, gpu="")
-    assert "a100 has no FP8 matmuls: this run is refused there" in planned(tmp_path, config, gpu="a100")
-    with pytest.raises(UserError, match="the peak of that GPU is not in"):
+    assert "name a GPU" in planned(tmp_path, config, gpu="") and "no FP8 matmuls" in planned(tmp_path, config, gpu="a100")
+    with pytest.raises(UserError, match="h10"):
         planned(tmp_path, config, gpu="h10")
 
 
@@ -85,27 +82,22 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
     for arm, speed in (("BF16", 50e3), ("FP8", 65e3)):
         assert hours_of(page)[arm] == pytest.approx(FP8_RUN.total_tokens / (speed * there / here) / 3600, abs=0.051)
     assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 and T=1024 on one NVIDIA H100 80GB HBM3" in page
-    assert "h100.jsonl, commit 0123456789)" in page and "assumed" not in page and "at the very best" not in page
-    assert "at the very best" in planned(tmp_path, FP8_RUN, rows[:2]), "FP8 was not measured: bounded, from the measured BF16"
+    assert "assumed" not in page and "at the very best" not in page
     eight = planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)), rows)
     assert hours_of(eight) == pytest.approx({arm: h / 8 for arm, h in hours_of(page).items()}, abs=0.06)
 
 
 def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batch_counts(tmp_path):
     head, bf16, tensorwise = speed_rows(bf16=50e3, tensorwise=65e3)
-    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"flops_per_token": 1e11}, {"run": "another"}):
-        assert "an assumed mfu_bf16 of 45%" in planned(tmp_path, FP8_RUN, [head, bf16 | change]), change
-    for name in ("NVIDIA H100 PCIe", "NVIDIA H200"):
-        assert "assumed" in planned(tmp_path, FP8_RUN, [head | {"gpu": name}, bf16])
+    for rows in ([head, bf16 | {"valid": False}], [head, bf16 | {"params_total": 1}], [head | {"gpu": "NVIDIA H200"}, bf16]):
+        assert "assumed" in planned(tmp_path, FP8_RUN, rows), rows
     for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
-        config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))
+        config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))       # FP8 is bounded, from the measured BF16
         assert "at the very best" in planned(tmp_path, config, [head, bf16, tensorwise]), change
-    rows = [*speed_rows(run="new", t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
-            *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3)]
-    assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
-    assert "measured, 60,000 tok/s as bf16 at micro-batch 4" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
-    page = planned(tmp_path, auto(FP8_RUN), rows)
-    assert "measured, 60,000" in page and "micro-batch 1 (auto: the start tries larger ones)" in page
+    rows = [*speed_rows(t="2026-12-02T00:00:00Z", micro_batch=8, bf16=41e3), *speed_rows(run="old", micro_batch=8, bf16=40e3),
+            *speed_rows(run="four", micro_batch=4, bf16=60e3)]
+    for micro_batch, speed in ((8, "41,000"), (2, "60,000")):
+        assert f"measured, {speed} tok/s" in planned(tmp_path, auto(FP8_RUN, micro_batch=micro_batch), rows)
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
@@ -131,7 +123,7 @@ def test_the_fastest_that_fits(trials, first, best, order):
         return trials[n] if isinstance(trials[n], Trial) else Trial(trials[n], 1.0)
 
     if best is MachineError:
-        with pytest.raises(MachineError, match=r"cannot be found, RuntimeError: a kernel's offset: .*data.micro_batch=1$"):
+        with pytest.raises(MachineError, match="a kernel's offset: .*data.micro_batch=1"):
             search(list(trials), first, attempt)
     else:
         assert search(list(trials), first, attempt) == best
@@ -148,40 +140,25 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx,
         assert auto(config, micro_batch=n).accumulation(size) * n * size == sequences
 
 
-@pytest.fixture
-def trials(monkeypatch):
-    """Replace try_one(): returns the jobs that it was given, each of which did not fit. No rank asks another."""
-    jobs = []
-    monkeypatch.setattr(plan, "try_one", lambda *job: jobs.append(job) or FULL)
+def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(tiny, monkeypatch):
+    trials = []
+    monkeypatch.setattr(plan, "try_one", lambda *trial: trials.append(trial) or FULL)
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
-    return jobs
-
-
-def test_a_resume_keeps_its_number_and_cheap_mistakes_are_found_before_the_search(tiny, monkeypatch, trials):
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
     write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
-    assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16 and not trials
+    assert resolve_micro_batch(auto(tiny), ALONE).data.micro_batch == 16
     write_json(tiny.run_dir / "config.json", replace(tiny, seed=5).to_dict())
-    with pytest.raises(UserError, match=r"holds another run: seed was 5, now 1337"):
-        resolve_micro_batch(auto(tiny), ALONE)
-    with pytest.raises(UserError, match="nowhere"):
-        resolve_micro_batch(auto(replace(tiny, run="b"), dir=str(tiny.run_dir / "nowhere")), ALONE)
-    with pytest.raises(UserError, match="data.max_epochs"):
-        resolve_micro_batch(auto(replace(tiny, run="b", steps=100_000)), ALONE)
+    fresh = auto(replace(tiny, run="b"))
+    for config, told in ((auto(tiny), "seed was 5, now 1337"), (auto(fresh, dir=f"{tiny.run_dir}/nowhere"), "nowhere"),
+                         (replace(fresh, steps=100_000), "data.max_epochs")):
+        with pytest.raises(UserError, match=told):
+            resolve_micro_batch(config, ALONE)
     assert not trials
-    write_json(tiny.run_dir / "config.json", auto(tiny, micro_batch=16).to_dict())
-    monkeypatch.setattr(plan, "search", lambda numbers, *_: numbers[-1])
-    assert resolve_micro_batch(auto(tiny), World(0, 0, 4, CPU)).data.micro_batch == 4, "4 ranks share 16 sequences a step"
-    monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: 2)
-    assert resolve_micro_batch(auto(tiny), World(1, 1, 2, CPU)) == auto(tiny, micro_batch=2), "as rank 0 found"
-
-
-def test_trials_are_of_the_whole_run_on_one_device_and_may_last_as_long_as_a_start(tiny, monkeypatch, trials):
-    config = auto(replace(tiny, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
-        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900)))
+    config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
+        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900))
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
-    with pytest.raises(UserError, match=r"found none of \[1, 2, 4\] that fits into the memory of cuda:0 .*recompute=true"):
+    with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
         resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
     assert [tried.data.micro_batch for tried, *_ in trials] == [4, 2, 1]
     tried, device, end = trials[0]
@@ -198,37 +175,12 @@ class InTheChild:
         return self.call[0], self.call[1:]
 
 
-@pytest.mark.parametrize("call, failure", [
-    ((signal.raise_signal, signal.SIGKILL), NO_FIT), ((os._exit, 7), "the trial ended with exit code 7"),
-    ((time.sleep, 90), "no answer before parallel.start_timeout was over")])
-def test_a_trial_answers_however_it_ends_and_leaves_no_process(call, failure):
-    began = time.monotonic()
-    assert try_one(InTheChild(*call), CPU, began + (2 if call[0] == time.sleep else 60)) == Trial(failure=failure)
-    assert time.monotonic() - began < 60 and not multiprocessing.active_children()
-
-
-@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
-def test_a_trial_trains_and_evaluates_as_the_run_does(tiny, monkeypatch, recipe):
-    calls, of_bf16 = [], plan.fp8.in_bf16
-    monkeypatch.setattr(plan, "_limit_memory", calls.append)
-    monkeypatch.setattr(plan.fp8, "in_bf16", lambda model: calls.append(model) or of_bf16(model))
-    monkeypatch.setattr(plan, "MEASURED_S", 0.01)
-    trial = measure(with_recipe(tiny, recipe), CPU)
-    device, model = calls       # the evaluation in BF16 is uncompiled, and may need more memory than the training
-    assert device == CPU and trial.failure is None and trial.tok_per_s > 0 and 0.1 < trial.peak_gib < 64
-    assert (next(model.parameters()).std() - (0.4 / 32) ** 0.5).abs() < 0.05, "random weights: zeros are faster"
-
-
-def test_a_trial_leaves_memory_to_others(monkeypatch):
-    calls = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *call: calls.append(call))
-    plan._limit_memory(torch.device("cuda", 3))
-    assert calls == [(0.94 * 60 / 80, torch.device("cuda", 3))]
-
-
-def test_real_trials_that_do_not_fit_or_are_refused(tiny):
+def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
+    for call, failure in (((signal.raise_signal, signal.SIGKILL), NO_FIT), ((os._exit, 7), "exit code 7"),
+                          ((time.sleep, 90), "parallel.start_timeout")):
+        began = time.monotonic()
+        trial = try_one(InTheChild(*call), CPU, began + (2 if call[0] == time.sleep else 60))
+        assert failure in trial.failure and time.monotonic() - began < 60 and not multiprocessing.active_children()
     vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
     assert try_one(vast, CPU, time.monotonic() + 300) == FULL
     refused = with_recipe(tiny, "tensorwise")
@@ -253,14 +205,12 @@ def test_a_trial_ends_with_its_parent(tiny):
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
-    config = auto(tiny, tokens_per_step=32)     # one sequence: one trial, which takes a process of its own
-    done = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
-    assert done.returncode == 0, done.stderr
-    said = [line for line in done.stdout.splitlines() if line.startswith("data.micro_batch=auto: ")]
-    assert len(said) == 2 and "tokens/s" in said[0] and said[1].startswith("data.micro_batch=auto: 1 it is.")
+    config = auto(with_recipe(tiny, "tensorwise"), tokens_per_step=32)     # one trial, which takes a process of its own
+    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    assert said.count("data.micro_batch=auto: ") == 2 and "data.micro_batch=auto: 1 it is" in said
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
-    again = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none")
-    assert again.returncode == 0 and "nothing to do" in again.stdout and "tokens/s" not in again.stdout
+    said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
+    assert "nothing to do" in said and "tokens/s" not in said
 
 
 @pytest.mark.gpu

