@@ -2,7 +2,7 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 
-.PHONY: demo test soak setup lint clean
+.PHONY: demo test gpu soak setup lint clean
 
 demo: setup                 ## corpus -> a study in miniature -> laws, paired gap, figures, score, sample; again: only what is missing
 	$(PY) prepare_data.py demo out=data/demo
@@ -16,6 +16,9 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 
 test: setup                 ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
+
+gpu: setup                  ## the tests that need a GPU, or two: recipes against fp64, kernels against torchao, resume, saves
+	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about fifteen minutes on two cores
 	$(PY) -m pytest -q tests/soak.py
