@@ -145,28 +145,29 @@ class Fit:
 
     def formula(self, symbol: str = "C") -> str:
         """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
-        p = self.parameters
+        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
         if self.form == "isoflop":
-            return f"N* ~ C^{p['a']:.3g}, D* ~ C^{p['b']:.3g}"
-        floor = f"{p['E']:.3g} + " if "E" in p else ""
+            return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
+        floor = f"{p['E']} + " if "E" in p else ""
         if self.form.startswith("chinchilla"):
-            return f"L = {floor}{p['A']:.3g} N^{-p['alpha']:.3g} + {p['B']:.3g} D^{-p['beta']:.3g}"
+            return f"L = {floor}{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}"
         factor, exponent = NAMES[self.form][-2:]
-        return f"L = {floor}{p[factor]:.3g} {symbol}^{-p[exponent]:.3g}"
+        return f"L = {floor}{p[factor]} {symbol}^-{p[exponent]}".replace("^--", "^")
 
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
         if self.form != "isoflop":
             del content["windows"]
-        return _strict(content | self.parameters)
+        return strict(content | self.parameters)
 
 
-def _strict(value):
+def strict(value):
+    """The value with None for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _strict(one) for key, one in value.items()}
+        return {key: strict(one) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_strict(one) for one in value]
+        return [strict(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
