@@ -206,7 +206,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
             colour = _shade(style, line.each, among) if line.each else style["color"]
             drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
-                named.setdefault(f"{line.each:.2g}" if is_by_ratio else human(line.each), drawn_line)
+                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
         colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
