@@ -289,26 +289,22 @@ def _legend(groups) -> list:
 
 def _title(groups, loss_key: str) -> str:
     """What is drawn, of which arms, and of how many."""
-    counts = [len(group.loss) for group in groups]
-    n = f"{counts[0]} each" if len(counts) > 1 and len(set(counts)) == 1 else ", ".join(map(str, counts))
+    n = ", ".join(dict.fromkeys(str(len(group.loss)) for group in groups))
     if not groups[0].records:
         return f"Loss in {name_of(groups[0])} (n = {n} points)"
     arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
-    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n})"
+    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n}{' each' * (len(groups) > 1)})"
 
 
 def _caption(groups, pairs, others) -> str:
     """The first group's law, then what the lines are; law.json has the laws of all with their intervals."""
-    axis = "C" if "C" in groups[0].x else "N"
-    law, parts = groups[0].laws["chinchilla"] if is_surface(groups[0]) else groups[0].lines.get(axis), []
-    if law:
-        parts.append(f"{name_of(groups[0])}: {law.formula(axis)}.")
+    first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
+    if law := first.laws["chinchilla"] if is_surface(first) else first.lines.get(axis):
+        parts.append(f"{name_of(first)}: {law.formula(axis)}.")
     if any(map(is_surface, groups)):
         parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
-    elif any(map(is_spread, groups)):
-        parts.append("Over D and N, lines join points of one size N, of one ratio D / N.")
-    elif "D" in groups[0].x:
-        parts.append(f"All at {np.median(groups[0].x['D'] / groups[0].x['N']):.3g} tokens per parameter.")
+    elif "D" in first.x and not is_spread(first):
+        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per parameter.")
     if pairs:
         parts.append("Gap bars: ± 1 standard error.")
     if others:
@@ -339,11 +335,9 @@ class Line:
 
 def span(groups, axis: str) -> tuple[float, float]:
     """From the smallest run to beyond the held-out ones or, without those, to where an extrapolation would be read."""
-    high = max(group.x[axis].max() for group in groups)
     held = [getattr(held, axis) for group in groups for held in group.held_out]
-    has_law = any(axis == "C" or is_surface(group) or not is_spread(group) for group in groups)
-    beyond = 2.0 if held else 1.6 if not has_law else BEYOND if axis == "C" else BEYOND**0.5
-    return min(group.x[axis].min() for group in groups), beyond * max([*held, high])
+    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5
+    return min(group.x[axis].min() for group in groups), beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
 
 
 def is_surface(group) -> bool:
@@ -373,12 +367,11 @@ def law_lines(group, axis: str, grid) -> list[Line]:
 
     Where an identified L(N, D) heads the group: its frontier over compute, a line per size over tokens, a line per number of
     tokens per parameter over parameters. Else one line over each axis where the points lie on one ray; where they do not,
-    lines over tokens and parameters join the points of one size or ratio."""
+    over compute alone."""
     law, points = group.laws["chinchilla"], group.points
-    if is_spread(group) and not is_surface(group) and axis != "C":
-        return _joined(group, axis)
     if not is_surface(group):
-        return [_line(group.lines[axis], grid, (grid,))] if axis in group.lines else []
+        is_drawn = axis in group.lines and (axis == "C" or not is_spread(group))
+        return [_line(group.lines[axis], grid, (grid,))] if is_drawn else []
     if axis == "C":
         return [_line(law, grid, _cheapest(group, grid))]
     if axis == "D":
@@ -392,16 +385,6 @@ def _line(law, x, where, each=None) -> Line:
         interval = law.interval_at(*where) if law.identified else None
     loss, low, high = (law.predict(*where), None, None) if interval is None else interval
     return Line(x, loss, low, None if high is None else np.minimum(high, 1e9 * loss), each)
-
-
-def _joined(group, axis) -> list[Line]:
-    values = group.points.N if axis == "D" else group.points.D / group.points.N
-    each, lines = np.array(_few(values)), []
-    alike = np.isclose(values[:, None], each, rtol=0.05)        # (points, lines)
-    for own, value in zip(alike.T, each, strict=True) if alike.any(axis=1).all() else ():
-        x = np.unique(group.x[axis][own])       # several seeds are one place
-        lines.append(Line(x, np.array([group.loss[own & (group.x[axis] == at)].mean() for at in x]), each=float(value)))
-    return lines
 
 
 def _cheapest(group, compute):

@@ -127,7 +127,7 @@ def _check(o: Options, where) -> None:
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
             (not o.points and not o.paths, "no runs given: name run folders such as out/<run>, a folder that holds them, or a "
                                            "table with --points FILE"),
-            (o.points and o.paths, f"{o.paths[:1]} beside --points: give runs or one table; names with spaces want quotes"),
+            (o.points and o.paths, f"{' '.join(o.paths)!r} beside --points: give runs or one table; names with spaces want quotes"),
             (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
             (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
             (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
@@ -428,15 +428,15 @@ def _warnings(group) -> list[str]:
     if not fit.identified:
         lines.append(f"WARNING: {group.recipe}: the headlined law is not identified: {fit.reason}")
     if lack:
-        worst, less = max(lack["by_ratio"], key=lambda one: abs(one["mean_percent"])), lack["without"]
-        names = group.names_of(lack["left_out"])
-        named = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
-        lines += [f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['residual_rms']:.2g} %, noise of "
-                  f"{100 * lack['noise']:.2g} % (of {lack['noise_of']}), {worst['mean_percent']:+.2g} % at "
-                  f"{_span(worst['low'], worst['high'])} tokens per parameter",
-                  f"  without the {len(names)} points below {lack['below']:.3g} tokens per parameter ({named}): "
-                  f"{less.formula()}, residuals of {100 * less.residual_rms:.2g} %" if less else
-                  "  leaving out early points, up to half of all, does not mend it: another form is needed"]
+        lines.append(f"WARNING: {group.recipe}: L(N, D) does not fit: residuals of {100 * lack['residual_rms']:.2g} %, noise of "
+                     f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
+        if less := lack["without"]:
+            names = group.names_of(lack["left_out"])
+            lines.append(f"  without the {len(names)} points below {lack['below']:.3g} tokens per parameter "
+                         f"({', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}): {less.formula()}, residuals of "
+                         f"{100 * less.residual_rms:.2g} %")
+        else:
+            lines.append("  leaving out early points, up to half of all, does not mend it: another form is needed")
     return lines
 
 

@@ -67,7 +67,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and
     McCaffrey 2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    log_loss, jacobian = log_law(fit.form, best.theta, _logs(fit, points), best.gamma)
+    log_loss, jacobian = log_law(*terms(fit.form, _logs(fit, points), best.gamma), best.theta)
     residual = np.log(points.loss) - log_loss
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0

@@ -136,7 +136,7 @@ class Fit:
         shape = np.shape(x[0])
         logs = [np.log(np.asarray(values, dtype=float)).ravel() - centre
                 for values, centre in zip(x, best.centres, strict=True)]
-        log_loss, gradient = log_law(self.form, best.theta, logs, best.gamma)
+        log_loss, gradient = log_law(*terms(self.form, logs, best.gamma), best.theta)
         variance = np.einsum("ni,ij,nj->n", gradient, best.covariance, gradient) + new_run * best.sigma**2
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
@@ -392,9 +392,8 @@ def terms(form: str, logs, gamma: float | None = None):
     return (slopes, offsets) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
 
 
-def log_law(form: str, theta, logs, gamma: float | None = None):
-    """(ln L (n,), its gradient in theta (n, p)) at centred logarithms of the abscissae."""
-    slopes, offsets = terms(form, logs, gamma)
+def log_law(slopes, offsets, theta):
+    """(ln L (n,), its gradient in theta (n, p)) of what `terms` gives."""
     parts = slopes @ theta + offsets
     total = logsumexp(parts, axis=1)
     return total, np.einsum("nt,ntp->np", np.exp(parts - total[:, None]), slopes)
@@ -450,14 +449,12 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     scale = np.exp(y.mean()) if raw else 1.0
 
     def residual(theta):
-        log_loss = logsumexp(slopes @ theta + offsets, axis=1)
+        log_loss, _ = log_law(slopes, offsets, theta)
         return (np.exp(log_loss) - np.exp(y)) / scale if raw else log_loss - y
 
     def jacobian(theta):
-        parts = slopes @ theta + offsets
-        total = logsumexp(parts, axis=1, keepdims=True)
-        relative = np.einsum("nt,ntp->np", np.exp(parts - total), slopes)
-        return relative * np.exp(total) / scale if raw else relative
+        log_loss, relative = log_law(slopes, offsets, theta)
+        return relative * np.exp(log_loss)[:, None] / scale if raw else relative
 
     def finish(start, delta):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.

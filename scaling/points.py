@@ -48,10 +48,11 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     chosen, filters = _filter(path, rows, where)
     missing = [line for line, row in chosen.items() if row[loss].lower() in MISSING]
     kept = [line for line in chosen if line not in missing]
+    if not kept:
+        raise UserError(f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, none of them has a "
+                        f"finite {loss!r}")
     if not 0 <= drop_highest < len(kept):
-        raise UserError(f"drop_highest={drop_highest} must lie between 0 and {len(kept) - 1}: {path} has {len(kept)} points" if kept
-                        else f"{path}: no row is left to fit: {len(rows)} rows, {len(chosen)} meet the conditions, none of them "
-                             f"has a finite {loss!r}")
+        raise UserError(f"drop_highest={drop_highest} must lie between 0 and {len(kept) - 1}: {path} has {len(kept)} points")
     values = {name: {line: _number(path, line, name, rows[line][name]) for line in kept} for name in wanted if name != cluster}
     # Stable: of equal losses the one that stands first in the file goes first.
     dropped = sorted(sorted(kept, key=lambda line: -values[loss][line])[:drop_highest])

@@ -14,7 +14,8 @@ N, D = np.array([1e8, 2e8, 4e8, 8e8]), np.array([2e9, 4e9, 8e9, 1.6e10])
 
 def table(tmp_path, rows=ROWS, text=None):
     path = tmp_path / "points.csv"
-    path.write_bytes("\n".join([HEAD, *rows, ""]).encode() if text is None else text if isinstance(text, bytes) else text.encode())
+    text = "\n".join([HEAD, *rows, ""]) if text is None else text
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
 
 
@@ -65,7 +66,7 @@ def test_unfinished_runs_are_left_out_and_said(tmp_path):
     assert chosen.notes == ["left out 3 of 12 rows, their loss is empty or not finite: lines 3, 7, 11"]
     # Such a row's other cells are not looked at; the row of a finite loss is held to them.
     assert len(read_points(table(tmp_path, [*ROWS, "e,,,,,"]), "N", "loss").points.N) == 4
-    assert refusal(table(tmp_path, [*ROWS, "e,,,,2.5,"])).startswith("line 6, column 'N': '' is no plain finite number above zero")
+    assert refusal(table(tmp_path, [*ROWS, "e,,,,2.5,"])).startswith("line 6, column 'N': '' is no plain finite number")
     assert refusal(table(tmp_path, ["a,1,1,1,,1", "b,1,1,1,nan,1"])).startswith("no row is left to fit: 2 rows, 2 meet")
 
 
@@ -112,7 +113,8 @@ def test_conditions_and_clusters(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    (b"", "has no column 'N'"), (b"\xff\xfeN\x00,\x00", "is no text in UTF-8 ("), (b"N,loss\n", "has a header but no row under it"),
+    (b"", "has no column 'N'"), (b"\xff\xfeN\x00,\x00", "is no text in UTF-8 ("),
+    (b"N,loss\n", "has a header but no row under it"),
     (b"N,Loss\n1,2\n", "has no column 'loss'; did you mean 'Loss'?"), (b"a b c\n1 2 3\n", "has no column 'N'; there are: a b c"),
     (b"N,loss,loss\n1,2,3\n", "2 columns are called 'loss'; rename all but one"),
     (b"N,loss\n1,2\n3\n", "line 3: 1 cells where the header has 2; repair the line"),
