@@ -8,8 +8,8 @@
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4 dataset=rw --where lr=0.003 --out DIR
 
-Prints the headline after its warnings; with --all every law with its certificate, the counting conventions and what other
-choices would have given. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
+Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given, such as
+another way to count. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
 a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted.
 """
 
@@ -51,7 +51,7 @@ LINES = 40                  # of text, without --all
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
-# Ways to count. N is fitted as the records' convention says, C as the first says; the others are in the tables of conventions.
+# Ways to count. N is fitted as the records' convention says, C as the first says; law.json has the laws under the others too.
 COUNTS = {
     "N": ("params_total", "params_nonembed", "params_matmul"),
     "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
@@ -127,7 +127,7 @@ def _check(o: Options, where) -> None:
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
             (not o.points and not o.paths, "no runs given: name run folders such as out/<run>, a folder that holds them, or a "
                                            "table with --points FILE"),
-            (o.points and o.paths, f"{' '.join(o.paths)!r} beside --points: give runs or one table; names with spaces want quotes"),
+            (o.points and o.paths, f"{' '.join(o.paths)!r} beside --points: give runs or one table; quote names with spaces"),
             (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
             (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
             (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
@@ -230,7 +230,6 @@ class Group:
     headline_reason: str
     lines: dict[str, Fit]               # axis -> the law to draw over it
     bands: dict[str, list[Fit]]         # axis -> forms whose spread is the model-form band
-    gammas_left_out: list[float]        # members of the band that would need E below zero
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
@@ -282,9 +281,8 @@ class Group:
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
-                "gammas_left_out": self.gammas_left_out, "form_doubt": self.form_doubt, "slopes": self.slopes,
-                "allocation": self.allocation, "by_convention": {name: fit.plain() for name, fit in self.by_convention.items()},
-                "robustness": self.robustness}
+                "form_doubt": self.form_doubt, "slopes": self.slopes, "allocation": self.allocation,
+                "by_convention": {name: fit.plain() for name, fit in self.by_convention.items()}, "robustness": self.robustness}
 
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
@@ -321,8 +319,8 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
     ray = ray_of(points) if "D" in x else None
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
     headline, reason = _headline(laws, ray, lack and not insist)
-    lines, bands, left_out = _lines(laws, headline, x, points, seed_sd, ray)
-    return Group(name, records, points, x, laws, headline, reason, lines, bands, left_out, seed_sd,
+    lines, bands = _lines(laws, headline, x, points, seed_sd, ray)
+    return Group(name, records, points, x, laws, headline, reason, lines, bands, seed_sd,
                  _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
 
 
@@ -381,10 +379,10 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
 
 
 def _lines(laws, headline, x, points, seed_sd, ray):
-    """What the figure draws: a law per axis, the forms of its band, the gammas that the band had to leave out.
+    """What the figure draws: a law per axis, and the forms of its band.
 
     Nothing where L(N, D) is headlined: over one axis alone it is no curve."""
-    lines, bands, left_out = {}, {}, []
+    lines, bands = {}, {}
     for axis in x if headline != "chinchilla" else ():
         power = laws[f"power_{axis.lower()}"]
         if power.objective is None:
@@ -395,8 +393,8 @@ def _lines(laws, headline, x, points, seed_sd, ray):
                 lines[axis] = laws["ray"] if axis == "C" else fit_ray(x[axis], points.loss, seed_sd=seed_sd)
             # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
             factor = float(np.polyfit(np.log(x[axis]), np.log(x["C"]), 1)[0])
-            bands[axis], left_out = fit_band(x[axis], points.loss, axis.lower(), factor)
-    return lines, bands, left_out
+            bands[axis] = fit_band(x[axis], points.loss, axis.lower(), factor)
+    return lines, bands
 
 
 # --------------------------------------------------------------------------------------------------- text for a terminal
@@ -409,9 +407,6 @@ def _print(groups, notes, said, folder: Path, everything: bool) -> None:
         lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
     for group in groups if everything else ():
         lines += ["", f"{group.recipe}: every law", *_table(_law_rows(group))]
-        if group.slopes:
-            lines += ["", f"{group.recipe}: counted in other ways, to be compared within one way only (slope: of the power law; "
-                          "a: N* ~ C^a)", *_table(_convention_rows(group))]
         lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
     if len(notes) > 4 and not everything:
         notes = [*notes[:3], f"... and {len(notes) - 3} more such notes in law.json"]
@@ -470,22 +465,14 @@ def _formula(fit) -> str:
 
 
 def _intervals(fit) -> str:
-    return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
+    shown = {name: ends for name, ends in (fit.ci95 or {}).items() if not name.endswith("_c")}      # Kaplan's scales: the factor
+    return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in shown.items())
 
 
 def _law_rows(group) -> list[dict]:
     return [{"law": form, "n": fit.n, "fitted": _formula(fit), "95 %": _intervals(fit), "rms": fit.residual_rms,
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
-             "singular values": " ".join(f"{value:.2g}" for value in fit.singular_values or ()),
-             "budgets": fit.budgets and f"{sum(one['reason'] is None for one in fit.budgets)} of {len(fit.budgets)}",
              "not identified because": fit.reason} for form, fit in group.laws.items()]
-
-
-def _convention_rows(group) -> list[dict]:
-    joint = {name: fit.parameters for name, fit in group.by_convention.items() if fit.identified}
-    joint |= {name: {"a": a} for name, a in group.allocation.items()}
-    return [{"count": name, "slope": slope} | {key: joint.get(name, {}).get(key) for key in ("alpha", "beta", "a")}
-            for name, slope in group.slopes.items()]
 
 
 def _table(rows: list[dict]) -> list[str]:

@@ -155,8 +155,6 @@ class Fit:
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
-        if self.form != "isoflop":
-            del content["windows"]
         return strict(content | self.parameters)
 
 
@@ -224,14 +222,12 @@ def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None =
     return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
 
 
-def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> tuple[list[Fit], list[float]]:
-    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS.
-
-    Also gives the gammas left out because they would need E below zero. The spread of these forms beyond the points is
-    the honest uncertainty of few points; residuals know nothing of it."""
-    rays = {gamma: fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS}
-    left_out = [gamma for gamma, fit in rays.items() if fit.parameters["E"] < COLLAPSED * np.min(L)]
-    return [fit_power(x, L, axis), *(fit for gamma, fit in rays.items() if gamma not in left_out)], left_out
+def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
+    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS, without those
+    that would need E below zero. The spread of these forms beyond the points is the honest uncertainty of few points;
+    residuals know nothing of it."""
+    rays = [fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS]
+    return [fit_power(x, L, axis), *(fit for fit in rays if fit.parameters["E"] >= COLLAPSED * np.min(L))]
 
 
 def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
