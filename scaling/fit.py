@@ -465,8 +465,7 @@ def _formula(fit) -> str:
 
 
 def _intervals(fit) -> str:
-    shown = {name: ends for name, ends in (fit.ci95 or {}).items() if not name.endswith("_c")}      # Kaplan's scales: the factor
-    return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in shown.items())
+    return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
 
 
 def _law_rows(group) -> list[dict]:

@@ -97,9 +97,8 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     samples = {name: [] for name in fit.parameters}
     for theta in thetas[converged]:
         for name, (value, _) in natural(fit.form, theta, best.centres, best.gamma).items():
-            if name in samples:         # a rising resample has no Kaplan scale
-                samples[name].append(back(name, value))
-    with np.errstate(invalid="ignore", over="ignore"):          # a scale may overflow; law.json then has null
+            samples[name].append(back(name, value))
+    with np.errstate(invalid="ignore", over="ignore"):          # a factor may overflow; law.json then has null
         se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
     ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
     optimum = replace(best, covariance=np.cov(thetas[converged].T), dof=len(labels) - 1)

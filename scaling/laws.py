@@ -18,8 +18,7 @@ from runtime.cli import UserError
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
          "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
-SCALE = {"power_n": "N_c", "power_d": "D_c", "power_c": "C_c"}      # Kaplan's L = (N_c/N)^alpha
-FACTORS = {"E", "A", "B", "K", *SCALE.values()}     # positive, so solved for and given intervals on the logarithm
+FACTORS = {"E", "A", "B", "K"}      # positive, so solved for and given intervals on the logarithm
 AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
 
 DELTA = 1e-3                # Huber's threshold on log-loss residuals
@@ -213,9 +212,8 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float
 
 
 def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
-
-    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises UserError as fit_ray does."""
+    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws, whose
+    N_c is A^(1/alpha). Raises UserError as fit_ray does."""
     logs, y, centres = centred_logs((x,), L, distinct=2)
     slope, height = np.polyfit(logs[0], y, 1)
     starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
@@ -413,9 +411,6 @@ def natural(form: str, theta, centres, gamma: float | None = None):
         slope = (alpha * db - beta * da) / total**2
         values |= {"a": (beta / total, slope), "b": (alpha / total, -slope),
                    "gamma": (alpha * beta / total, (beta**2 * da + alpha**2 * db) / total**2)}
-    elif form in SCALE and values[slopes[0]][0] > 0:
-        (height, dh), (slope, ds) = values[heights[0]], values[slopes[0]]
-        values[SCALE[form]] = (height / slope, dh / slope - height * ds / slope**2)
     return values
 
 
