@@ -186,8 +186,8 @@ def counted_as(records, convention: str | None) -> list[Record]:
 
 def check_comparable(records) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
-    first = records[0]
     for other in records[1:]:
+        first = records[0]
         if other.convention != first.convention:
             raise UserError(f"{first.folder} belongs to a study that counts {first.convention} parameters and "
                             f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")

@@ -57,10 +57,8 @@ def table(N, D, loss, name="points.csv"):
 
 
 def five_recipes(folder):
-    write_ladder(folder)
-    for recipe in ("rowwise", "rowwise_with_gw_hp", "cscale"):
-        for letter, params in zip("xyz", (38_912, 106_624, 184_320), strict=True):
-            write_run(folder / f"{letter}_{recipe}", recipe=recipe, params=params, gap=0.004)
+    for recipe, params in itertools.product(("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "cscale"), (38_912, 184_320)):
+        write_run(folder / f"{params}_{recipe}", recipe=recipe, params=params, gap=0.004 * (recipe != "bf16"))
     return study(folder)
 
 
@@ -260,7 +258,7 @@ def test_a_recipe_has_one_style_in_every_figure():
 
 def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
     before = dict(matplotlib.rcParams)
-    given = two_ratios(tmp_path)
+    given = sizes_alone(tmp_path)
     figure = draw(*given)
     write_with(figure, tmp_path / "out", "figure", {"a": 1}, "law.json")
     assert json.loads((tmp_path / "out/law.json").read_text()) == {"a": 1} and (tmp_path / "out/figure.png").exists()
