@@ -194,6 +194,10 @@ def _fit_runs(o: Options) -> None:
                       "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
                       "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found]}
     said = [_seeds(noise), _pairs(found)]
+    if o.all:
+        said += _table([{"FP8 run": pair.fp8.run_id, "N": human(pair.fp8.N), "tokens": human(pair.fp8.tokens),
+                         "gap as trained [%]": pair.as_trained.percent, "gap in BF16 [%]": pair.in_bf16.percent,
+                         "± [nats]": pair.in_bf16.se, "tok/s FP8/BF16": pair.tok_per_s_ratio} for pair in found])
     if o.predict:
         lines = predict.describe(predict.freeze(o.predict, groups, folder, loss_key, roots=roots, commit=o.commit or None))
         said += lines if o.all else [*lines[:2], lines[-1]]
@@ -475,7 +479,9 @@ def _law_rows(group) -> list[dict]:
 
 
 def _table(rows: list[dict]) -> list[str]:
-    """Rows as a table with a column for each key that some row fills; numbers with four digits."""
+    """Rows as a table with a column for each key that some row fills, numbers with four digits; nothing without rows."""
+    if not rows:
+        return []
     names = list(dict.fromkeys(name for row in rows for name in row))
     return grid([names, *([f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name) or "") for name in names]
                           for row in rows)]).split("\n")
