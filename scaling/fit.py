@@ -57,6 +57,8 @@ COUNTS = {
     "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
           "flops_per_token_6n_matmul"),
 }
+INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
+             "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
 FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest")      # of Options
 
 
@@ -458,10 +460,6 @@ def _headline_lines(group) -> list[str]:
     if far:
         lines.append(f"  doubt in the form: at ten times the largest compute {min(far):.4g} to {max(far):.4g} nats per token")
     return lines
-
-
-INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
-             "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
 
 
 def _formula(fit) -> str:
