@@ -23,12 +23,11 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.patheffects import withStroke
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from runtime.cli import UserError, read_options, run_command
 from runtime.rows import write_atomically
-from scaling.laws import NAMES, ONE_RAY, frontier
+from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -51,7 +50,6 @@ BEYOND = 10             # without a held-out run the laws are drawn to this many
 BINS = 24               # per decade of compute, to smooth training curves
 FEW = 6                 # at most so many lines of one size, or of one ratio, in a panel
 FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewidth": 0.4}     # the spread of model forms
-HALO = [withStroke(linewidth=2.2, foreground="white")]
 
 
 # ------------------------------------------------------------------------------------------------ one style for all figures
@@ -82,17 +80,16 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     return figure, panels
 
 
-def page(height: float, rows: int, columns: int, title: str, caption: str, *, top=0.48, left=0.075, right=0.985,
-         wspace=0.12, hspace=0.2, **shared):
-    """A page whose panels stand where the caller says, in shares of it; `sheet` is laid out by matplotlib."""
+def page(height, rows, columns, title, caption, *, top=0.48, left=0.075, right=0.985, wspace=0.12, hspace=0.2, **shared):
+    """A page whose panels stand where the caller says; kept for bench/ and eval/ until they use `sheet`."""
     caption = textwrap.fill(caption, 128)
     height += 0.13 * caption.count("\n")
     figure = Figure(figsize=(7.4, height))
     figure.suptitle(title, x=left, y=1 - 0.05 / height, ha="left", va="top", fontsize=9, parse_math=False)
     figure.text(left, 0.04 / height, caption, fontsize=7, color="#444444", va="bottom", parse_math=False)
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
-    figure.subplots_adjust(left=left, right=right, top=1 - top / height, wspace=wspace, hspace=hspace,
-                           bottom=(0.58 + 0.13 * caption.count("\n")) / height)
+    bottom = (0.58 + 0.13 * caption.count("\n")) / height
+    figure.subplots_adjust(left=left, right=right, top=1 - top / height, wspace=wspace, hspace=hspace, bottom=bottom)
     return figure, panels
 
 
@@ -156,76 +153,74 @@ def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
 
 
-def draw(groups, pairs, loss_key: str, ray: tuple[float, float] | None) -> Figure:
-    """The figure of the groups (groups.Group): losses with their laws, then the pairs' gaps where there are any.
-
-    `drawn` says which groups are shown.
-    pairs: of pairs.Pair. ray: smallest and largest tokens per parameter if the points share one ratio, else None."""
+def draw(groups, pairs, loss_key: str) -> Figure:
+    """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
     groups, others = drawn(groups)
     pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
     axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
     rows = [3.0, 1.0] if pairs else [3.2]
     with matplotlib.rc_context(LARGE):
         handles = _legend(groups)
-        n_lines = -(-len(handles) // 3)
-        figure, panels = sheet((6.6, sum(rows) + 1.55 + 0.19 * n_lines), len(rows), len(axes), _title(groups, loss_key),
-                               _caption(groups, pairs, ray, others), handles, 3, sharex="col", sharey="row",
-                               height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
+        size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
+        figure, panels = sheet(size, len(rows), len(axes), _title(groups, loss_key), _caption(groups, pairs, others), handles, 3,
+                               sharex="col", sharey="row", height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
         for axis, column in zip(axes, panels.T, strict=True):
             _draw_losses(column[0], groups, axis)
             if pairs:
                 _draw_gaps(column[1], groups, axis, pairs, loss_key)
-            kind = KIND[groups[0].convention].replace(" ", "\n")
-            column[-1].set_xlabel(kind * (axis == "N") + AXES[axis])
-        panels[0, 0].set_ylim(_loss_limits(groups))
-        panels[0, 0].yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
-        panels[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
-        panels[0, 0].yaxis.set_minor_locator(NullLocator())
-        panels[0, 0].set_ylabel("validation loss\n[nats/token]")
-        if pairs:
-            panels[1, 0].set_ylabel("gap to\nBF16 [%]")
+            column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
+        first = panels[0, 0]
+        first.set_ylim(_loss_limits(groups))
+        first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
+        first.yaxis.set_major_formatter("{x:g}")
+        first.yaxis.set_minor_locator(NullLocator())
+        for panel, label in zip(panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False):
+            panel.set_ylabel(label)
         figure.align_ylabels()
-        for axis, panel in zip(axes, panels[0], strict=True):
-            _label_lines(panel, groups[0], axis, span(groups, axis))
         return settle(figure)
 
 
 def _draw_losses(panel, groups, axis: str) -> None:
-    """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too."""
+    """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
+
+    Colours are darker for larger models, over parameters for more tokens per parameter where points differ in that."""
     low, high = span(groups, axis)
-    grid, sizes = np.geomspace(low / 1.6, high, 240), _sizes_of(groups)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    # Beside the lines stand their names, left of them over parameters, right over tokens.
-    left, right = {"N": (0.4, 0), "D": (0, 0.35)}.get(axis, (0, 0)) if any(map(is_spread, groups)) else (0, 0)
-    panel.set_xlim(low / 1.6 / (high / low)**left, high * (high / low)**right)
+    grid, is_by_ratio = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups))
+    each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
+    among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
+    panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
     if axis == "C":
         panel.xaxis.set_major_locator(LogLocator(numticks=5))
     else:
         counts_axis(panel.xaxis)
-    for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
-        wide = style.get("hollow") and len(group.loss) < MANY       # two laws that coincide must both be seen
+    named = {}
+    for group, style, values in zip(groups, styles([group.recipe for group in groups]), each, strict=True):
+        is_cloud = len(group.loss) >= MANY
+        wide = style.get("hollow") and not is_cloud         # two laws that coincide must both be seen
         look = {"linestyle": style["linestyle"], "linewidth": style["linewidth"] if wide else 1.0, "alpha": 0.6 if wide else 1}
-        if axis == "C":
-            for record, (tokens, loss) in zip(group.records, group.curves, strict=True):
-                panel.plot(*smooth(tokens * record.flops_per_token, loss), color=_shade(style, record.N, sizes), alpha=0.5,
-                           linewidth=0.7, linestyle="-" if wide else style["linestyle"], zorder=1)
+        for record, (tokens, loss) in zip(group.records, group.curves, strict=True) if axis == "C" else ():
+            panel.plot(*smooth(tokens * record.flops_per_token, loss), color=_shade(style, record.N, among), alpha=0.5,
+                       linewidth=0.7, linestyle="-" if wide else style["linestyle"], zorder=1)
         if forms := group.bands.get(axis):
-            values = np.array([form.predict(grid) for form in forms])
-            panel.fill_between(grid, values.min(axis=0), values.max(axis=0), **FORMS, zorder=1.2)
+            losses = np.array([form.predict(grid) for form in forms])
+            panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **FORMS, zorder=1.2)
         for line in law_lines(group, axis, grid):
             if line.low is not None:
                 panel.fill_between(line.x, line.low, line.high, zorder=1.1, facecolor=(style["color"], 0.12), lw=0.5,
                                    edgecolor=(style["color"], 0.4))
-            colour = _shade(style, line.each, sizes) if axis == "D" and line.each else style["color"]
-            panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
-        colours = _shade(style, np.asarray(group.x["N"], float), sizes)     # (n, 4)
-        is_cloud = len(group.loss) >= MANY
+            colour = _shade(style, line.each, among) if line.each else style["color"]
+            drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
+            if line.each:
+                named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
+        colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
                       linewidths=1.4 if wide else 0)
         for held in group.held_out:
             _draw_held(panel, held, getattr(held, axis), style, 14 if wide else 8.5)
+    if named:
+        panel.legend(named.values(), named, title="D / N" if is_by_ratio else "N", loc="upper right", fontsize=8, framealpha=0.8,
+                     title_fontsize=8, handlelength=1.2, labelspacing=0.15, borderpad=0.3, edgecolor="none").set_zorder(9)
 
 
 def _draw_held(panel, held, x, style, size) -> None:
@@ -234,52 +229,31 @@ def _draw_held(panel, held, x, style, size) -> None:
     if said is not None:
         panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
                        markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-    if held.loss is not None or said is not None:
-        panel.plot(x, said.loss if held.loss is None else held.loss, marker="*", linestyle="none", markersize=size, zorder=6,
-                   color=colour, markerfacecolor="white" if held.loss is None else colour,
-                   markeredgecolor=colour if held.loss is None else "white", markeredgewidth=1 if held.loss is None else 0.4)
-
-
-def _label_lines(panel, group, axis: str, reach) -> None:
-    """Write its size beside each line over tokens, its tokens per parameter over parameters, where the lines are apart."""
-    if axis == "C" or not is_spread(group):
-        return
-    low, high = panel.get_ylim()
-    shown = None
-    for line in law_lines(group, axis, np.geomspace(reach[0] / 1.6, reach[1], 240)):
-        inside = np.flatnonzero((line.loss <= high) & (line.loss >= low))
-        if not len(inside):
-            continue
-        i = inside[-1 if axis == "D" else 0]
-        place = np.array([math.log(line.x[i]) / math.log(reach[1] / reach[0]), math.log(line.loss[i]) / math.log(high / low)])
-        if shown is None or np.abs(place - shown).max() > 0.07:     # of the panel's width or height
-            shown = place
-            name = human(line.each) if axis == "D" else f"{float(f'{line.each:.2g}'):g}×"
-            panel.annotate(name, (line.x[i], line.loss[i]), xytext=(4 if axis == "D" else -4, 0), textcoords="offset points",
-                           ha="left" if axis == "D" else "right", va="center", fontsize=9, color="#333333", path_effects=HALO,
-                           zorder=8, annotation_clip=False)
+    if held.loss is not None:
+        panel.plot(x, held.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markeredgecolor="white",
+                   markeredgewidth=0.4)
+    elif said is not None:
+        panel.plot(x, said.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor="white")
 
 
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     """FP8 minus BF16 of each pair in percent, with one standard error of the evaluation."""
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4)
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
-        order = {record.run_id: i for i, record in enumerate(group.records)}
-        chosen = [pair for pair in pairs if pair.fp8.run_id in order]
+        at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
+        chosen = [pair for pair in pairs if pair.fp8.run_id in at]
         gaps = [pair.in_bf16 if loss_key == "loss_bf16" else pair.as_trained for pair in chosen]
         if chosen:
-            x = [group.x[axis][order[pair.fp8.run_id]] for pair in chosen]
             se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
-            panel.errorbar(x, [gap.percent for gap in gaps], yerr=se, linestyle="none", color=style["color"],
-                           marker=style["marker"], markersize=style["markersize"], capsize=2, elinewidth=0.9,
-                           alpha=0.6 if len(chosen) > 12 else 1)
+            panel.errorbar([at[pair.fp8.run_id] for pair in chosen], [gap.percent for gap in gaps], yerr=se, linestyle="none",
+                           color=style["color"], marker=style["marker"], markersize=style["markersize"], capsize=2,
+                           elinewidth=0.9, alpha=0.6 if len(chosen) > 12 else 1)
 
 
-def _shade(style, size, sizes):
-    """The style's colours for models of `size` parameters (number or array) among `sizes`: pale for the smallest, dark for the
-    largest."""
-    low, high = np.log(min(sizes)), np.log(max(sizes))
-    share = (np.log(size) - low) / (high - low) if high > low else 0.6 + 0 * size
+def _shade(style, value, among):
+    """The style's colour for a value (number or array): pale for the smallest of `among`, dark for the largest."""
+    low, high = np.log(min(among)), np.log(max(among))
+    share = (np.log(value) - low) / (high - low) if high > low else 0.6 + 0 * value
     return matplotlib.colormaps[style["shades"]](0.45 + 0.5 * share)
 
 
@@ -298,9 +272,9 @@ def _legend(groups) -> list:
     handles, grey = [], "#666666"
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         hollow = style.get("hollow") and len(group.loss) < MANY
-        handles.append(Line2D([], [], **{key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")},
-                              markeredgewidth=1.4 if hollow else 0, markerfacecolor="white" if hollow else style["color"],
-                              label=name_of(group)))
+        look = {key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")}
+        handles.append(Line2D([], [], **look, label=name_of(group), markeredgewidth=1.4 if hollow else 0,
+                              markerfacecolor="white" if hollow else style["color"]))
     if any(len(tokens) for group in groups for tokens, _ in group.curves):
         handles.append(Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss"))
     if any(group.lines or is_surface(group) for group in groups):
@@ -309,63 +283,38 @@ def _legend(groups) -> list:
         handles.append(Patch(**FORMS, label="other model forms"))
     held = [held for group in groups for held in group.held_out]
     if held:
-        star = {"color": grey, "marker": "*", "markersize": 10, "linestyle": "none"}
-        handles.append(Line2D([], [], **star, label="held-out run") if any(one.loss is not None for one in held) else
-                       Line2D([], [], **star, markerfacecolor="white", label="held-out run to come"))
+        is_there = any(one.loss is not None for one in held)
+        handles.append(Line2D([], [], color=grey, marker="*", markersize=10, linestyle="none",
+                              markerfacecolor=grey if is_there else "white",
+                              label="held-out run" if is_there else "held-out run to come"))
     if any(one.prediction for one in held):
-        handles.append(Line2D([], [], color=grey, marker=r"$\mathrm{I}$", markersize=10, linestyle="none",
-                              label="its prediction, 95 %"))
+        handles.append(Line2D([], [], color=grey, marker="|", markersize=10, linestyle="none", label="its prediction, 95 %"))
     return handles
-
-
-# ---------------------------------------------------------------------------------------------------------------- its words
 
 
 def _title(groups, loss_key: str) -> str:
     """What is drawn, of which arms, and of how many."""
-    counts = [len(group.loss) for group in groups]
-    n = f"n = {counts[0]}{' each' * (len(counts) > 1)}" if len(set(counts)) == 1 else f"n = {', '.join(map(str, counts))}"
+    n = ", ".join(dict.fromkeys(str(len(group.loss)) for group in groups))
     if not groups[0].records:
-        return f"Loss in {name_of(groups[0])} ({n} points)"
+        return f"Loss in {name_of(groups[0])} (n = {n} points)"
     arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
-    return f"Validation loss of {arms}, {EVALUATED[loss_key]} ({n})"
+    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n}{' each' * (len(groups) > 1)})"
 
 
-def _caption(groups, pairs, ray: tuple[float, float] | None, others) -> str:
+def _caption(groups, pairs, others) -> str:
     """The first group's law, then what the lines are; law.json has the laws of all with their intervals."""
-    law, parts = _law_of(groups[0]), []
-    if law:
-        parts.append(f"{name_of(groups[0])}: {law}.")
-    if ray:
-        low, high = (f"{ratio:.3g}" for ratio in ray)
-        parts.append(f"All at {low if low == high else f'{low} to {high}'} tokens per parameter: one curve in three panels.")
-    elif any(map(is_surface, groups)):
-        parts.append("Lines: lowest loss for a compute, one size, one ratio D/N (×).")
-    elif any(map(is_spread, groups)):
-        parts.append("Over D and N, lines join points of one size, of one ratio D/N (×).")
+    first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
+    if law := first.laws["chinchilla"] if is_surface(first) else first.lines.get(axis):
+        parts.append(f"{name_of(first)}: {law.formula(axis)}.")
+    if any(map(is_surface, groups)):
+        parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
+    elif "D" in first.x and not is_spread(first):
+        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per parameter.")
     if pairs:
         parts.append("Gap bars: ± 1 standard error.")
     if others:
         parts.append(f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}.")
     return " ".join(parts)
-
-
-def _law_of(group) -> str | None:
-    """The law behind the group's line over compute, or over parameters where there is no compute."""
-    law = group.laws["chinchilla"] if is_surface(group) else group.lines.get("C" if "C" in group.x else "N")
-    if law is None:
-        return None
-    p = law.parameters
-    if is_surface(group):
-        return f"L = {number(p['E'])} + {number(p['A'])}/N^{number(p['alpha'])} + {number(p['B'])}/D^{number(p['beta'])}"
-    factor, exponent = NAMES[law.form][-2:]
-    axis = "C" if "C" in group.x else "N"
-    return f"L = {number(p['E']) + ' + ' if 'E' in p else ''}{number(p[factor])} {axis}^{number(-p[exponent])}"
-
-
-def number(value: float) -> str:
-    """Three digits: 0.0291, 97.7, 2120."""
-    return f"{float(f'{value:.3g}'):g}".replace("-", "−")
 
 
 def name_of(group) -> str:
@@ -391,16 +340,9 @@ class Line:
 
 def span(groups, axis: str) -> tuple[float, float]:
     """From the smallest run to beyond the held-out ones or, without those, to where an extrapolation would be read."""
-    high = max(group.x[axis].max() for group in groups)
     held = [getattr(held, axis) for group in groups for held in group.held_out]
-    has_law = any(axis == "C" or is_surface(group) or not is_spread(group) for group in groups)
-    beyond = 2.0 if held else 1.6 if not has_law else BEYOND if axis == "C" else BEYOND**0.5
-    return min(group.x[axis].min() for group in groups), beyond * max([*held, high])
-
-
-def _sizes_of(groups) -> list[float]:
-    """All sizes, those of held-out runs included."""
-    return sorted({float(N) for group in groups for N in [*group.x["N"], *(held.N for held in group.held_out)]})
+    beyond = 2.0 if held else BEYOND if axis == "C" else BEYOND**0.5
+    return min(group.x[axis].min() for group in groups), beyond * max(*held, *(group.x[axis].max() for group in groups), 0)
 
 
 def is_surface(group) -> bool:
@@ -410,8 +352,7 @@ def is_surface(group) -> bool:
 
 def is_spread(group) -> bool:
     """Whether the group's points lie at several tokens-per-parameter ratios: then loss over N or D alone is no one curve."""
-    ratios = group.points.D / group.points.N
-    return "D" in group.x and bool(ratios.max() > ONE_RAY * ratios.min())
+    return "D" in group.x and not on_one_ray(ray_of(group.points))
 
 
 def drawn(groups) -> tuple[list, list]:
@@ -419,8 +360,8 @@ def drawn(groups) -> tuple[list, list]:
     loss that their points identify where some law has one.
 
     A recipe tried at two sizes of four has a power law over its own sizes, which beside the others' frontier says nothing."""
-    sizes = {id(group): len(set(group.x["N"].tolist())) for group in groups}
-    shown = [group for group in groups if sizes[id(group)] == max(sizes.values())]
+    sizes = [len(np.unique(group.x["N"])) for group in groups]
+    shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
     has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
     shown = has_floor or shown
     return shown, [group for group in groups if not any(group is one for one in shown)]
@@ -431,13 +372,11 @@ def law_lines(group, axis: str, grid) -> list[Line]:
 
     Where an identified L(N, D) heads the group: its frontier over compute, a line per size over tokens, a line per number of
     tokens per parameter over parameters. Else one line over each axis where the points lie on one ray; where they do not,
-    lines over tokens and parameters join the points of one size or ratio."""
-    if is_spread(group) and not is_surface(group) and axis != "C":
-        return _joined(group, axis)
-    if not is_surface(group):
-        law = group.lines.get(axis)
-        return [] if law is None else [_line(law, grid, (grid,))]
+    over compute alone."""
     law, points = group.laws["chinchilla"], group.points
+    if not is_surface(group):
+        is_drawn = axis in group.lines and (axis == "C" or not is_spread(group))
+        return [_line(group.lines[axis], grid, (grid,))] if is_drawn else []
     if axis == "C":
         return [_line(law, grid, _cheapest(group, grid))]
     if axis == "D":
@@ -451,19 +390,6 @@ def _line(law, x, where, each=None) -> Line:
         interval = law.interval_at(*where) if law.identified else None
     loss, low, high = (law.predict(*where), None, None) if interval is None else interval
     return Line(x, loss, low, None if high is None else np.minimum(high, 1e9 * loss), each)
-
-
-def _joined(group, axis) -> list[Line]:
-    points, lines = group.points, []
-    values = points.N if axis == "D" else points.D / points.N
-    each = np.array(_few(values))
-    alike = np.isclose(values[:, None], each, rtol=0.05)        # (points, lines)
-    if not alike.any(axis=1).all():
-        return []
-    for own, value in zip(alike.T, each, strict=True):
-        x = np.unique(group.x[axis][own])       # several seeds are one place
-        lines.append(Line(x, np.array([group.loss[own & (group.x[axis] == at)].mean() for at in x]), each=float(value)))
-    return lines
 
 
 def _cheapest(group, compute):
@@ -485,9 +411,9 @@ def _cheapest(group, compute):
 def _few(values) -> list[float]:
     """The distinct values (within 5 %) where they are few, else three round ones that span them."""
     values = np.sort(values)
-    starts = np.flatnonzero(np.concatenate([[True], np.diff(np.log(values)) > np.log(1.05)]))
-    if len(starts) <= FEW:
-        return [float(np.median(some)) for some in np.split(values, starts[1:])]
+    groups = np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))
+    if len(groups) <= FEW:
+        return [float(np.median(some)) for some in groups]
     near = np.quantile(values, (0.05, 0.5, 0.95))
     return sorted({float(min((m * 10.0 ** np.floor(np.log10(v)) for m in (1, 2, 5, 10)), key=lambda r: abs(np.log(r / v))))
                    for v in near})

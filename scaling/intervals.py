@@ -5,11 +5,12 @@ fit's optimum: a resample is a row of weights, and numpy does a thousand of them
 trajectories leave a bootstrap too few different draws; there each is left out once (jackknife) instead.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from scaling.laws import (
+    DELTA,
     SINGULAR,
     Fit,
     Points,
@@ -20,6 +21,7 @@ from scaling.laws import (
     judged,
     log_law,
     natural,
+    strict,
     terms,
     with_covariance,
 )
@@ -36,17 +38,6 @@ RESAMPLES = 100                     # of a variant: enough to tell whether an ex
 MANY = 2000                         # points: a quarter of the resamples must do
 
 
-@dataclass(frozen=True)
-class Bootstrap:
-    """Standard errors and 95 % percentile intervals of the parameters over resamples."""
-
-    se: dict[str, float]
-    ci95: dict[str, tuple[float, float]]
-    covariance: np.ndarray      # (p, p) of theta
-    failed: int                 # resamples without a converged fit, left out
-    clusters: int
-
-
 def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
     """The fit with the intervals that its trajectories allow, which also judge anew whether an exponent's holds 0; a fit
     that its design does not identify as it is.
@@ -60,10 +51,9 @@ def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 
     before, fit = replace(fit, clusters=clusters), replace(fit, clusters=clusters, identified=True, reason=None)
     if clusters >= CLUSTERS and fit.optimum.sigma <= fit.residual_rms:
         drawn = bootstrap(fit, points, resamples, seed)
-        fit = replace(fit, resamples=resamples, failed=drawn.failed)
         if drawn.failed <= FAILED * resamples:
-            best = replace(fit.optimum, covariance=drawn.covariance, dof=clusters - 1)
-            return judged(replace(fit, se=drawn.se, ci95=drawn.ci95, interval="bootstrap", optimum=best))
+            return judged(drawn)
+        fit = replace(fit, resamples=resamples, failed=drawn.failed)
     elif clusters == len(points.loss):
         return before
     covariance = jackknife(fit, points)
@@ -77,7 +67,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and
     McCaffrey 2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    log_loss, jacobian = log_law(fit.form, best.theta, _logs(fit, points), best.gamma)
+    log_loss, jacobian = log_law(*terms(fit.form, _logs(fit, points), best.gamma), best.theta)
     residual = np.log(points.loss) - log_loss
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
@@ -93,28 +83,27 @@ def jackknife(fit: Fit, points: Points):
     return total * (len(labels) - 1) / len(labels) * floor**2 * inefficiency(best.sigma, best.delta)
 
 
-def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Bootstrap:
-    """Draw as many clusters as there are, with replacement, `resamples` times, and fit each.
+def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
+    """The fit with standard errors, covariance and 95 % percentile intervals over `resamples` draws of as many trajectories as
+    there are, with replacement; `failed` counts those without a converged fit, which are left out.
 
-    With every point its own cluster the draws are those of np.random.seed(seed); np.random.choice(n, n), which is how
+    With every point its own trajectory the draws are those of np.random.seed(seed); np.random.choice(n, n), which is how
     Besiroglu et al. 2024 made theirs."""
     labels, member = np.unique(points.cluster, return_inverse=True)
-    rng = np.random.RandomState(seed)
-    drawn = np.array([rng.choice(len(labels), len(labels)) for _ in range(resamples)])
-    counts = np.zeros((resamples, len(labels)))
-    np.add.at(counts, (np.arange(resamples)[:, None], drawn), 1)
-    best = fit.optimum
-    thetas, _, _, converged = descend(np.tile(best.theta, (resamples, 1)), *terms(fit.form, _logs(fit, points), best.gamma),
-                                      np.log(points.loss), best.delta, counts[:, member])
+    rng, best = np.random.RandomState(seed), fit.optimum
+    counts = np.array([np.bincount(rng.choice(len(labels), len(labels)), minlength=len(labels)) for _ in range(resamples)], float)
+    thetas, _, converged = descend(np.tile(best.theta, (resamples, 1)), *terms(fit.form, _logs(fit, points), best.gamma),
+                                   np.log(points.loss), best.delta, counts[:, member])
     samples = {name: [] for name in fit.parameters}
     for theta in thetas[converged]:
         for name, (value, _) in natural(fit.form, theta, best.centres, best.gamma).items():
-            if name in samples:         # a rising resample has no Kaplan scale
-                samples[name].append(back(name, value))
-    with np.errstate(invalid="ignore", over="ignore"):          # a scale may overflow; law.json then has null
+            samples[name].append(back(name, value))
+    with np.errstate(invalid="ignore", over="ignore"):          # a factor may overflow; law.json then has null
         se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
     ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
-    return Bootstrap(se, ci95, np.cov(thetas[converged].T), int((~converged).sum()), len(labels))
+    optimum = replace(best, covariance=np.cov(thetas[converged].T), dof=len(labels) - 1)
+    return replace(fit, se=se, ci95=ci95, interval="bootstrap", clusters=len(labels), resamples=resamples,
+                   failed=int((~converged).sum()), optimum=optimum)
 
 
 def _logs(fit: Fit, points: Points) -> list[np.ndarray]:
@@ -182,27 +171,18 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None =
     cannot be fitted has its reason.
 
     counts: convention -> N of shape (n,), for laws in N; or C for laws in C. say: a size in words."""
-    found = [_row("declared", "", points, fit_form(form, points))]
-    order = np.argsort(-points.loss, kind="stable")
+    order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
+    found = [_row("declared", "", points, form)]
     for k in DROPS:
         if k <= len(order) // 2:            # fewer than half left is another experiment
-            some = points.take(np.sort(order[k:]))
-            found.append(_row("drop highest", str(k), some, fit_form(form, some)))
-    for delta in DELTAS:
-        found.append(_row("delta", "MSE" if delta is None else f"{delta:g}", points, fit_form(form, points, delta=delta)))
-    axis = "C" if form in ("ray", "power_c") else "N"
-    for name, values in (counts or {}).items():
-        some = replace(points, **{axis: values})
-        found.append(_row(f"count {axis} as", name, some, fit_form(form, some)))
+            found.append(_row("drop highest", str(k), points.take(np.sort(order[k:])), form))
+    found += [_row("delta", "MSE" if delta is None else f"{delta:g}", points, form, delta) for delta in DELTAS]
+    found += [_row(f"count {axis} as", name, replace(points, **{axis: values}), form) for name, values in (counts or {}).items()]
     for left_out in sizes(points.N):
-        some, rest, N = points.take(~left_out), points.take(left_out), points.N[left_out]
-        fit = fit_form(form, some)
-        row = _row("leave out N", say(N.min()) if N.max() / N.min() < 1.01 else f"{say(N.min())} to {say(N.max())}", some, fit)
-        if fit.objective is not None:
-            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
-            row |= {"error_percent": float(errors.mean()), "largest_error_percent": float(errors[np.abs(errors).argmax()])}
-        found.append(row)
-    return found
+        N = points.N[left_out]
+        value = say(N.min()) if N.max() / N.min() < 1.01 else f"{say(N.min())} to {say(N.max())}"
+        found.append(_row("leave out N", value, points.take(~left_out), form, rest=points.take(left_out)))
+    return strict(found)
 
 
 def sizes(N) -> list[np.ndarray]:
@@ -218,7 +198,12 @@ def sizes(N) -> list[np.ndarray]:
     return [index == i for i in range(index.max() + 1)] if found > 1 else []
 
 
-def _row(variant: str, value: str, points: Points, fit: Fit) -> dict:
-    plain = with_bootstrap(fit, points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4).plain()
-    kept = {key: plain[key] for key in (*fit.parameters, "objective", "starts", "starts_at_best", "identified", "reason")}
-    return {"variant": variant, "value": value, "n": len(points.loss)} | kept
+def _row(variant: str, value: str, points: Points, form: str, delta: float | None = DELTA, rest: Points | None = None) -> dict:
+    """A variant's fit; with the error in per cent on the `rest` that it has not seen."""
+    fit = with_bootstrap(fit_form(form, points, delta=delta), points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4)
+    row = {"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
+        key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")}
+    if rest is not None and fit.objective is not None:
+        errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
+        row |= {"error_percent": float(errors.mean()), "largest_error_percent": float(errors[np.abs(errors).argmax()])}
+    return row

