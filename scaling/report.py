@@ -266,7 +266,7 @@ def _row(arm: Arm, pair: Pair | None) -> dict:
         "run_id": record.run_id, "recipe": record.recipe, "label": arm.label, "status": record.status, "device": record.device,
         "n_gpu": record.n_gpu, "is_compiled": record.is_compiled, "steps": len(train["step"]), "tokens": record.tokens,
         "summary_sha256": record.summary_sha256,
-        "train_loss": spread(train["loss"]), "val_loss": spread(arm.history.val[:, 1]),
+        "train_loss": spread(train["loss"]), "val_loss": spread(arm.history.val["loss"]),
         "loss_as_trained": record.loss_as_trained, "loss_bf16": record.loss_bf16,
         "gap": pair and {"as_trained": gap(pair.as_trained, pair.bf16.loss_as_trained),
                          "bf16": gap(pair.in_bf16, pair.bf16.loss_bf16)},
