@@ -144,7 +144,8 @@ def draw(history: History, name: str) -> Figure:
         panel.plot(history.train["step"][known], history.train[key][known], color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
         x, y = _accepted(history.train, key)
         if len(y):
-            panel.plot(x, y if key == "lr" else running_mean(y), "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
+            y = y if key == "lr" else running_mean(y)
+            panel.plot(x, y, "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
     for rows, color in ((history.undone_val, GREY), (history.val, "#000000")):
         panels["loss"].plot(rows["step"], rows["loss"], "D", color=color, markersize=3.4, markerfacecolor="white", zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))

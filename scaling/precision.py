@@ -186,7 +186,7 @@ def _sizes(result: dict) -> str:
 def _costs(result: dict) -> str:
     """A row per size, tokens, recipe and law: what the gap costs in compute and size."""
     lines = [["N", "tokens", "recipe", "law", "extra compute [%]", "N_eff/N", "speed-up"]]
-    for row, cost in ((row, cost) for row in result["sizes"] for cost in row["costs"]):
+    for row, cost in [(size, cost) for size in result["sizes"] for cost in size["costs"]]:
         extra, share, speed = ([cost[key], *cost[f"{key}_ci95"]] for key in ("extra_tokens", "effective_parameters", "speedup"))
         lines.append([human(row["N"]), human(row["tokens"]), row["recipe"], cost["law"],
                       _ends([r and 100 * (r - 1) for r in extra], "+.2f"), _ends(share, ".3f"), _ends(speed, ".3f")])
