@@ -482,11 +482,7 @@ class Surface:
     alpha: float
     beta: float
     covariance: np.ndarray | None = None    # of (ln B, beta); None: the constants are taken as exact
-    counts: str = "total"                   # which parameters N is, one of records.CONVENTIONS
-
-    def N_of(self, record) -> int:
-        """A run's (records.Record) parameters as this law counts them."""
-        return getattr(record, f"params_{self.counts}")
+    counts: str = "total"                   # which parameters N is: params_total, params_nonembed
 
     def loss(self, N, D):
         """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""

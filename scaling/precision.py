@@ -85,8 +85,9 @@ def analyse(records, found, arm: str, margin) -> dict:
     for N, D, recipe in sorted(set(map(cell_of, found))):
         chosen = [p for p in found if cell_of(p) == (N, D, recipe)]
         nats, speed, run = over(chosen, lambda p: p.gap(arm).nats), throughput(chosen), chosen[0].fp8
+        price = [costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
         sizes.append({**at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **percents(chosen), "nats": nats,
-                      "throughput": speed, "costs": [costs(law, law.N_of(run), D, nats, **speed) for law in laws[N]]})
+                      "throughput": speed, "costs": price})
         sizes[-1] |= _judged(chosen, sizes[-1][arm], margin)
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)

@@ -312,13 +312,12 @@ def report_study(folder: Path) -> str:
         raise UserError(f"{page} was not written by this command, and it is not written over: move it away")
     law, precision, rates = (read_json(path) if (path := law_folder / f"{name}.json").exists() else {}
                              for name in ("law", "precision", "learning_rate"))
-    predictions = load(law_folder)
+    predictions, runs, held = load(law_folder), study_runs(records), study.get("held_out", [])
     scores = {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law_folder.glob("score_*.json"))}
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
-    told = f"{len(records)} finished runs" + (f" of {len(study['runs'])} declared on {study.get('declared')}" if study else "")
-    told += f"; missing: {_listed(lacking)}" * bool(lacking)
-    held, runs = study.get("held_out", []), study_runs(records)
-    notes += _provenance(records) + _stale(records, law, "law.json") + _stale(records, precision, "precision.json")
+    told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
+    told += f"; missing: {_listed(lacking)}" * bool(lacking) + f"; held out: {_listed(held)}" * bool(held)
+    notes += _stale(records, law, "law.json") + _stale(records, precision, "precision.json")
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
         sections = {
@@ -328,18 +327,15 @@ def report_study(folder: Path) -> str:
             "FP8 against BF16": _gaps(precision, folder) if precision or len({record.recipe for record in records}) > 1 else "",
             "Learning rate": _figure(folder, "learning_rate") + learning_rate.tables(rates) if rates else "",
             "Notes": "\n".join(f"- {note}" for note in notes)}
-        laws = {name: {"headline": group["headline"], **group["laws"][group["headline"]["form"]]}
-                for name, group in law.get("groups", {}).items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:      # law.json and its like, edited or of another version
-        if isinstance(error, UserError):
-            raise
+    except (KeyError, TypeError) as error:      # law.json and its like, of another version
         raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
                         f"again: python scaling/fit.py {folder}, python scaling/precision.py {folder}") from error
     text = "\n\n".join([f"# The study {study.get('study', folder.resolve().name)}",
-                        f"{told}{f', held out: {_listed(held)}' if held else ''}. This page: `python scaling/report.py --study "
-                        f"{folder}`.", *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
+                        f"{told}. This page: `python scaling/report.py --study {folder}`.",
+                        *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
-               "runs": runs, "laws": laws,
+               "runs": runs, "laws": {name: {"headline": group["headline"], **group["laws"][group["headline"]["form"]]}
+                                      for name, group in law.get("groups", {}).items()},
                "predictions": [{**{key: getattr(one, key) for key in
                                    ("target", "date", "sha256", "loss", "low", "high", "headline")},
                                 "scored": scores.get(one.target, {}).get("runs", [])} for one in predictions],
@@ -370,8 +366,8 @@ def _runs(rows: list[dict]) -> str:
     lines = [["N", "recipe", "tokens", "tokens/N", "seeds", "loss in BF16 [nats/token]", "as trained", "tokens/s",
               "speed against BF16", "device"]]
     lines += [[si(row["N"]), row["recipe"], si(row["tokens"]), f"{row['tokens_per_param']:.3g}",
-               ", ".join(map(str, row["seeds"])), f"{row['loss_bf16']:.4f}", f"{row['loss_as_trained']:.4f}", f"{row['tok_per_s_median']:,.0f}",
-               _fixed(row["speed_against_bf16"], 3), row["device"]] for row in rows]
+               ", ".join(map(str, row["seeds"])), f"{row['loss_bf16']:.4f}", f"{row['loss_as_trained']:.4f}",
+               f"{row['tok_per_s_median']:,.0f}", _fixed(row["speed_against_bf16"], 3), row["device"]] for row in rows]
     return grid(lines) + ("\n\nLosses: means over the seeds; gaps of single pairs are below. Speed: of the median step."
                           + f" {CPU}" * any(row["device"].startswith("cpu") for row in rows))
 
@@ -432,16 +428,6 @@ def _gaps(precision: dict, folder: Path) -> str:
         grid(lines), "Gap: FP8 minus BF16 in per cent of the BF16 loss, ± half a 95 % t-interval over independent pairs. "
         + (f"BF16 with another seed differs by {pooled['sd_percent']:.3f} % (SD of the difference). " if pooled else "")
         + precision["ranking"]["reason"]])
-
-
-def _provenance(records: list[Record]) -> list[str]:
-    """Which code and machine the runs say that they come from."""
-    seen = {}
-    for record in records:
-        summary = read_json(record.folder / "summary.json")
-        code = str(summary.get("git_commit") or "not known")[:9] + ", edited" * bool(summary.get("git_dirty"))
-        seen.setdefault(f"{record.n_gpu} x {record.device}, torch {summary.get('torch')}, commit {code}", []).append(record)
-    return [f"{len(some)} runs on {where}" for where, some in seen.items()]
 
 
 def _stale(records: list[Record], made: dict, name: str) -> list[str]:
