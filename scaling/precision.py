@@ -7,8 +7,8 @@
 
 Prints each recipe's gap over all sizes with its verdict, which recipe is the best by the declared rule (pairs.rank), the gap
 per size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs
-in compute under two laws, then each pair. A single pair's standard error is over validation sequences: evaluation noise
-alone. Intervals are over independent pairs and hold for this validation set.
+in compute under two laws. Intervals are over independent pairs and hold for this validation set; each pair is in precision.json,
+its standard error over validation sequences is evaluation noise alone.
 """
 
 import itertools
@@ -26,36 +26,14 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
 from runtime.cli import UserError, field_lines, grid, read_options, run_command
-from scaling import report
+from runtime.progress import si
+from scaling import pairs, report
 from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, styles, write_files
-from scaling.pairs import (
-    KIND,
-    OVER,
-    PRECISION_LAWS,
-    SMALLEST,
-    at,
-    costs,
-    fit_trend,
-    human,
-    judged,
-    measure,
-    n_converted,
-    null_pairs,
-    over,
-    pairs,
-    percents,
-    rank,
-    read_margin,
-    surfaces,
-    throughput,
-    trajectories,
-)
 from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
 SHOWN = 5                   # warnings among them
-FEW = 16                    # pairs that the tables list one by one
 BANDS = 2                   # recipes, at most, whose common gaps are drawn as bands: more cover each other
 LAW_STYLES = (("#444444", "-"), ("#888888", (0, (5, 1))), ("#000000", "-."))
 FARTHEST = 1.5e9            # parameters: the published laws are drawn up to the largest model of the study
@@ -80,32 +58,33 @@ def analyse(records, found, arm: str, margin) -> dict:
     """Everything that precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss.
 
     found: Pairs of `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
-    laws, reason = surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
+    laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
     sizes, common, cell_of = [], {}, lambda pair: (pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe)
     for N, D, recipe in sorted(set(map(cell_of, found))):
         chosen = [p for p in found if cell_of(p) == (N, D, recipe)]
-        nats, speed, run = over(chosen, lambda p: p.gap(arm).nats), throughput(chosen), chosen[0].fp8
-        price = [costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
-        sizes.append({**at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **percents(chosen), "nats": nats,
-                      "throughput": speed, "costs": price})
+        nats, speed, run = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), chosen[0].fp8
+        price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
+        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **pairs.percents(chosen),
+                      "nats": nats, "throughput": speed, "costs": price})
         sizes[-1] |= _judged(chosen, sizes[-1][arm], margin)
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": measure(records, null_pairs(records)[0], arm), "common": common, "ranking": rank(found, arm), "sizes": sizes,
+            "null": pairs.measure(records, pairs.null_pairs(records)[0], arm), "common": common,
+            "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
-                       **at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
+                       **pairs.at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
                        "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
 
 
 def _common(chosen, arm: str, margin) -> dict:
     """One recipe's gap over all sizes: 100 delta of ln L_FP8 = ln L_BF16 + delta, its trend over size, its verdict."""
-    logs = {name: over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
+    logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
     is_established = logs[arm].se and abs(logs[arm].mean) > logs[arm].half
     effect = abs(logs[arm].mean) if is_established else margin and margin.percent
-    grouped = trajectories(chosen)
-    trend = fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
+    grouped = pairs.trajectories(chosen)
+    trend = pairs.fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
                       [np.mean([chosen[i].gap(arm).percent for i in own]) for own in grouped], effect)
     return {**logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "trend": trend,
             **_judged(chosen, logs[arm], margin)}
@@ -113,18 +92,17 @@ def _common(chosen, arm: str, margin) -> dict:
 
 def _judged(chosen, found, margin) -> dict:
     """pairs.judged, but no verdict on FP8 where nothing was FP8."""
-    said = judged(found, margin) | {"converted": n_converted(chosen)}
+    said = pairs.judged(found, margin) | {"converted": pairs.n_converted(chosen)}
     return said | {"verdict": "BF16 again: no Linear converted"} if said["converted"] == [0, 0] else said
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
 
 def tables(result: dict) -> list[str]:
-    """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside the nulls, its cost, pairs."""
+    """Markdown of analyse's result, the headline first: common gap, ranking, gap per size beside the nulls, its cost."""
     if not result["pairs"]:
         return ["No BF16/FP8 pair among these runs: there is no gap to report.", _sizes(result)]
-    blocks = [_headline(result), *[_ranking(result)] * (len(result["common"]) > 1), _sizes(result), _costs(result)]
-    return blocks + [_pairs(result) if len(result["pairs"]) <= FEW else "Each pair is in precision.json."]
+    return [_headline(result), *[_ranking(result)] * (len(result["common"]) > 1), _sizes(result), _costs(result)]
 
 
 def _headline(result: dict) -> str:
@@ -134,7 +112,7 @@ def _headline(result: dict) -> str:
     rows = [["recipe", "gap [%]", "verdict", "independent pairs", "sizes", "sees from [%]", f"pairs to see {shown}",
              f"to show within {shown}"]]
     for recipe, one in result["common"].items():
-        plans = [one["pairs_to_see_margin"] or OVER, one["pairs_to_show_margin"] or OVER] if margin and one[arm].se else ["", ""]
+        plans = [one[f"pairs_to_{plan}_margin"] or pairs.OVER if margin and one[arm].se else "" for plan in ("see", "show")]
         rows.append([recipe, _shown(one[arm]), one["verdict"], f"{one[arm].n} of {one['pairs']}", f"{one['sizes']}",
                      f"{one['smallest_seen']:.2g}" if one[arm].se else "", *map(str, plans)])
     text = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 % t-interval over independent "
@@ -189,27 +167,16 @@ def _costs(result: dict) -> str:
     lines = [["N", "tokens", "recipe", "law", "extra compute [%]", "N_eff/N", "speed-up"]]
     for row, cost in [(size, cost) for size in result["sizes"] for cost in size["costs"]]:
         extra, share, speed = ([cost[key], *cost[f"{key}_ci95"]] for key in ("extra_tokens", "effective_parameters", "speedup"))
-        lines.append([human(row["N"]), human(row["tokens"]), row["recipe"], cost["law"],
+        lines.append([si(row["N"]), si(row["tokens"]), row["recipe"], cost["law"],
                       _ends([r and 100 * (r - 1) for r in extra], "+.2f"), _ends(share, ".3f"), _ends(speed, ".3f")])
     text = ["Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In brackets: 95 % interval.",
             "; ".join(f"{name}: {source}" for name, source in result["laws"].items()) + "."]
     text += [f"No law of our own: {result['no_own_law']}."] if result["no_own_law"] else []
-    if min(row["params_total"] for row in result["sizes"]) < SMALLEST:
-        text.append(f"Published laws rest on models of more than {human(SMALLEST)} parameters, all counted, and on other tokens: "
-                    "so far below, their numbers can be wrong by a factor of ten and more.")
+    if min(row["params_total"] for row in result["sizes"]) < pairs.SMALLEST:
+        text.append(f"Published laws rest on models of more than {si(pairs.SMALLEST)} parameters and on other tokens: so far "
+                    "below, their numbers can be wrong by a factor of ten and more.")
     reasons = dict.fromkeys(cost["reason"] for row in result["sizes"] for cost in row["costs"] if cost["reason"])
     return "\n".join([grid(lines), "", *text, *(f"No number: {reason}." for reason in reasons)])
-
-
-def _pairs(result: dict) -> str:
-    """A row per pair, in nats and per cent."""
-    lines = [["FP8 run", "N", "tokens", "gap in BF16 [nats]", "[%]", "gap as trained [nats]", "[%]", "tok/s FP8/BF16"]]
-    for pair in result["pairs"]:
-        ratio, gaps = pair["tok_per_s_ratio"], (pair["gap_bf16"], pair["gap_as_trained"])
-        shown = "means nothing (CPU)" if pair["device"].startswith("cpu") else f"{ratio:.2f}" if ratio else "other machine"
-        cells = [(f"{gap.nats:+.5f}" + ("" if gap.se is None else f" ± {gap.se:.5f}"), f"{gap.percent:+.3f}") for gap in gaps]
-        lines.append([f"{pair['fp8']} ({pair['recipe']})", human(pair["N"]), human(pair["tokens"]), *cells[0], *cells[1], shown])
-    return grid(lines) + "\n\n± one standard error over the validation sequences, paired: evaluation noise, not the run's."
 
 
 def _shown(found) -> str:
@@ -257,7 +224,7 @@ def draw_precision(result: dict):
         _draw_percent(left, result, looks)
         limit = max([reach, *(1.15 * band for band, _ in drawn)])
         left.set(ylim=(-limit, limit), ylabel="gap [%]",
-                 xlabel=f"{KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
+                 xlabel=f"{pairs.KIND[result['conventions']['N'].removeprefix('params_')]}parameters N")
         _draw_nats(right, sizes, looks, ratio)
         return settle(figure)
 
@@ -304,7 +271,7 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
     totals = [row["params_total"] for row in sizes]
     low, high = min(totals) / 2, max(1.5 * max(totals), 1.3 * FARTHEST)
     N, values = np.geomspace(low, high, 200), []
-    for (name, law, fitted), (color, dash) in zip(PRECISION_LAWS, LAW_STYLES, strict=True):
+    for (name, law, fitted), (color, dash) in zip(pairs.PRECISION_LAWS, LAW_STYLES, strict=True):
         nats, inside = law(N, ratio * N), (fitted[0] <= N) & (fitted[1] >= N)
         panel.plot(N, nats, color=color, linestyle=(0, (1, 2)), linewidth=0.9, zorder=1)
         panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
@@ -355,9 +322,9 @@ def _run(options: Options) -> None:
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
     check_comparable(records)
-    found, alone = pairs(records)
-    notes += left_out + alone + null_pairs(records)[1]
-    result = analyse(records, found, options.loss, read_margin(records, options.margin))
+    found, alone = pairs.pairs(records)
+    notes += left_out + alone + pairs.null_pairs(records)[1]
+    result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
     figure = draw_precision(result) if found else None
     files = {f"precision.{form}": render(figure, form) for form in ("png", "svg") if figure}

@@ -13,20 +13,6 @@ from matplotlib.colors import to_hex
 from runtime.cli import UserError
 from runtime.log import Log
 from scaling import dynamics, figures
-from scaling.dynamics import (
-    BLUE,
-    FIELDS,
-    GREY,
-    MARKS,
-    OPERANDS,
-    PROBED,
-    draw,
-    draw_outliers,
-    draw_scales,
-    draw_underflow,
-    read_history,
-    read_probe,
-)
 from tests.conftest import ROOT
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
@@ -85,7 +71,7 @@ def write(folder, rows):
 
 def drawn(run):
     with matplotlib.rc_context(figures.RC):
-        return draw(read_history(run), run.name)
+        return dynamics.draw(dynamics.read_history(run), run.name)
 
 
 def points(panel, shape, color):
@@ -94,17 +80,17 @@ def points(panel, shape, color):
 
 
 def test_every_row_is_where_it_belongs(tmp_path):
-    history = read_history(write(tmp_path / "run", eventful()))
-    assert list(history.train["step"]) == list(range(1, 41)) and set(FIELDS) < set(history.train)
+    history = dynamics.read_history(write(tmp_path / "run", eventful()))
+    assert list(history.train["step"]) == list(range(1, 41)) and set(dynamics.FIELDS) < set(history.train)
     assert math.isnan(history.train["loss"][8]) and history.train["loss"][29] == 60
     assert [list(columns["step"]) for columns in history.undone] == [[21, 22, 23, 24]]
     assert list(history.val["step"]) == [10, 20, 30, 40] and list(history.val["loss"]) == [2.9, 2.7, 2.5 + 4 / 30, 2.6]
     assert (list(history.undone_val["step"]), list(history.undone_val["loss"])) == ([24], [3.3])
     assert {name: [r["step"] for r in rows] for name, rows in history.marks.items()} == {
         "SKIP": [5, 9, 23], "SPIKE": [30], "ROLLBACK": [24, 24], "resume": [10, 15], "save failed": [12]}
-    history = read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
+    history = dynamics.read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
     assert list(history.train["loss"]) == [6.0, 4.0, 8.0]      # a repeated step counts as done last
-    history = read_history(write(tmp_path / "two", [
+    history = dynamics.read_history(write(tmp_path / "two", [
         row(1), row(2, "undone"), event("rollback", 2, to=1), row(2, "undone"), row(3, "undone"), event("rollback", 3, to=1)]))
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
 
@@ -118,7 +104,7 @@ def test_what_the_log_writes_is_what_the_figure_reads(tiny):
     log.event({"event": "save_failed", "step": 4})
     log.roll_back(3, {"event": "rollback", "step": 4, "to": 3})
     log.close()
-    history = read_history(tiny.run_dir)
+    history = dynamics.read_history(tiny.run_dir)
     assert list(history.train["step"]) == [1, 2, 3] and list(history.undone[0]["step"]) == [4]
     assert sorted(history.marks) == ["ROLLBACK", "SKIP", "save failed"]
 
@@ -129,15 +115,15 @@ def test_all_verdicts_and_events_are_marked_and_told_apart(tmp_path):
     low, high = loss.get_ylim()
     assert legend(figure) == ["training", "validation", "undone", "SKIP (3)", "SPIKE (1)", "ROLLBACK (1)", "resume (2)",
                               "save failed (1)"]
-    assert len({shape for shape, _ in MARKS.values()}) == len(MARKS)       # told apart without colour
+    assert len({shape for shape, _ in dynamics.MARKS.values()}) == len(dynamics.MARKS)       # told apart without colour
     for name, expected in {"SKIP": [(5, 2.8), (9, high), (23, high)], "SPIKE": [(30, high)], "save failed": [(12, low)],
                            "resume": [(10, low), (15, low)], "ROLLBACK": [(24, low), (24, high)]}.items():
-        assert np.array(points(loss, *MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
-    assert points(norm, *MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
+        assert np.array(points(loss, *dynamics.MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
+    assert points(norm, *dynamics.MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
     for panel in figure.axes:       # each event is a line through all; an undone stretch is grey
         assert sorted(float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()) == [10, 12, 15, 24]
         assert [list(line.get_xdata()) for line in panel.get_lines()
-                if to_hex(line.get_color()) == GREY and len(line.get_xdata()) > 1] == [[21, 22, 23, 24]]
+                if to_hex(line.get_color()) == dynamics.GREY and len(line.get_xdata()) > 1] == [[21, 22, 23, 24]]
     assert [panel.get_ylabel().replace("\n", " ") for panel in figure.axes] == [
         "loss [nats/token]", "gradient norm", "learning rate", "speed [tokens/s]"]
     assert figure.legends[0].get_title().get_text() == "Training of run (n = 1 run, steps 1 to 40)"
@@ -148,7 +134,8 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     rows[200] |= {"loss": 1000.0, "grad_norm": 1e6, "verdict": "SKIP"}
     loss, norm, *_, busy = drawn(write(tmp_path / "run", rows)).axes
     for panel, value in ((loss, 3.0), (norm, 1.0), (busy, 95.0)):
-        mean = max((line for line in panel.get_lines() if line.get_color() == BLUE), key=lambda line: line.get_linewidth())
+        blue = [line for line in panel.get_lines() if line.get_color() == dynamics.BLUE]
+        mean = max(blue, key=lambda line: line.get_linewidth())
         assert np.asarray(mean.get_ydata()) == pytest.approx(np.full(399, value))
     assert loss.get_ylim()[1] < 4 and norm.get_ylim()[1] < 4 and busy.get_ylabel() == "GPU busy\n[%]"
 
@@ -185,7 +172,7 @@ def operand(name, block, kind, step, last):
 
 
 def linear_row(step, block, kind, last, **changes):
-    operands = {name: operand(name, block, kind, step, last) for name in OPERANDS}
+    operands = {name: operand(name, block, kind, step, last) for name in dynamics.OPERANDS}
     return {"kind": "linear", "step": step, "layer": f"layers.{block}.{LINEARS[kind]}", "recipe": "tensorwise", **operands,
             **changes}
 
@@ -201,7 +188,7 @@ def rows_of(blocks=3, steps=(100, 200, 300)):
 
 
 def probe_of(folder, rows):
-    return read_probe(write_rows(folder / "probe.jsonl", rows))
+    return dynamics.read_probe(write_rows(folder / "probe.jsonl", rows))
 
 
 def test_rows_become_arrays_and_the_last_of_a_repeated_step_counts(tmp_path):
@@ -211,7 +198,7 @@ def test_rows_become_arrays_and_the_last_of_a_repeated_step_counts(tmp_path):
     assert probe.recipe == "tensorwise" and probe.blocks == [0, 1, 2]
     assert probe.steps.tolist() == [100, 200, 300, 400] and probe.last == 2        # the last one that has every layer
     assert probe.layers == [f"layers.{block}.{name}" for block in range(3) for name in LINEARS]
-    for name, field in ((name, field) for name in OPERANDS for field in PROBED):
+    for name, field in ((name, field) for name in dynamics.OPERANDS for field in dynamics.PROBED):
         want = [[operand(name, i // 4, i % 4, step, 300)[field] for step in (100, 200, 300)] for i in range(12)]
         np.testing.assert_array_equal(probe.linear[name, field][:, :3], want)
     assert probe.block["swiglu_rms"].tolist() == [[0.5] * 3] * 3
@@ -225,10 +212,10 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
     row["activation"] |= dict.fromkeys(("scale_min", "scale", "scale_max"))
     path = write_rows(tmp_path / "probe.jsonl", [row, block_row(100, 0, 100, attention_logit_max=None)])
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
-    probe = read_probe(path)
+    probe = dynamics.read_probe(path)
     assert np.isnan(probe.linear["weight", "scale"]).all() and np.isnan(probe.block["attention_logit_max"]).all()
-    assert "no scale: these stay in BF16" in [text.get_text() for text in draw_scales(probe, {}, "run").axes[1].texts]
-    assert draw_outliers(probe, "run").axes and "| 0.001             | 0                 | -  " in dynamics.table(probe)
+    assert "no scale: these stay in BF16" in [text.get_text() for text in dynamics.draw_scales(probe, {}, "run").axes[1].texts]
+    assert dynamics.draw_outliers(probe, "run").axes and "| 0.001             | 0                 | -  " in dynamics.table(probe)
 
 
 @pytest.mark.parametrize("change", [{"step": None}, {"weight": 3}])
@@ -241,8 +228,8 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
     probe = probe_of(tmp_path, rows_of())
     inference = probe_of(tmp_path / "eval", [linear_row(300, block, kind, 300, gradient=None)
                                              for block in range(3) for kind in range(4)])
-    figure = draw_scales(probe, {"rowwise": inference}, "run")
-    for column, name in enumerate(OPERANDS):
+    figure = dynamics.draw_scales(probe, {"rowwise": inference}, "run")
+    for column, name in enumerate(dynamics.OPERANDS):
         top, bottom = figure.axes[column], figure.axes[3 + column]
         for kind in range(4):
             want = [math.log2(operand(name, block, kind, 300, 300)["scale"]) for block in range(3)]
@@ -258,9 +245,9 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
 
 
 def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
-    figure = draw_underflow(probe_of(tmp_path, rows_of()), "run")
+    figure = dynamics.draw_underflow(probe_of(tmp_path, rows_of()), "run")
     for row, share in enumerate(("underflow", "saturated")):
-        for column, name in enumerate(OPERANDS):
+        for column, name in enumerate(dynamics.OPERANDS):
             want = np.array([[operand(name, block, kind, step, 300)[share] for step in (100, 200, 300)]
                              for block in range(3) for kind in range(4)])
             found = figure.axes[3 * row + column].collections[0].get_array().reshape(want.shape)
@@ -272,7 +259,7 @@ def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
 def test_outliers_are_drawn_with_gaps(tmp_path):
     rows = [block_row(step, block, 300, **({"swiglu_amax": None} if (step, block) == (200, 1) else {}))
             for step in (100, 200, 300) for block in range(12)]
-    logit, ratio = draw_outliers(probe_of(tmp_path, rows), "run").axes[:2]
+    logit, ratio = dynamics.draw_outliers(probe_of(tmp_path, rows), "run").axes[:2]
     want = [[5 + 20 * block * step / 300 for step in (100, 200, 300)] for block in range(12)]
     assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
     shown = np.array([line[:, 1] for line in lines_of(ratio)])

@@ -169,7 +169,7 @@ def test_the_console_gets_forty_lines_headline_first_and_all_on_request(tmp_path
 
 def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     output, result = run(capsys, write_seeds(tmp_path / "cpu", [0.004, 0.010, 0.007]))
-    assert "a CPU has no FP8 units" in output and "means nothing (CPU)" in output and "factor of ten" in output
+    assert "a CPU has no FP8 units" in output and "factor of ten" in output
     assert all(cost["speedup"] is None for cost in result["sizes"][0]["costs"])
     output, result = run(capsys, write_seeds(tmp_path / "gpu", [0.004, 0.010, 0.007], device="NVIDIA H100",
                                              params=1_500_000_000, tok_per_s_median=1.0))
