@@ -39,7 +39,6 @@ TREND_SHARE = 0.5
 @dataclass(frozen=True)
 class Estimate:
     """Mean of n independent values with its 95 % t-interval; sd to high are None where the values carry no spread."""
-
     n: int
     mean: float
     sd: float | None = None
@@ -81,7 +80,6 @@ def clusters(labels) -> list[np.ndarray]:
 @dataclass(frozen=True)
 class Margin:
     """What a gap may lie within and be called equivalent: per cent of the loss; `source` says who declared it, when."""
-
     percent: float
     source: str
     is_declared: bool                   # before any of the runs began
@@ -164,7 +162,6 @@ def _fewest(enough) -> int | None:
 @dataclass(frozen=True)
 class Trend:
     """Change of the gap [%] per decade of N, or the reason why none is given; `needed` pairs per size would give one."""
-
     slope: float | None
     half: float | None                  # half the 95 % interval, given wherever it can be computed
     reason: str | None
@@ -259,7 +256,8 @@ def pairs(records) -> tuple[list[Pair], list[str]]:
 
     Repeats are no partners: null_pairs. Raises UserError where the partners' validation losses do not belong to the same
     sequences."""
-    partners, runs = _plain(records), sorted((r for r in records if r.recipe != "bf16"), key=lambda r: (r.N, r.tokens, r.recipe))
+    partners = _partners(records)
+    runs = sorted((r for r in records if r.recipe != "bf16"), key=lambda r: (r.N, r.tokens, r.recipe))
     found = [_pair(partners[fp8.pair_id], fp8) for fp8 in runs if not fp8.repeat and fp8.pair_id in partners]
     paired = {run.folder for pair in found for run in (pair.bf16, pair.fp8)}
     return found, [f"unpaired {run.run_id}: " + ("an FP8 run's repeat is no null" if run.repeat else
@@ -269,21 +267,15 @@ def pairs(records) -> tuple[list[Pair], list[str]]:
 
 def null_pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each repeat of a BF16 run, which takes FP8's place, with the run that it repeats; plus a line for each alone."""
-    partners = _plain(records)
+    partners = _partners(records)
     runs = sorted((r for r in records if r.recipe == "bf16" and r.repeat), key=lambda r: (r.N, r.tokens, r.seed))
     return ([_pair(partners[again.pair_id], again) for again in runs if again.pair_id in partners],
             [f"unpaired {again.run_id}: the BF16 run that it repeats is not there" for again in runs
              if again.pair_id not in partners])
 
 
-def _plain(records) -> dict[str, Record]:
-    """pair_id -> its BF16 run. Raises UserError for two of one pair."""
-    partners = {}
-    for record in records:
-        if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
-            raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
-                            f"{record.pair_id}: leave one out")
-    return partners
+def _partners(records) -> dict[str, Record]:
+    return {record.pair_id: record for record in records if record.recipe == "bf16" and not record.repeat}
 
 
 def _pair(bf16: Record, fp8: Record) -> Pair:
