@@ -281,9 +281,10 @@ def _partners(records) -> dict[str, Record]:
 def _pair(bf16: Record, fp8: Record) -> Pair:
     check_comparable([bf16, fp8])
     base, other = map(load_val_losses, (bf16, fp8))
-    if not all(np.array_equal(base[name], other[name]) for name in ("source", "n_tokens")):
-        raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz are of other validation sequences or in "
-                        "another order: a paired gap needs the same; evaluate both runs on the same validation set")
+    for name in ("source", "n_tokens"):
+        if not np.array_equal(base[name], other[name]):
+            raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}: a paired gap "
+                            "needs the same validation sequences in the same order")
     gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
             for arm in ("as_trained", "bf16"))
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
@@ -327,22 +328,25 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,).
 
-    Raises UserError where it is missing, damaged, or does not give the losses of summary.json."""
-    path = record.folder / "val_losses.npz"
+    Raises UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
+    path, names, n = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens"), len(record.weights)
     try:
         with np.load(path, allow_pickle=False) as file:
-            losses = {name: file[name] for name in ("as_trained", "bf16", "source", "n_tokens")}
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in ("as_trained", "bf16")}
+            losses = {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
                         "trained, or have train.py write it again: delete summary.json and repeat the run's command") from None
-    except (OSError, ValueError, KeyError, EOFError, TypeError, IndexError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or leave the run out") from None
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
+    if (len({array.shape for array in losses.values()}) > 1 or not all(np.isfinite(array).all() for array in losses.values())
+            or not set(losses["source"]) == set(losses["source"][losses["n_tokens"] > 0]) == set(range(n))):
+        raise UserError(f"{path} is damaged: expected {', '.join(names)}, finite and of one length, for the sources 0 to "
+                        f"{n - 1}, each with a token to predict; restore it, or leave the run out")
     for arm, said in (("as_trained", record.loss_as_trained), ("bf16", record.loss_bf16)):
-        if not abs(found[arm] - said) <= LOSS_TOLERANCE * said:      # nor is NaN
-            raise UserError(f"{path}: {arm!r} gives a loss of {found[arm]:.6f}, summary.json says loss_{arm}={said:.6f}: the two "
-                            "files are not from one evaluation, or one is damaged; restore them, or leave the run out")
+        loss = _gap(losses[arm], losses, record.weights.values(), said).nats
+        if abs(loss - said) > LOSS_TOLERANCE * said:
+            raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
+                            "the two files are not from one evaluation")
     return losses
 
 

@@ -219,17 +219,17 @@ def damaged(runs, **arrays):
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
-    (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz is damaged"),
-    (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "or one is damaged"),
-    (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "or one is damaged"),    # a source without a target
+    (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
+    (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "val_losses.npz is damaged"),
+    (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "val_losses.npz is damaged"),    # a source without a target
     (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "the two files are not from one evaluation"),
-    (lambda runs: write_run(runs / "null", loss=2.2, seed=9, per_source=5, curve=False), "evaluate both runs on the same"),
+    (lambda runs: write_run(runs / "null", loss=2.2, seed=9, per_source=5, curve=False), "same validation sequences"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
     (lambda runs: [path.unlink() for path in runs.glob("*/summary.json")]
      + [write_run(runs / "x", status="diverged", curve=False)], "no run is left to compare")])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
     study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
-    if "evaluate" in sentence:
+    if "sequences" in sentence:
         write_run(tmp_path / "fp8", recipe="tensorwise", loss=2.2, seed=9, curve=False)
     damage(tmp_path)
     assert precision.main([str(tmp_path)]) == 2
