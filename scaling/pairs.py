@@ -488,13 +488,6 @@ class Surface:
         """s = -dL/d ln D in nats: what one e-fold of tokens gains."""
         return self.beta * self.B * D**-self.beta
 
-    def slope_se(self, D) -> float:
-        """Standard error of slope(D) from the fit's covariance; 0 where the constants are taken as exact."""
-        if self.covariance is None:
-            return 0.0
-        gradient = self.slope(D) * np.array([1.0, 1 / self.beta - math.log(D)])     # by ln B, by beta
-        return float(math.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
-
     def extra_tokens(self, gap: float, D) -> float | None:
         """r: how many times the tokens a model needs to make up `gap` nats at D; below 1 for a negative gap.
 
@@ -507,6 +500,18 @@ class Surface:
 
         L(phi N, D) = L(N, D) + gap. None where a negative gap exceeds A N^-alpha, which no size gains, or A is 0."""
         return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha) if self.A else None
+
+    def speedup(self, D, gap: float, gap_se: float | None, ratio: float, ratio_se_log=0.0) -> tuple[float | None, float | None]:
+        """How much sooner FP8 reaches BF16's loss: (S, standard error of ln S), S = ratio / r for a throughput `ratio` FP8 over
+        BF16 and a loss gap in nats at D tokens. None where no number of tokens makes up the gap; no error without gap_se.
+
+        SE(ln S)^2 = SE(ln ratio)^2 + (gap_se / s)^2 + (gap SE_s / s^2)^2 with SE_s of the slope s from the covariance."""
+        r, s = self.extra_tokens(gap, D), self.slope(D)
+        if r is None or gap_se is None:
+            return r and ratio / r, None
+        gradient = s * np.array([1.0, 1 / self.beta - math.log(D)])     # of s by ln B, by beta
+        variance = 0.0 if self.covariance is None else max(float(gradient @ self.covariance @ gradient), 0.0)
+        return ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + gap**2 * variance / s**4)
 
 
 def _power(base: float, exponent: float) -> float | None:
@@ -564,24 +569,11 @@ def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]
     return {size: [law, *published] if law else published for size, law in ours.items()}, reason
 
 
-def matched_speedup(surface: Surface, D, gap: float, gap_se: float | None, ratio: float,
-                    ratio_se_log: float = 0.0) -> tuple[float | None, float | None]:
-    """How much sooner FP8 reaches BF16's loss: (S, standard error of ln S), S = ratio / r for a throughput `ratio` FP8 over BF16
-    and a loss gap in nats at D tokens. None where no number of tokens makes up the gap; no error where gap_se is None.
-
-    SE(ln S)^2 = SE(ln ratio)^2 + (gap_se / s)^2 + (gap SE_s / s^2)^2 with s = -dL/d ln D."""
-    r = surface.extra_tokens(gap, D)
-    if r is None or gap_se is None:
-        return r and ratio / r, None
-    s, s_se = surface.slope(D), surface.slope_se(D)
-    return ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + (gap * s_se / s**2)**2)
-
-
 def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict:
     """What an estimated gap in nats costs at N, D, each with its 95 % interval; None, with a reason.
 
     extra_tokens: r, which is also the extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio`
-    over r, its error by matched_speedup with Student's t of the gap's degrees of freedom; one pair has no interval.
+    over r, its error by Surface.speedup with Student's t of the gap's degrees of freedom; one pair has no interval.
     reason: why there is no throughput ratio."""
     tokens, parameters = ([None if gap is None else law(gap, at) for gap in (nats.mean, nats.low, nats.high)] for law, at in (
         (surface.extra_tokens, D), (surface.effective_parameters, N)))
@@ -590,7 +582,7 @@ def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict
         reason = (f"no number of tokens makes up {nats.mean:.4f} nats under {surface.name}, by which more data gains at most "
                   f"{surface.B * D**-surface.beta:.4f}, or next to nothing")
     elif ratio is not None:
-        speedup, error = matched_speedup(surface, D, nats.mean, nats.se, ratio, se_log or 0.0)
+        speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
         if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
             spread = float(student.ppf(0.975, nats.n - 1)) * error
             ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends

@@ -266,7 +266,7 @@ def draw_losses(arms: list[Arm]) -> Figure:
             gaps[arm.label] = both, 100 * _smooth(loss[second] - base[first], CALM) / _smooth(base[first], CALM)
     caption = (f"Training: mean over {window_of(arms[0].history.train['step'])} steps. Validation: each run as it was trained. "
                "Minus BF16, above zero: worse than BF16.")
-    looks = {arm.label: {"color": color, "marker": marker, "linewidth": 1.2, "markersize": 3.6}
+    looks = {arm.label: {"color": color, "marker": marker, "linewidth": 2.2 if color == STYLES[0][0] else 1.2, "markersize": 3.6}
              for arm, (color, marker) in zip(arms, (STYLES * len(arms))[not has_base:], strict=False)}      # blue is BF16's alone
     handles, record = [Line2D([], [], label=label, **look) for label, look in looks.items()], arms[0].record
     title = f"Loss: {si(record.params_total)} parameters, {si(record.tokens)} tokens (n = 1 run each)"

@@ -360,7 +360,7 @@ def test_slope_and_costs_of_a_gap_are_those_of_the_table():
     speedups = {1.10: (1.076, 1.041, 0.985), 1.17: (1.145, 1.108, 1.047), 1.28: (1.252, 1.212, 1.146)}
     for ratio, expected in speedups.items():
         gaps = [share * EPOCH.loss(1.5e9, 30e9) for share in table]
-        assert [round(pairs.matched_speedup(EPOCH, 30e9, gap, None, ratio)[0], 3) for gap in gaps] == list(expected)
+        assert [round(EPOCH.speedup(30e9, gap, None, ratio)[0], 3) for gap in gaps] == list(expected)
 
 
 @pytest.mark.parametrize("law", [EPOCH, HOFFMANN])
@@ -393,7 +393,7 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     rng, D, gap, gap_se, ratio, ratio_se = np.random.default_rng(0), 6e9, 0.006, 0.0006, 1.17, 0.004
     covariance = np.array([[0.25, 0.0123], [0.0123, 0.00061]]) / 50
     law = replace(EPOCH, covariance=covariance)
-    value, se_log = pairs.matched_speedup(law, D, gap, gap_se, ratio, ratio_se)
+    value, se_log = law.speedup(D, gap, gap_se, ratio, ratio_se)
     shift = rng.multivariate_normal([0, 0], covariance, 200_000)
     B, beta = EPOCH.B * np.exp(shift[:, 0]), EPOCH.beta + shift[:, 1]
     gaps, ratios = rng.normal(gap, gap_se, 200_000), ratio * np.exp(rng.normal(0, ratio_se, 200_000))
@@ -401,10 +401,11 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     # s, not r's exact derivative, is in the formula: a first-order one in gap / (B D^-beta), here 3 %.
     assert se_log == pytest.approx(drawn.std(), rel=0.05)
     assert math.log(value) == pytest.approx(drawn.mean(), abs=0.1 * drawn.std())
-    assert law.slope_se(D) == pytest.approx((beta * B * D**-beta).std(), rel=0.03) and EPOCH.slope_se(D) == 0.0
+    slope_se = law.speedup(D, gap, 0.0, ratio)[1] * law.slope(D)**2 / gap
+    assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03) and EPOCH.speedup(D, gap, 0.0, ratio)[1] == 0.0
     nats = estimate([0.004, 0.006, 0.005])
     shown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, 0.002, None)
-    value, se_log = pairs.matched_speedup(EPOCH, D, 0.005, nats.se, 1.2, 0.002)
+    value, se_log = EPOCH.speedup(D, 0.005, nats.se, 1.2, 0.002)
     half = student.ppf(0.975, 2) * se_log       # Student's t of the pairs
     assert np.log(shown["speedup_ci95"]) == pytest.approx([math.log(value) - half, math.log(value) + half])
     assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, D), EPOCH.extra_tokens(nats.high, D)]
@@ -427,7 +428,8 @@ def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
         s = best[4] * math.exp(best[2]) * 6e9**-best[4]
         gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
         assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
-        assert own.slope_se(6e9) == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
+        error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
+        assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
         N, D, loss = kept
 
 

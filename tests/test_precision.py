@@ -102,14 +102,6 @@ def test_branches_of_one_trunk_count_once(tmp_path, capsys, cut_off):
     assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
 
 
-def test_scratch_runs_at_several_ratios_are_all_independent(tmp_path, capsys):
-    for ratio, seed, recipe in ((r, s, p) for r in (10, 20) for s in (1, 2) for p in ("bf16", "tensorwise")):
-        write_run(tmp_path / f"{recipe}_{ratio}_{seed}", recipe=recipe, gap=0.01 * (1 + seed / 5) * (recipe != "bf16"), seed=seed,
-                  curve=False, params=30_000, tokens=ratio * 30_000, loss=2 - ratio / 100 + seed / 1000)
-    output, result = run(capsys, tmp_path)
-    assert row(output, "tensorwise", "recipe")[3] == "4 of 4" and result["null"]["pooled"]["dof"] == 2
-
-
 def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, capsys):
     output, result = run(capsys, write_seeds(tmp_path, [0.0002, -0.0003, 0.0002]))
     assert "No margin was declared" in output and result["margin"] is None
@@ -251,12 +243,6 @@ def test_a_sequence_may_be_context_alone(tmp_path, capsys):
     _, result = run(capsys, tmp_path)
     for before, after in zip(plain["pairs"], result["pairs"], strict=True):
         assert after["gap_bf16"]["nats"] == pytest.approx(before["gap_bf16"]["nats"]) and after["gap_bf16"]["se"] > 0
-
-
-def test_help_lists_the_options(capsys):
-    assert precision.main(["--help"]) == 0 and precision.main([]) == 2
-    output = capsys.readouterr().out
-    assert all(word in output for word in ("margin", "loss", "out", "--all", "--report"))
 
 
 # ----------------------------------------------------------------------------------------------------------- its figure
