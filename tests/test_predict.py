@@ -107,12 +107,12 @@ def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_mis
 def test_a_headline_of_chinchillas_law_counts_trajectories():
     """Branches that share their trunk's luck: the law answers with the interval of its trajectories, or not at all."""
     rng, hits = np.random.default_rng(3), []
-    for _ in range(40):
+    for _ in range(30):
         said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), TARGET)
         if said["headline"] == "chinchilla":
             low, high = said["parts"]["headline_interval"]
             hits.append(low <= EPOCH.loss(*TARGET[:2]) * math.exp(1e-3 * rng.normal()) <= high)
-    assert len(hits) >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
+    assert len(hits) >= 15 and np.mean(hits) >= 0.87         # 95 % of 30, less two standard deviations
 
 
 ALL = (5, 10, 20, 40)

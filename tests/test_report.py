@@ -147,15 +147,15 @@ def test_spread_of_nothing_and_of_one():
 
 
 def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path, capsys):
-    """Ten steps of a second; two starts compile for 5 and 3 s more; steps 5 and 6 are done twice, step 9 tells no time."""
+    """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are done twice, 9 tells no time."""
     rows = [step_row(1, step_s=6.0), *(step_row(s, step_s=1.0) for s in (2, 3, 4)),
             step_row(5, kind="undone", step_s=1.5), step_row(6, kind="undone", step_s=2.0, verdict="ROLLBACK"),
             {"kind": "event", "event": "rollback", "step": 6, "to": 4},
             step_row(5, step_s=1.0), step_row(6, step_s=1.0), {"kind": "event", "event": "resume", "step": 6},
             step_row(7, step_s=4.0, since_start=1), *(step_row(s, step_s=1.0, since_start=s - 6) for s in (8, 9, 10))]
-    rows[-2]["step_s"] = None
+    rows[-2]["step_s"], rows[-1]["step_s"] = None, 2.0
     _, result = call(capsys, write_arm(tmp_path / "run", rows=rows, steps=12))
-    assert result["runs"][0]["step_time_s"] == {"with_compile": 21.5, "without_compile": 13.5, "compile": 8.0}
+    assert result["runs"][0]["step_time_s"] == {"with_compile": 22.5, "without_compile": 14.5, "compile": 8.0}
     assert [note.split(":")[1] for note in result["notes"]] == [
         " 2 of 12 steps have no row in metrics.jsonl", " 1 times it went back"]
     assert result["runs"][0]["train_loss"]["n"] == 10
