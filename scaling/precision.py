@@ -209,9 +209,11 @@ def draw_precision(result: dict):
     for recipe, look in looks.items():
         name = f"{recipe}: BF16 again" if common[recipe]["converted"] == [0, 0] else f"FP8 {recipe}"
         handles.append(Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=name))
-    title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {len(result['pairs'])} pairs)"
+    n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
+    title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
+    has_budgets = len({(row["N"], row["tokens"]) for row in sizes}) > len({row["N"] for row in sizes})
     caption = ("Bars: 95 % t-interval over independent pairs" + "; bands: of all sizes" * (len(common) <= BANDS)
-               + f". Right: published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to; "
+               + ". Left, at each size further right: more tokens" * has_budgets + f". Right: published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to; "
                "triangle: upper end of a gap not above 0.")
     with matplotlib.rc_context(RC):
         figure, panels = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
