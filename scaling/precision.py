@@ -213,7 +213,8 @@ def draw_precision(result: dict):
     title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
     has_budgets = len({(row["N"], row["tokens"]) for row in sizes}) > len({row["N"] for row in sizes})
     caption = ("Bars: 95 % t-interval over independent pairs" + "; bands: of all sizes" * (len(common) <= BANDS)
-               + ". Left, at each size further right: more tokens" * has_budgets + f". Right: published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to; "
+               + ". Left, at each size further right: more tokens" * has_budgets
+               + f". Right: published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to; "
                "triangle: upper end of a gap not above 0.")
     with matplotlib.rc_context(RC):
         figure, panels = sheet((7.4, 3.8), 1, 2, title, caption, handles, 4)
