@@ -7,25 +7,30 @@ which values are not. A gap costs compute under a law L(N, D), our own or a publ
 """
 
 
+import bisect
+import itertools
 import math
 import zipfile
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from itertools import combinations
+from dataclasses import dataclass
+from datetime import datetime
 
 import numpy as np
 from scipy.optimize import brentq
+from scipy.sparse.csgraph import connected_components
 from scipy.stats import chi2, norm
 from scipy.stats import t as student
 
 from runtime.cli import UserError
+from runtime.progress import si as human
 from scaling.intervals import with_bootstrap
 from scaling.laws import ONE_RAY, Points, fit_chinchilla
-from scaling.records import Record, check_comparable, read_json
+from scaling.records import Record, check_comparable, read_json, read_study
 
 ALPHA = 0.05
 POWER = 0.8
 MOST = 100_000              # pairs; beyond it a plan says "more than"
+OVER = f"more than {MOST:,}"
+KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
 # Forms in question (constant N_eff/N against a constant relative gap) differ by half of the gap in a decade of N.
 TREND_SHARE = 0.5
@@ -34,7 +39,6 @@ TREND_SHARE = 0.5
 @dataclass(frozen=True)
 class Estimate:
     """Mean of n independent values with its 95 % t-interval; sd to high are None where the values carry no spread."""
-
     n: int
     mean: float
     sd: float | None = None
@@ -62,25 +66,20 @@ def estimate(values) -> Estimate:
     return Estimate(n, mean, sd, se, mean - half, mean + half)
 
 
-def clusters(labels) -> list[list[int]]:
+def clusters(labels) -> list[np.ndarray]:
     """Indices of `labels` in groups that share a label, be it through a third.
 
     labels: for each value the set of trajectories that it rests on. k clusters leave k - 1 degrees of freedom, however
     many values there are: branches of one run, or two recipes against one BF16 run, are no new sample."""
-    found = []                          # (all labels of the cluster, its indices)
-    for i, mine in enumerate(labels):
-        touching = [cluster for cluster in found if cluster[0] & set(mine)]
-        merged = set(mine).union(*(own for own, _ in touching)), sorted(sum((own for _, own in touching), [i]))
-        found = [cluster for cluster in found if cluster not in touching] + [merged]
-    return sorted(indices for _, indices in found)
+    count, group = connected_components(np.array([[bool(mine & its) for its in labels] for mine in labels]), directed=False)
+    return [np.flatnonzero(group == i) for i in range(count)]
 
 
-# --------------------------------------------------------------------------------------------- equivalence
+# --------------------------------------------------------------------------- equivalence, what a design can see, trend over size
 
 @dataclass(frozen=True)
 class Margin:
     """What a gap may lie within and be called equivalent: per cent of the loss; `source` says who declared it, when."""
-
     percent: float
     source: str
     is_declared: bool                   # before any of the runs began
@@ -89,36 +88,24 @@ class Margin:
 def read_margin(records, given: float | None = None) -> Margin | None:
     """The margin of the study.json beside the records' folders, or `given` on the command line; None without either.
 
-    Raises UserError for a damaged study.json, for two studies that declare different margins, for a wrong `given`."""
-    if given is not None:
-        return Margin(_margin(given, f"margin={given}"), "given on the command line, after the fact", False)
-    found = {}
-    for path in sorted({record.folder.parent / "study.json" for record in records}):
-        if not path.is_file():
+    Raises UserError for a damaged study.json, for studies that declare different margins, for a wrong `given`."""
+    found = {} if given is None else {given: Margin(given, "given on the command line, after the fact", False)}
+    for folder in sorted({record.folder.parent for record in records} if given is None else ()):
+        if not (study := read_study(folder)):
             continue
-        study = read_json(path)
+        begun = [datetime.fromisoformat(one.t_start) for one in records if one.folder.parent == folder and one.t_start]
         try:
-            percent, declared = study["margin_percent"], datetime.fromisoformat(study["declared"])
+            percent, declared = float(study["margin_percent"]), datetime.fromisoformat(study["declared"])
+            early = sum(start < declared for start in begun)
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}); expected margin_percent and declared, as "
-                            "scaling/sweep.py writes them: restore it or give margin=PERCENT, declared after the fact") from None
-        begun = [datetime.fromisoformat(record.t_start) for record in records
-                 if record.folder.parent == path.parent and record.t_start]
-        early = sum(start < declared.replace(tzinfo=declared.tzinfo or UTC) for start in begun)
-        when = (f", after {early} of {len(begun)} runs had begun" if early else " before the runs" if begun else
-                "; no run says when it began")
-        percent = _margin(percent, f"{path}: margin_percent {percent!r}")
-        found[percent] = Margin(percent, f"{path}, declared {study['declared']}{when}", bool(begun) and not early)
-    if len(found) > 1:
-        raise UserError(f"these studies declare different margins ({', '.join(map(str, found))} %): analyse one study at a time, "
-                        "or give margin=PERCENT")
+            raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}); expected margin_percent and "
+                            "declared, as scaling/sweep.py writes them: restore it or give margin=PERCENT") from None
+        when = f"after {early} of {len(begun)} runs had begun" if early or not begun else "before the runs"
+        found[percent] = Margin(percent, f"{folder}/study.json, declared {study['declared']}, {when}", bool(begun) and not early)
+    if len(found) > 1 or any(not 0 < percent < 100 for percent in found):
+        raise UserError(f"margin: {', '.join(map(str, found))}; expected one number of per cent of the loss, above 0 and below "
+                        "100: correct it, analyse one study at a time, or give margin=PERCENT")
     return next(iter(found.values()), None)
-
-
-def _margin(value, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 100:
-        raise UserError(f"{what} is no margin: expected per cent of the loss, above 0 and below 100")
-    return float(value)
 
 
 def tost(found: Estimate, low: float, high: float) -> float | None:
@@ -129,21 +116,19 @@ def tost(found: Estimate, low: float, high: float) -> float | None:
                      student.sf((high - found.mean) / found.se, found.n - 1)))
 
 
-def tost_power(sd: float, n: int, margin: float, gap: float = 0.0) -> float:
-    """Probability that n values of standard deviation sd around `gap` are found within +-margin."""
+def tost_power(sd: float, n: int, margin: float) -> float:
+    """Probability that n values of standard deviation sd around 0 are found within +-margin."""
     se, quantile = sd / math.sqrt(n), float(student.ppf(1 - ALPHA, n - 1))
     widest = margin / (quantile * se)               # the sample's sd, in units of sd, beyond which nothing passes
     passing = float(chi2.cdf((n - 1) * widest**2, n - 1))
     spread = quantile * se * _spreads(n, passing)
-    return passing / 2 * float(WEIGHTS @ (norm.cdf((margin - spread - gap) / se) - norm.cdf((spread - margin - gap) / se)))
+    return passing / 2 * float(WEIGHTS @ (norm.cdf((margin - spread) / se) - norm.cdf((spread - margin) / se)))
 
 
 def _spreads(n: int, upto: float) -> np.ndarray:
     """Quantiles of the sample's sd over the true one, at even probabilities up to `upto`: given it the mean is normal."""
     return np.sqrt(chi2.ppf(upto * (1 + NODES) / 2, n - 1) / (n - 1))
 
-
-# ------------------------------------------------------------------------------------------ what a design can see
 
 def power(sd: float, n: int, gap: float) -> float:
     """Probability that n values of standard deviation sd around `gap` give a t-interval without 0.
@@ -170,24 +155,13 @@ def pairs_to_show(sd: float, margin: float) -> int | None:
 
 def _fewest(enough) -> int | None:
     """The smallest n from 2 on for which `enough`, which once true stays true; None beyond MOST."""
-    high = 2
-    while not enough(high):
-        high *= 2
-        if high > MOST:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return max(high, 2)
+    n = 2 + bisect.bisect_left(range(2, MOST + 1), True, key=enough)
+    return n if n <= MOST else None
 
-
-# -------------------------------------------------------------------------------------------------- trend over size
 
 @dataclass(frozen=True)
 class Trend:
     """Change of the gap [%] per decade of N, or the reason why none is given; `needed` pairs per size would give one."""
-
     slope: float | None
     half: float | None                  # half the 95 % interval, given wherever it can be computed
     reason: str | None
@@ -201,54 +175,48 @@ def fit_trend(N, gaps, size_of_effect: float | None) -> Trend:
     answer: a slope is given only where half of it is at most TREND_SHARE * size_of_effect. size_of_effect: the gap if
     there is one, else the margin, in per cent; None where neither is known."""
     x, y = np.round(np.log10(np.asarray(N, dtype=float)), 9), np.asarray(gaps, dtype=float)
-    sizes, n = len(set(x)), len(x)
-    if sizes < 3 or n < 4:
-        return Trend(None, None, f"{sizes} size{'s' * (sizes != 1)} with {n} independent pair{'s' * (n != 1)}: a trend "
-                                 "needs at least 3 sizes and 4 pairs")
+    levels, n = np.unique(x), len(x)
+    if len(levels) < 3 or n < 4:
+        return Trend(None, None, f"{len(levels)} sizes, {n} independent pairs: a trend needs at least 3 sizes and 4 pairs")
     spread = float(np.sum((x - x.mean())**2))
     slope = float((x - x.mean()) @ y / spread)
     residual = y - y.mean() - slope * (x - x.mean())
     sd = math.sqrt(residual @ residual / (n - 2))
     if sd <= 1e-12 * np.abs(y).max():
-        return Trend(None, None, f"the {n} gaps lie on one line to the last digit: copies, not independent pairs")
+        return Trend(None, None, "the gaps lie on one line to the last digit: copies, not independent pairs")
     half = float(student.ppf(1 - ALPHA / 2, n - 2)) * sd / math.sqrt(spread)
     if size_of_effect is None:
         return Trend(None, half, f"known to ±{half:.3g} per decade only, and no gap is established that could have a trend")
     wanted = TREND_SHARE * size_of_effect
     if half <= wanted:
         return Trend(slope, half, None)
-    levels = np.array(sorted(set(x)))
     per_pair = float(np.sum((levels - levels.mean())**2))
-    needed = _fewest(lambda k: student.ppf(1 - ALPHA / 2, k * sizes - 2) * sd / math.sqrt(k * per_pair) <= wanted)
-    return Trend(None, half, f"known to ±{half:.3g} per decade only, where rival forms differ by {wanted:.3g}", needed)
+    needed = _fewest(lambda k: student.ppf(1 - ALPHA / 2, k * len(levels) - 2) * sd / math.sqrt(k * per_pair) <= wanted)
+    return Trend(None, half, f"known to ±{half:.3g} per decade only, where rival forms differ by {wanted:.3g}: it would take "
+                             f"{needed or OVER} pairs at each size", needed)
 
-
-# ------------------------------------------------------------------------------------------------------------ words
 
 def verdict(found: Estimate, margin: Margin | None = None) -> str:
     """A sentence's end for a gap in per cent; never "no loss"."""
     if found.se is None:
-        return ("one pair: no interval" if found.n == 1 else
-                f"no interval: {found.n} equal gaps are copies, not independent pairs")
+        return "one pair: no interval" if found.n == 1 else "no interval: equal gaps are copies, not independent pairs"
     within = ""
     if margin and (p := tost(found, -margin.percent, margin.percent)) < ALPHA:
-        within = (f"within ±{margin.percent:g} % (TOST, p={p:.2g}" + ("" if margin.is_declared else
-                  ", margin after the fact") + ")")
+        within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{'' if margin.is_declared else ', margin after the fact'})"
     if found.low > 0 or found.high < 0:
         return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
-    if within:
-        return f"equivalent {within}"
-    return (f"undecided: interval {found.low:+.2g} to {found.high:+.2g}, could not have seen less than "
-            f"{smallest_seen(found.sd, found.n):.2g}")
+    return f"equivalent {within}" if within else (
+        f"undecided: interval {found.low:+.2g} to {found.high:+.2g}, could not have seen less than "
+        f"{smallest_seen(found.sd, found.n):.2g}")
 
 
 def judged(found: Estimate, margin: Margin | None) -> dict:
     """verdict, tost_p, smallest_seen [%] and the pairs that would see the margin or show equivalence; None where unknown."""
-    seen = found.se is not None
-    plans = {name: plan(found.sd, margin.percent) if seen and margin else None
-             for name, plan in (("pairs_to_see_margin", pairs_to_see), ("pairs_to_show_margin", pairs_to_show))}
+    can_plan = found.se is not None and margin
     return {"verdict": verdict(found, margin), "tost_p": margin and tost(found, -margin.percent, margin.percent),
-            "smallest_seen": smallest_seen(found.sd, found.n) if seen else None, **plans}
+            "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n),
+            "pairs_to_see_margin": pairs_to_see(found.sd, margin.percent) if can_plan else None,
+            "pairs_to_show_margin": pairs_to_show(found.sd, margin.percent) if can_plan else None}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs
@@ -274,87 +242,75 @@ class Pair:
     in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
 
+    def gap(self, arm: str) -> Gap:
+        """The gap under one evaluation, "bf16" or "as_trained"."""
+        return self.in_bf16 if arm == "bf16" else self.as_trained
+
+    def log_percent(self, arm: str) -> float:
+        """100 ln(FP8's loss / BF16's)."""
+        return 100 * math.log1p(self.gap(arm).percent / 100)
+
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run with the BF16 run of its pair_id, smallest model first; plus a line for each run left alone.
 
     Repeats are no partners: null_pairs. Raises UserError where the partners' validation losses do not belong to the same
     sequences."""
-    partners, runs = _plain(records), sorted((r for r in records if r.recipe != "bf16"), key=lambda r: (r.N, r.tokens, r.recipe))
+    partners = _partners(records)
+    runs = sorted((r for r in records if r.recipe != "bf16"), key=lambda r: (r.N, r.tokens, r.recipe))
     found = [_pair(partners[fp8.pair_id], fp8) for fp8 in runs if not fp8.repeat and fp8.pair_id in partners]
-    notes = [f"unpaired {fp8.run_id}: " + ("it repeats an FP8 run, and only BF16 runs are repeated for a null" if fp8.repeat else
-                                           f"no BF16 run with its pair_id {fp8.pair_id}")
-             for fp8 in runs if fp8.repeat or fp8.pair_id not in partners]
-    paired = {pair.bf16.pair_id for pair in found}
-    return found, notes + [f"unpaired {bf16.run_id}: no FP8 run with its pair_id {pair_id}"
-                           for pair_id, bf16 in partners.items() if pair_id not in paired]
+    paired = {run.folder for pair in found for run in (pair.bf16, pair.fp8)}
+    return found, [f"unpaired {run.run_id}: " + ("an FP8 run's repeat is no null" if run.repeat else
+                                                 f"no {other} run with its pair_id {run.pair_id}")
+                   for some, other in ((runs, "BF16"), (partners.values(), "FP8")) for run in some if run.folder not in paired]
 
 
 def null_pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each repeat of a BF16 run, which takes FP8's place, with the run that it repeats; plus a line for each alone."""
-    partners = _plain(records)
+    partners = _partners(records)
     runs = sorted((r for r in records if r.recipe == "bf16" and r.repeat), key=lambda r: (r.N, r.tokens, r.seed))
     return ([_pair(partners[again.pair_id], again) for again in runs if again.pair_id in partners],
-            [f"unpaired {again.run_id}: the BF16 run that it repeats is not there (pair_id {again.pair_id})"
-             for again in runs if again.pair_id not in partners])
+            [f"unpaired {again.run_id}: the BF16 run that it repeats is not there" for again in runs
+             if again.pair_id not in partners])
 
 
-def gap_of(pair: Pair, arm: str) -> Gap:
-    """The gap under one evaluation, "bf16" or "as_trained"."""
-    return pair.in_bf16 if arm == "bf16" else pair.as_trained
-
-
-def over(chosen, value) -> Estimate:
-    """Estimate over pairs; those that share a trunk, such as branches of one long run, count once, with their mean."""
-    values = np.array([value(pair) for pair in chosen])
-    return estimate([values[own].mean() for own in clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])])
-
-
-def percents(chosen) -> dict[str, Estimate]:
-    """The gap in per cent of BF16's loss under both evaluations."""
-    return {arm: over(chosen, lambda pair, arm=arm: gap_of(pair, arm).percent) for arm in ("bf16", "as_trained")}
-
-
-def n_converted(chosen) -> list[int]:
-    """Fewest and most Linears that the pairs' FP8 runs trained in FP8; a recipe such as auto may find that none pays.
-
-    Raises UserError where a summary.json does not list them."""
-    counts = []
-    for pair in chosen:
-        path = pair.fp8.folder / "summary.json"
-        names = read_json(path)["precision"].get("layers_converted")
-        if not isinstance(names, list):
-            raise UserError(f"{path}: precision.layers_converted is {names!r}; expected a list of the Linears that are FP8")
-        counts.append(len(names))
-    return [min(counts), max(counts)]
-
-
-def _plain(records) -> dict[str, Record]:
-    """pair_id -> its BF16 run. Raises UserError for two of one pair."""
-    partners = {}
-    for record in records:
-        if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
-            raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
-                                f"{record.pair_id}: leave one out")
-    return partners
+def _partners(records) -> dict[str, Record]:
+    return {record.pair_id: record for record in records if record.recipe == "bf16" and not record.repeat}
 
 
 def _pair(bf16: Record, fp8: Record) -> Pair:
     check_comparable([bf16, fp8])
-    found = gaps(bf16, fp8, *map(load_val_losses, (bf16, fp8)))
-    alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
-    ratio = fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None
-    return Pair(bf16, fp8, found["as_trained"], found["bf16"], ratio)
-
-
-def gaps(base: Record, other: Record, base_losses, other_losses) -> dict[str, Gap]:
-    """other minus base under both evaluations. Raises UserError where they are not of the same sequences."""
+    base, other = map(load_val_losses, (bf16, fp8))
     for name in ("source", "n_tokens"):
-        if not np.array_equal(base_losses[name], other_losses[name]):
-            raise UserError(f"{base.folder / 'val_losses.npz'} and {other.folder / 'val_losses.npz'} differ in "
-                              f"{name!r}: a paired gap needs the same validation sequences in the same order")
-    return {arm: _gap(other_losses[arm] - base_losses[arm], base_losses, list(base.weights.values()),
-                      getattr(base, f"loss_{arm}")) for arm in ("as_trained", "bf16")}
+        if not np.array_equal(base[name], other[name]):
+            raise UserError(f"{bf16.folder}/val_losses.npz and {fp8.folder}/val_losses.npz differ in {name!r}: a paired gap "
+                            "needs the same validation sequences in the same order")
+    gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
+            for arm in ("as_trained", "bf16"))
+    alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
+    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None)
+
+
+def trajectories(chosen) -> list[np.ndarray]:
+    """Indices of the pairs in groups that share a trunk, such as branches of one long run."""
+    return clusters([{p.bf16.trunk, p.fp8.trunk} for p in chosen])
+
+
+def over(chosen, value) -> Estimate:
+    """Estimate over pairs; those that share a trunk count once, with their mean."""
+    values = np.array([value(pair) for pair in chosen])
+    return estimate([values[own].mean() for own in trajectories(chosen)])
+
+
+def percents(chosen) -> dict[str, Estimate]:
+    """The gap in per cent of BF16's loss under both evaluations."""
+    return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
+
+
+def n_converted(chosen) -> list[int]:
+    """Fewest and most Linears that the pairs' FP8 runs trained in FP8; a recipe such as auto may find that none pays."""
+    counts = [len(read_json(pair.fp8.folder / "summary.json")["precision"]["layers_converted"]) for pair in chosen]
+    return [min(counts), max(counts)]
 
 
 def _gap(difference, losses, weights, reference: float) -> Gap:
@@ -363,9 +319,8 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
     for i, weight in enumerate(weights):
         chosen = losses["source"] == i
         d, t = difference[chosen], losses["n_tokens"][chosen]
-        per_token = d.sum() / t.sum()
+        per_token, n = d.sum() / t.sum(), len(d)
         nats += weight * per_token
-        n = len(d)
         variance += weight**2 * n / (n - 1) * np.sum((d - per_token * t)**2) / t.sum()**2 if n > 1 else math.nan
     return Gap(float(nats), float(100 * nats / reference), float(math.sqrt(variance)) if variance >= 0 else None)
 
@@ -374,19 +329,17 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,).
 
     Raises UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
-    path = record.folder / "val_losses.npz"
-    names, n = ("as_trained", "bf16", "source", "n_tokens"), len(record.weights)
+    path, names, n = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens"), len(record.weights)
     try:
         with np.load(path, allow_pickle=False) as file:
             losses = {name: file[name] for name in names}
     except FileNotFoundError:
         raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
                         "trained, or have train.py write it again: delete summary.json and repeat the run's command") from None
-    except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
-    tokens, source = losses["n_tokens"], losses["source"]
     if (len({array.shape for array in losses.values()}) > 1 or not all(np.isfinite(array).all() for array in losses.values())
-            or (tokens < 0).any() or set(source.tolist()) != set(range(n)) or set(source[tokens > 0].tolist()) != set(range(n))):
+            or not set(losses["source"]) == set(losses["source"][losses["n_tokens"] > 0]) == set(range(n))):
         raise UserError(f"{path} is damaged: expected {', '.join(names)}, finite and of one length, for the sources 0 to "
                         f"{n - 1}, each with a token to predict; restore it, or leave the run out")
     for arm, said in (("as_trained", record.loss_as_trained), ("bf16", record.loss_bf16)):
@@ -397,69 +350,48 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     return losses
 
 
-# -------------------------------------------------------------------------------------------------------- the noise of seeds
-
 def measure(records, repeated, arm: str) -> dict:
-    """The null of other seeds per size and tokens ("sizes", "pooled"), and that of the same seed ("same_seed").
+    """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed").
 
-    records: Records; repeated: their pairs.null_pairs; arm: the evaluation that is judged. All in per cent of the loss."""
-    return {**_two_seeds([run for run in records if not run.repeat], arm), "same_seed": _same_seed(repeated, arm)}
+    records: Records; repeated: their null_pairs; arm: the evaluation that is judged. All in per cent of the loss. Other
+    seeds: k runs leave k - 1 degrees of freedom, a difference has variance 2 SD^2; pooled, branches of one trunk add none.
+    Same seed: the root mean square around 0, as which of the two came first is arbitrary, so each trunk is a degree of
+    freedom. Pairs that are equal to the last bit were not rounded differently: they are counted, and no null."""
+    plain, rows, trunks, freedom = [r for r in records if r.recipe == "bf16" and not r.repeat], [], {}, {}
+    for N, D in sorted({(r.N, r.tokens) for r in plain}):
+        alike = {r.trunk: r for r in plain if (r.N, r.tokens) == (N, D)}
+        runs, dof = list(alike.values()), len(alike) - 1
+        if dof:
+            sd = 100 * math.sqrt(2) * float(np.std(np.log([getattr(run, f"loss_{arm}") for run in runs]), ddof=1))
+            rows.append({**at(runs[0]), "runs": len(runs), "dof": dof, "sd_percent": sd})
+            trunks.setdefault(N, set()).update(alike)
+            freedom[N] = freedom.get(N, 0) + dof
+    pooled, pooled_again, again = None, None, [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
+    if rows:
+        variance = sum(row["dof"] * row["sd_percent"]**2 for row in rows) / sum(row["dof"] for row in rows)
+        pooled = {"runs": sum(row["runs"] for row in rows),
+                  **_null(variance, sum(min(freedom[N], len(trunks[N]) - 1) for N in freedom))}
+    if again:
+        pooled_again = {"pairs": len(again),
+                        **_null(np.mean([p.gap(arm).percent**2 for p in again]), len(trajectories(again)))}
+    sizes = []
+    for N, D in sorted({(p.bf16.N, p.bf16.tokens) for p in repeated}):
+        chosen = [p for p in repeated if (p.bf16.N, p.bf16.tokens) == (N, D)]
+        sizes.append({**at(chosen[0].bf16), "pairs": len(chosen), **percents(chosen),
+                      "equal": sum(p not in again for p in chosen)})
+    return {"sizes": rows, "pooled": pooled,
+            "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": pooled_again}}
+
+
+def _null(variance: float, dof: int) -> dict:
+    """band: half of what holds 95 % of differences whose variance is known from so many degrees of freedom."""
+    return {"dof": dof, "sd_percent": math.sqrt(variance), "band": float(student.ppf(0.975, dof)) * math.sqrt(variance)}
 
 
 def at(record) -> dict:
     """Where a run stands, in a row of results: its counts of parameters, tokens, their ratio by the study's convention."""
     return {"N": record.N, "params_total": record.params_total, "params_nonembed": record.params_nonembed,
             "tokens": record.tokens, "tokens_per_param": record.tokens / record.N}
-
-
-def _two_seeds(records, arm: str) -> dict:
-    """BF16 against BF16 of another seed: per size and tokens, then pooled in per cent.
-
-    k runs give k (k - 1) / 2 differences but k - 1 degrees of freedom; each difference has variance 2 SD^2. Pooled,
-    branches of one trunk add none."""
-    rows, freedom = [], {}
-    for N, D in sorted({(r.N, r.tokens) for r in records}):
-        alike = {r.trunk: r for r in records if (r.N, r.tokens, r.recipe) == (N, D, "bf16")}
-        runs = list(alike.values())
-        if len(runs) < 2:
-            continue
-        losses = [load_val_losses(run) for run in runs]
-        differences = [{"first": runs[i].run_id, "second": runs[j].run_id, **asdict(
-            gaps(runs[i], runs[j], losses[i], losses[j])[arm])} for i, j in combinations(range(len(runs)), 2)]
-        sd = 100 * math.sqrt(2) * float(np.std(np.log([getattr(run, f"loss_{arm}") for run in runs]), ddof=1))
-        rows.append({**at(runs[0]), "runs": len(runs), "dof": len(runs) - 1, "sd_percent": sd, "differences": differences})
-        trunks, total = freedom.get(N, (set(), 0))
-        freedom[N] = (trunks | set(alike), total + len(runs) - 1)
-    dof = sum(min(total, len(trunks) - 1) for trunks, total in freedom.values())
-    if not rows:
-        return {"sizes": [], "pooled": None}
-    sd = math.sqrt(sum(row["dof"] * row["sd_percent"]**2 for row in rows) / sum(row["dof"] for row in rows))
-    return {"sizes": rows, "pooled": {"runs": sum(row["runs"] for row in rows), "dof": dof, "sd_percent": sd,
-                                      "band": band(sd, dof)}}
-
-
-def _same_seed(repeated, arm: str) -> dict:
-    """BF16 against BF16 of the same seed: per size and tokens, then pooled as the root mean square around 0.
-
-    Which of the two came first is arbitrary, so 0 is the mean of their differences and each trunk a degree of freedom.
-    Pairs that are equal to the last bit were not rounded differently: they are counted, and no null."""
-    rows = []
-    for N, D in sorted({(p.bf16.N, p.bf16.tokens) for p in repeated}):
-        chosen = [p for p in repeated if (p.bf16.N, p.bf16.tokens) == (N, D)]
-        rows.append({**at(chosen[0].bf16), "pairs": len(chosen), **percents(chosen),
-                     "differences": [{"first": p.bf16.run_id, "second": p.fp8.run_id, **asdict(gap_of(p, arm))} for p in chosen]})
-    unlike = [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
-    found = {"sizes": rows, "equal": len(repeated) - len(unlike), "pooled": None}
-    if unlike:
-        sd = math.sqrt(np.mean([gap_of(p, arm).percent**2 for p in unlike]))
-        dof = len(clusters([{p.bf16.trunk, p.fp8.trunk} for p in unlike]))
-        found["pooled"] = {"pairs": len(unlike), "dof": dof, "sd_percent": sd, "band": band(sd, dof)}
-    return found
-
-
-def band(sd: float, dof: int) -> float:
-    """Half of what holds 95 % of differences whose SD is known from so many degrees of freedom."""
-    return float(student.ppf(0.975, dof)) * sd
 
 
 # ------------------------------------------------------------------------------------- the best recipe, by a declared rule
@@ -473,58 +405,40 @@ def rank(found, arm: str) -> dict:
     none) ties with it; of those that tie the fastest is the best, or the first where speed means nothing.
     Once a recipe is chosen, extend the larger sizes by it alone: sizes where few others ran are not compared.
     {"best", "reason", "cells", "recipes", "left_out"}; best is None where no recipe can be ranked, reason is a sentence."""
-    by_recipe, left_out = _converting(found)
-    longest = {}
-    for p in (p for chosen in by_recipe.values() for p in chosen):
+    by_recipe, left_out, longest = {}, [], {}
+    for recipe in sorted({p.fp8.recipe for p in found}):
+        chosen = [p for p in found if p.fp8.recipe == recipe]
+        if idle := [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0]]:
+            left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(idle)} of {len(chosen)} pairs "
+                                                         f"({idle[0]}): it is BF16 there"})
+        else:
+            by_recipe[recipe] = chosen
+    for p in itertools.chain(*by_recipe.values()):
         longest[p.fp8.N] = max(longest.get(p.fp8.N, 0), p.fp8.tokens)
     cells = {recipe: {(p.fp8.N, p.fp8.seed): p for p in chosen if p.fp8.tokens == longest[p.fp8.N]}
              for recipe, chosen in by_recipe.items()}
     present = [cell for own in cells.values() for cell in own]
     compared = [cell for cell in sorted(set(present)) if 2 * present.count(cell) > len(cells)]
-    ranked = []
+    ranked = []                         # (recipe, its pairs, its gap)
     for recipe, own in cells.items():
         lacking = [f"{human(N)} seed {seed}" for N, seed in compared if (N, seed) not in own]
         if lacking or not compared:
-            reason = (f"no finished pair at the largest budget of {', '.join(lacking)}" if lacking else
-                      "ran at no size and seed where more than half of the recipes did")
-            left_out.append({"recipe": recipe, "reason": reason})
-            continue
-        chosen = [own[cell] for cell in compared]
-        ranked.append({"recipe": recipe, "gap": estimate([_log_percent(p, arm) for p in chosen]), "pairs": chosen})
-    ranked.sort(key=lambda one: (one["gap"].mean, one["recipe"]))
-    rows = [_row(one, ranked[0], arm) for one in ranked]
-    best, reason = _best(rows, compared)
-    where = [{**at(p.fp8), "seed": p.fp8.seed} for p in ranked[0]["pairs"]] if ranked else []
-    return {"best": best, "reason": reason, "cells": where, "recipes": rows, "left_out": left_out}
-
-
-def _converting(found) -> tuple[dict, list[dict]]:
-    """recipe -> its pairs, for the recipes that convert something everywhere; a reason for each of the others."""
-    by_recipe, left_out = {}, []
-    for recipe in sorted({p.fp8.recipe for p in found}):
-        chosen = [p for p in found if p.fp8.recipe == recipe]
-        nothing = [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0]]
-        if nothing:
-            left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(nothing)} of {len(chosen)} pairs "
-                                                         f"({nothing[0]}): it is BF16 there"})
+            left_out.append({"recipe": recipe, "reason": f"no finished pair at the largest budget of {', '.join(lacking)}"
+                             if lacking else "ran at no size and seed where more than half of the recipes did"})
         else:
-            by_recipe[recipe] = chosen
-    return by_recipe, left_out
-
-
-def _log_percent(pair, arm: str) -> float:
-    """100 ln(FP8's loss / BF16's)."""
-    return 100 * math.log1p(gap_of(pair, arm).percent / 100)
-
-
-def _row(one: dict, first: dict, arm: str) -> dict:
-    difference = None
-    if one is not first:
-        difference = estimate([_log_percent(own, arm) - _log_percent(its, arm)
-                               for own, its in zip(one["pairs"], first["pairs"], strict=True)])
-    return {"recipe": one["recipe"], "gap": one["gap"], "difference": difference,
-            "ties": difference is None or difference.low is None or difference.low <= 0,
-            "throughput": throughput(one["pairs"]), "converted": n_converted(one["pairs"])}
+            chosen = [own[cell] for cell in compared]
+            ranked.append((recipe, chosen, estimate([p.log_percent(arm) for p in chosen])))
+    ranked.sort(key=lambda one: (one[2].mean, one[0]))
+    rows = []
+    for recipe, chosen, gap in ranked:
+        difference = estimate([own.log_percent(arm) - its.log_percent(arm) for own, its in zip(
+            chosen, ranked[0][1], strict=True)]) if rows else None
+        rows.append({"recipe": recipe, "gap": gap, "difference": difference,
+                     "ties": difference is None or difference.low is None or difference.low <= 0,
+                     "throughput": throughput(chosen), "converted": n_converted(chosen)})
+    best, reason = _best(rows, compared)
+    where = [{**at(p.fp8), "seed": p.fp8.seed} for p in ranked[0][1]] if ranked else []
+    return {"best": best, "reason": reason, "cells": where, "recipes": rows, "left_out": left_out}
 
 
 def _best(rows: list[dict], compared) -> tuple[str | None, str]:
@@ -532,21 +446,20 @@ def _best(rows: list[dict], compared) -> tuple[str | None, str]:
     if not rows:
         return None, "No recipe converts a Linear and ran wherever more than half of the others did: none is ranked."
     first, tied = rows[0], [row for row in rows if row["ties"]]
-    where = f"{len(compared)} pair{'s' * (len(compared) > 1)} at the largest budget of " + " and ".join(
+    where = f"{len(compared)} pair{'s' * (len(compared) != 1)} at the largest budget of " + " and ".join(
         dict.fromkeys(human(N) for N, _ in compared))
+    said = f"{first['recipe']} has the lowest gap, {first['gap'].mean:+.3f} % over {where}"
     if len(rows) == 1:
-        return first["recipe"], f"{first['recipe']} is the only recipe that can be ranked, over {where}."
-    lead = f"{first['recipe']} has the lowest gap, {first['gap'].mean:+.3f} % over {where}"
+        return first["recipe"], f"{said}; no other recipe can be ranked."
     if len(tied) == 1:
-        return first["recipe"], f"{lead}; every other recipe's is higher by more than chance: {first['recipe']} is the best."
-    names = ", ".join(row["recipe"] for row in tied[1:])
-    lead += f"; not told apart from it: {names}"
-    if lacking := [row for row in tied if row["throughput"]["ratio"] is None]:
-        why = f"{lacking[0]['recipe']}: {lacking[0]['throughput']['reason']}"
-        return first["recipe"], f"{lead}. Speed cannot decide ({why}), so the gap does: {first['recipe']} is the best."
+        return first["recipe"], f"{said}; every other recipe's is higher by more than chance: {first['recipe']} is the best."
+    said += f"; not told apart from it: {', '.join(row['recipe'] for row in tied[1:])}. "
+    if lacking := next((row for row in tied if row["throughput"]["ratio"] is None), None):
+        return first["recipe"], (f"{said}Speed cannot decide ({lacking['recipe']}: {lacking['throughput']['reason']}), so "
+                                 f"{first['recipe']} is the best.")
     best = max(tied, key=lambda row: row["throughput"]["ratio"])
-    return best["recipe"], (f"{lead}. Of these {best['recipe']} is the fastest, {best['throughput']['ratio']:.3f} of BF16's "
-                            f"tokens per second: it is the best.")
+    return best["recipe"], (f"{said}Of these {best['recipe']} is the fastest, {best['throughput']['ratio']:.3f} of BF16's tokens "
+                            f"per second: it is the best.")
 
 
 # ------------------------------------------------------------------------------------------------ what a gap costs in compute
@@ -566,11 +479,7 @@ class Surface:
     alpha: float
     beta: float
     covariance: np.ndarray | None = None    # of (ln B, beta); None: the constants are taken as exact
-    counts: str = "total"                   # which parameters N is, one of records.CONVENTIONS
-
-    def N_of(self, record) -> int:
-        """A run's (records.Record) parameters as this law counts them."""
-        return getattr(record, f"params_{self.counts}")
+    counts: str = "total"                   # which parameters N is: params_total, params_nonembed
 
     def loss(self, N, D):
         """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""
@@ -579,13 +488,6 @@ class Surface:
     def slope(self, D) -> float:
         """s = -dL/d ln D in nats: what one e-fold of tokens gains."""
         return self.beta * self.B * D**-self.beta
-
-    def slope_se(self, D) -> float:
-        """Standard error of slope(D) from the fit's covariance; 0 where the constants are taken as exact."""
-        if self.covariance is None:
-            return 0.0
-        gradient = self.slope(D) * np.array([1.0, 1 / self.beta - math.log(D)])     # by ln B, by beta
-        return float(math.sqrt(max(gradient @ self.covariance @ gradient, 0.0)))
 
     def extra_tokens(self, gap: float, D) -> float | None:
         """r: how many times the tokens a model needs to make up `gap` nats at D; below 1 for a negative gap.
@@ -597,11 +499,20 @@ class Surface:
     def effective_parameters(self, gap: float, N) -> float | None:
         """phi = N_eff / N: the share of the parameters with which the law reaches a loss `gap` nats higher.
 
-        L(phi N, D) = L(N, D) + gap. None where a negative gap exceeds A N^-alpha: no size gains that much; or where the law
-        knows no N."""
-        if self.A == 0:                 # a law of one size
-            return None
-        return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha)
+        L(phi N, D) = L(N, D) + gap. None where a negative gap exceeds A N^-alpha, which no size gains, or A is 0."""
+        return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha) if self.A else None
+
+    def speedup(self, D, gap: float, gap_se: float | None, ratio: float, ratio_se_log=0.0) -> tuple[float | None, float | None]:
+        """How much sooner FP8 reaches BF16's loss: (S, standard error of ln S), S = ratio / r for a throughput `ratio` FP8 over
+        BF16 and a loss gap in nats at D tokens. None where no number of tokens makes up the gap; no error without gap_se.
+
+        SE(ln S)^2 = SE(ln ratio)^2 + (gap_se / s)^2 + (gap SE_s / s^2)^2 with SE_s of the slope s from the covariance."""
+        r, s = self.extra_tokens(gap, D), self.slope(D)
+        if r is None or gap_se is None:
+            return r and ratio / r, None
+        gradient = s * np.array([1.0, 1 / self.beta - math.log(D)])     # of s by ln B, by beta
+        variance = 0.0 if self.covariance is None else max(float(gradient @ self.covariance @ gradient), 0.0)
+        return ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + gap**2 * variance / s**4)
 
 
 def _power(base: float, exponent: float) -> float | None:
@@ -614,7 +525,6 @@ def _power(base: float, exponent: float) -> float | None:
 # 1.8172, .3478, .3658) are the least-absolute-deviation fit of the same points.
 EPOCH = Surface("Epoch", "Besiroglu et al. 2024, arXiv:2404.10102 (Huber optimum of its 240 points)",
                 E=1.817218, A=477.826, B=2143.417, alpha=0.347310, beta=0.367172)
-LOCAL = "own, at this N"
 SMALLEST = 57e6                 # parameters of the smallest model in those points
 # As printed, rounded: Besiroglu et al. show that these do not minimise their own objective.
 HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach 3, as printed",
@@ -645,72 +555,51 @@ def local_surface(D, L) -> Surface | None:
     """L = B D^-beta through the BF16 runs of one size; None unless loss falls over two token counts or more.
 
     It says what more tokens gain around these D, where our runs do not give a law of N and D; nothing about N."""
-    if len(set(D.tolist())) < 2:
-        return None
-    slope, height = np.polyfit(np.log(D), np.log(L), 1)
-    return Surface(LOCAL, "power law over tokens through our BF16 runs of each size", E=0.0, A=0.0, B=math.exp(height),
-                   alpha=1.0, beta=-float(slope)) if slope < 0 else None
+    slope, height = np.polyfit(np.log(D), np.log(L), 1) if len(np.unique(D)) > 1 else (0.0, 0.0)
+    return Surface("own, at this N", "power law over tokens through our BF16 runs of each size", E=0.0, A=0.0,
+                   B=math.exp(height), alpha=1.0, beta=-float(slope)) if slope < 0 else None
 
 
-def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], dict[str, str], str | None]:
-    """Two laws or more for each N of the BF16 `runs` (Records), the source of each law by name, why own_surface is none."""
+def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]:
+    """N of the BF16 `runs` (Records) -> its laws: our own, else that of its size, with Epoch's; else two published ones. Plus
+    why there is no law of our own."""
     N, D, L = (np.array([getattr(run, key) for run in runs], dtype=float) for key in ("N", "tokens", loss_key))    # N D: no int64
     own, reason = own_surface(N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total")
-    local = {} if own else {int(size): law for size in set(N.tolist()) if (law := local_surface(D[size == N], L[size == N]))}
-    used = {int(size): [law for law in (own or local.get(size),) if law] + [EPOCH] + [HOFFMANN] * (not own and not local)
-            for size in set(N.tolist())}
-    return used, {law.name: law.source for laws in (*([one] for one in local.values()), *used.values()) for law in laws}, reason
-
-
-# ------------------------------------------------------------------------------------------------------ speed-up at equal loss
-
-def matched_speedup(surface: Surface, D, gap: float, gap_se: float | None, ratio: float,
-                    ratio_se_log: float = 0.0) -> tuple[float | None, float | None]:
-    """How much sooner FP8 reaches BF16's loss: (S, standard error of ln S), S = ratio / r for a throughput `ratio` FP8 over BF16
-    and a loss gap in nats at D tokens. None where no number of tokens makes up the gap; no error where gap_se is None.
-
-    SE(ln S)^2 = SE(ln ratio)^2 + (gap_se / s)^2 + (gap SE_s / s^2)^2 with s = -dL/d ln D."""
-    r = surface.extra_tokens(gap, D)
-    if r is None or gap_se is None:
-        return r and ratio / r, None
-    s, s_se = surface.slope(D), surface.slope_se(D)
-    return ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + (gap * s_se / s**2)**2)
+    ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
+    published = [EPOCH] if any(ours.values()) else [EPOCH, HOFFMANN]
+    return {size: [law, *published] if law else published for size, law in ours.items()}, reason
 
 
 def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict:
     """What an estimated gap in nats costs at N, D, each with its 95 % interval; None, with a reason.
 
     extra_tokens: r, which is also the extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio`
-    over r, its error by matched_speedup with Student's t of the gap's degrees of freedom; one pair has no interval.
+    over r, its error by Surface.speedup with Student's t of the gap's degrees of freedom; one pair has no interval.
     reason: why there is no throughput ratio."""
-    ends = {name: [None, None] if nats.se is None else [law(nats.low, at), law(nats.high, at)]
-            for name, law, at in (("extra_tokens", surface.extra_tokens, D),
-                                  ("effective_parameters", surface.effective_parameters, N))}
-    found = {"law": surface.name, "extra_tokens": surface.extra_tokens(nats.mean, D), "extra_tokens_ci95": ends["extra_tokens"],
-             "effective_parameters": surface.effective_parameters(nats.mean, N),
-             "effective_parameters_ci95": ends["effective_parameters"][::-1]}
-    if found["extra_tokens"] is None:
-        most = surface.B * D**-surface.beta
-        ratio, reason = None, f"no number of tokens makes up {nats.mean:.4f} nats under {surface.name}: " + (
-            f"more data gains at most {most:.4f}" if nats.mean >= most else "it says that tokens change almost nothing")
-    if ratio is None:
-        return found | {"speedup": None, "speedup_ci95": [None, None], "reason": reason}
-    speedup, spread = matched_speedup(surface, D, nats.mean, nats.se, ratio, se_log or 0.0)
-    is_known = spread is not None and se_log is not None       # one ratio of throughputs has no error to pass on
-    spread = float(student.ppf(0.975, nats.n - 1)) * spread if is_known else math.inf
-    factor = math.exp(spread) if spread < BEYOND else None
-    return found | {"speedup": speedup, "reason": None,
-                    "speedup_ci95": [speedup / factor, speedup * factor] if factor else [None, None]}
+    tokens, parameters = ([None if gap is None else law(gap, at) for gap in (nats.mean, nats.low, nats.high)] for law, at in (
+        (surface.extra_tokens, D), (surface.effective_parameters, N)))
+    speedup, ends = None, [None, None]
+    if tokens[0] is None:
+        reason = (f"no number of tokens makes up {nats.mean:.4f} nats under {surface.name}, by which more data gains at most "
+                  f"{surface.B * D**-surface.beta:.4f}, or next to nothing")
+    elif ratio is not None:
+        speedup, error = surface.speedup(D, nats.mean, nats.se, ratio, se_log or 0.0)
+        if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
+            spread = float(student.ppf(0.975, nats.n - 1)) * error
+            ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends
+    return {"law": surface.name, "extra_tokens": tokens[0], "extra_tokens_ci95": tokens[1:],
+            "effective_parameters": parameters[0], "effective_parameters_ci95": parameters[:0:-1],
+            "speedup": speedup, "speedup_ci95": ends, "reason": None if speedup else reason}
 
 
 def throughput(chosen) -> dict:
-    """Geometric mean of FP8's tokens per second over BF16's in pairs (precision.Pair) of one size, the standard error of its
-    logarithm (None for one ratio), or the reason why there is none."""
+    """Geometric mean of FP8's tokens per second over BF16's in Pairs of one size, the standard error of its logarithm (None for
+    one ratio), or the reason why there is none."""
     ratios = np.log([p.tok_per_s_ratio for p in chosen if p.tok_per_s_ratio])
-    if any(p.fp8.device.startswith("cpu") for p in chosen):
-        return {"ratio": None, "se_log": None, "reason": "a CPU has no FP8 units: its throughput means nothing"}
-    if not len(ratios):
-        return {"ratio": None, "se_log": None, "reason": "the arms ran on different devices or compile settings"}
+    is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
+    if is_cpu or not len(ratios):
+        return {"ratio": None, "se_log": None, "reason": "a CPU has no FP8 units: its throughput means nothing" if is_cpu else
+                "the arms ran on different devices or compile settings"}
     se = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
 
@@ -727,16 +616,10 @@ def kumar_gap(N, weight_bits=8, activation_bits=8, offsets=True):
     1 - e^-(P / gamma + n). 465 runs of 30M to 220M parameters, integer fake quantisation in the forward pass alone, one
     scale a channel for weights, a tensor for activations. The main text's formula has no n, their fit has: both are
     given. The authors: the constants are unlikely to be useful elsewhere."""
-    share = kumar_share(weight_bits, activation_bits, offsets)
-    return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
-
-
-def kumar_share(weight_bits=8, activation_bits=8, offsets=True) -> float:
-    """N_eff / N of the same law."""
-    share = 1.0
+    share = 1.0                         # N_eff / N
     for bits, gamma, n in ((weight_bits, 2.6745, 0.3037), (activation_bits, 2.2102, 1.4072)):
         share *= 1 - math.exp(-(bits / gamma + n * offsets))
-    return share
+    return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
 
 
 def sun_gap(N, D, exponent_bits=4, mantissa_bits=3, block=128):
@@ -754,21 +637,3 @@ PRECISION_LAWS = (
     ("Kumar INT8", lambda N, D: kumar_gap(N) + 0 * D, (30e6, 220e6)),
     ("Sun E4M3, block 128", sun_gap, (41e6, 679e6)),
 )
-
-
-# ------------------------------------------------------------------------- words that the tables and figures share
-
-KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # group.convention -> what stands before "parameters"
-
-
-def human(count: float) -> str:
-    """A count with three digits and a letter: 39.2k, 125M, 1.54B."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if count >= 0.9995 * size:
-            return f"{count / size:.3g}{letter}"
-    return f"{count:.3g}"
-
-
-def freedom(dof: int) -> str:
-    """So many degrees of freedom, in words."""
-    return f"{dof} degree{'s' * (dof != 1)} of freedom"

@@ -8,21 +8,18 @@ three sizes' laws differ by 6 % of the loss at the fourth, where seeds differ by
 a later edit by hand. Only a commit or a copy elsewhere shows that nobody made it anew.
 """
 
-import calendar
-import difflib
 import hashlib
 import json
 import math
-import re
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 from scipy.special import fdtri, stdtrit
 
-from runtime.cli import UserError
+from runtime.cli import UserError, nearest
 from runtime.machine import git
 from runtime.rows import write_json
 from scaling.intervals import with_bootstrap
@@ -32,7 +29,6 @@ from scaling.records import CONVENTIONS, read_json, read_study
 ROOT = Path(__file__).resolve().parents[1]
 UTC = "%Y-%m-%dT%H:%M:%SZ"
 FORMAT_VERSION = 1
-CLOCK_SLACK_S = 600         # between the clocks of two machines
 FLOOR = 1e-3                # least noise of ln(loss) that an interval assumes: seeds measured elsewhere give .0002 to .002
 FREE_RAY = 5                # points that the ray law with free gamma needs to enter the interval
 REFUTED = 0.01              # chance of refuting a true form
@@ -40,6 +36,7 @@ SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the 
 RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
 GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
 VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
+COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
 
 # ----------------------------------------------------------------------------------- frozen predictions, held-out runs
@@ -49,22 +46,22 @@ VACUOUS = 0.1               # of the loss: an interval that reaches farther hold
 class Prediction:
     """A frozen prediction of one run; loss, low and high in nats per token, the interval at 95 %."""
 
+    path: Path
+    content: dict                       # the whole file
+    convention: str                     # which parameters N and its laws count, "total" or "nonembed"
+    N: int                              # parameters as the convention counts them
+    C: float                            # flops_per_token * tokens
+    D: int                              # tokens
     target: str
     recipe: str
-    N: int                              # parameters as the convention counts them
-    D: int                              # tokens
-    C: float                            # flops_per_token * tokens
+    date: str                           # UTC, as 2026-11-21T15:44:05Z
+    sha256: str                         # of the rest of the file's content
     loss_key: str                       # "loss_bf16" or "loss_as_trained"
     loss: float
     low: float
     high: float
     headline: str                       # name of the form that gives `loss`
-    forms: tuple                        # of dict: form, loss, low, high, ...
-    date: str                           # UTC, as 2026-11-21T15:44:05Z
-    sha256: str                         # of the rest of the file's content
-    path: Path
-    convention: str                     # which parameters N and its laws count, "total" or "nonembed"
-    content: dict = field(repr=False)   # the whole file
+    forms: list                         # of dict: form, loss, low, high, ...
 
 
 @dataclass(frozen=True)
@@ -85,26 +82,20 @@ def load(folder) -> list[Prediction]:
 
 
 def read_prediction(path: Path) -> Prediction:
-    """A frozen prediction. Raises UserError where it is damaged, was edited since, or is dated in the future."""
+    """A frozen prediction. Raises UserError where it is damaged or was edited since."""
     content = read_json(path)
     try:
-        if digest(content) != content["sha256"]:
-            raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256): restore the "
-                              "file as it was written, for nothing can be scored against this one")
-        goal, date = content["target"], content["date"]
-        convention = content.get("convention", CONVENTIONS[0])      # older files say nothing and mean all
-        written = calendar.timegm(time.strptime(date, UTC))
+        goal, convention = content["target"], content.get("convention", CONVENTIONS[0])     # older files say nothing and mean all
         prediction = Prediction(
-            goal["name"], goal["recipe"], goal[f"params_{convention}"], goal["tokens"],
-            goal["flops_per_token"] * goal["tokens"], content["loss_key"], content["loss"], content["low"], content["high"],
-            content["headline"], tuple(content["forms"]), date, content["sha256"], path, convention, content)
+            path, content, convention, goal[f"params_{convention}"], goal["flops_per_token"] * goal["tokens"], goal["tokens"],
+            goal["name"], goal["recipe"],
+            *(content[key] for key in ("date", "sha256", "loss_key", "loss", "low", "high", "headline", "forms")))
+        if digest(content) == prediction.sha256:
+            return prediction
     except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path} is no prediction of this version ({type(error).__name__}: {error}); restore it") from None
-    if written > time.time() + CLOCK_SLACK_S:
-        raise UserError(f"{path} is dated {date}, which is yet to come: a clock was wrong, and its age cannot be judged")
-    return prediction
+    raise UserError(f"{path} was edited after it was frozen (its content does not match its sha256): restore the file as it was "
+                    "written, for nothing can be scored against this one")
 
 
 def named_held_out(roots) -> set[str]:
@@ -161,8 +152,8 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     form that misses the points is wrong by its point, it does not make the runs noisier (with its own residuals it would:
     `own_residuals`). Raises UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
-    floor, rows, left_out = max(seed_sd, FLOOR), [], []
-    ray = _on_ray(points, N, D)
+    floor, rows, left_out, ratio = max(seed_sd, FLOOR), [], {}, points.D / points.N / (D / N)
+    ray = points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))      # within 5 % of D / N tokens per parameter
     for form, fit_of in _forms(ray, points, floor).items():
         try:
             fit = fit_of()
@@ -171,36 +162,37 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
             reason = str(error)
         if not reason:
             with np.errstate(over="ignore"):
-                loss, low, high = (float(value) for value in fit.interval_at(*_at(form, N, D, C), new_run=True))
+                where = (N, D) if form == "chinchilla" else (C,)
+                loss, low, high = (float(value) for value in fit.interval_at(*where, new_run=True))
             reason = None if low > 0 and math.isfinite(high) else "its interval is beyond all numbers"
         if reason:
-            left_out.append({"form": form, "reason": reason})
-            continue
-        rows.append({"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
-                     "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters})
+            left_out[form] = reason
+        else:
+            rows.append({"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
+                         "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters})
     if not rows:
         raise UserError(
             f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its {D / N:.3g} tokens "
-            "per parameter, where 3 of different compute are needed, and Chinchilla's law is out ("
-            f"{next(one['reason'] for one in left_out if one['form'] == 'chinchilla')}); add runs")
-    _share_noise(rows, floor)
-    judge = next((row for row in rows if row["form"] == "chinchilla"), None)
-    freedom = len(np.unique(points.N)) - SIZE_TERMS
-    kept = []
-    for row in rows:        # Chinchilla's law refutes a form that misses the points while it meets them with sizes to spare
-        share = (row["residual_rms"] / judge["sigma"]) ** 2 if judge and freedom > 0 and row is not judge else 0.0
-        if share > 0 and share > fdtri(row["dof"], freedom, 1 - REFUTED):
-            left_out.append({"form": row["form"], "reason": (
-                f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
-                f"{100 * judge['sigma']:.2f} %")})
-        else:
-            kept.append(row)
-    by_form = {row["form"]: row for row in kept}
-    headline = by_form[next(form for form in ("chinchilla", "ray", ray_name(GAMMA), *by_form) if form in by_form)]
+            f"per parameter, where 3 of different compute are needed, and Chinchilla's law is out ({left_out['chinchilla']}); "
+            "add runs")
+    best = min((row["residual_rms"] for row in rows if row["form"] != "chinchilla"), default=0.0)
+    for row in rows:
+        sigma = row["sigma"] if row["form"] == "chinchilla" else max(floor, best)
+        width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]      # proportional to sigma
+        row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
+    by_form = {row["form"]: row for row in rows}
+    judge, freedom = by_form.get("chinchilla"), len(np.unique(points.N)) - SIZE_TERMS
+    for form, row in list(by_form.items()) if judge and freedom > 0 else ():
+        if form != "chinchilla" and (row["residual_rms"] / judge["sigma"]) ** 2 > fdtri(row["dof"], freedom, 1 - REFUTED):
+            left_out[form] = (f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
+                              f"{100 * judge['sigma']:.2f} %")
+            del by_form[form]
+    kept = list(by_form.values())
+    headline = by_form[next(form for form in ("chinchilla", "ray", f"ray gamma={GAMMA:.2f}", *by_form) if form in by_form)]
     low, high = _union(kept, "low", "high")
     return {
         "loss": headline["loss"], "low": low, "high": high, "headline": headline["form"], "forms": kept,
-        "forms_left_out": left_out,
+        "forms_left_out": [{"form": form, "reason": reason} for form, reason in left_out.items()],
         "parts": {
             "headline_interval": [headline["low"], headline["high"]], "model_form": _union(kept, "loss", "loss"),
             "own_residuals": _union(kept, "own_low", "own_high"), "all_forms": _union(rows, "low", "high"),
@@ -212,53 +204,23 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     }
 
 
-def _share_noise(rows: list[dict], floor: float) -> None:
-    """Give every form its low and high; on the ray with the residuals of the form that fits best."""
-    best = min((row["residual_rms"] for row in rows if row["form"] != "chinchilla"), default=0.0)
-    for row in rows:
-        sigma = row["sigma"] if row["form"] == "chinchilla" else max(floor, best)
-        width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]      # proportional to sigma
-        row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
-
-
 def _union(rows, low: str, high: str) -> list[float]:
     return [min(row[low] for row in rows), max(row[high] for row in rows)]
 
 
-def headline_at(form: str, points: Points, target) -> float:
-    """One form's loss at target = (N, D, C), fitted to the points: what another way of counting would have said."""
-    N, D, C = target
-    return float(_forms(_on_ray(points, N, D), points, FLOOR)[form]().predict(*_at(form, N, D, C)))
-
-
-def _on_ray(points: Points, N: float, D: float) -> Points:
-    """The points within 5 % of D / N tokens per parameter."""
-    ratio = points.D / points.N / (D / N)
-    return points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))
-
-
 def _forms(ray: Points, points: Points, floor: float) -> dict:
     """form -> a call that fits it; the names are those in the file."""
-    forms = {"power_c": lambda: fit_power(ray.C, ray.loss, "c", seed_sd=floor)}
-    for gamma in GAMMAS:
-        forms[ray_name(gamma)] = lambda gamma=gamma: fit_ray(ray.C, ray.loss, gamma=gamma, seed_sd=floor)
-    forms["ray"] = lambda: fit_ray(ray.C, ray.loss, seed_sd=floor)
-    forms["chinchilla"] = lambda: with_bootstrap(fit_chinchilla(points.N, points.D, points.loss, seed_sd=floor), points,
-                                                 RESAMPLES)
-    return forms
-
-
-def ray_name(gamma: float) -> str:
-    return f"ray gamma={gamma:.2f}"
-
-
-def _at(form: str, N, D, C) -> tuple:
-    return (N, D) if form == "chinchilla" else (C,)
+    return {"power_c": lambda: fit_power(ray.C, ray.loss, "c", seed_sd=floor),
+            **{f"ray gamma={gamma:.2f}": lambda gamma=gamma: fit_ray(ray.C, ray.loss, gamma=gamma, seed_sd=floor)
+               for gamma in GAMMAS},
+            "ray": lambda: fit_ray(ray.C, ray.loss, seed_sd=floor),
+            "chinchilla": lambda: with_bootstrap(fit_chinchilla(points.N, points.D, points.loss, seed_sd=floor), points,
+                                                 RESAMPLES)}
 
 
 def _unfit(form: str, fit, loss) -> str | None:
     """Why a fitted form may not speak, or None."""
-    needed = {"ray": FREE_RAY}.get(form, 3)
+    needed = FREE_RAY if form == "ray" else 3
     if fit.n < needed:
         return f"{fit.n} points; it needs {needed}"
     if form in ("ray", "chinchilla") and not fit.identified:
@@ -278,11 +240,9 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
     target: a run of a study.json (in `roots` or beside the groups' runs), else a config in the folder `configs`.
     commit: of this code, where git cannot tell it.
     An FP8 run is predicted from FP8 runs of its recipe alone: BF16 runs know nothing of FP8's gap at the target's size.
-    Raises UserError where a prediction or the run is there already, where the runs were counted or tokenised in
-    another way than the target, and where no law reaches it."""
-    target = Path(target).stem if target.endswith(".py") else target
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", target):
-        raise UserError(f"{target!r} is no name of a run: give one such as gpt1p5b_fp8")
+    Raises UserError where a prediction or the run is there already, where the runs were tokenised in another way than the
+    target, and where no law reaches it."""
+    target = target.removesuffix(".py")
     path = Path(folder) / f"prediction_{target}.json"
     if path.exists():
         raise UserError(f"{path} is there already, and a frozen prediction is not made anew: score it, or move it away")
@@ -294,10 +254,11 @@ def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), c
                         f"{', '.join(group.recipe for group in groups if group.records) or 'no runs, only a table'}: a "
                         "prediction needs runs of the same recipe, so train the smaller sizes in it first")
     _check_absent(target, goal, groups, roots)
-    _check_counts(goal, group.records)
+    if goal["vocab_size"] not in (None, group.records[0].vocab_size):
+        raise UserError(f"{target} has a vocabulary of {goal['vocab_size']} and {group.records[0].run_id} one of "
+                        f"{group.records[0].vocab_size}: their losses are not comparable; predict from runs of one tokenizer")
     N, D = goal[f"params_{group.convention}"], goal["tokens"]
     said = forecast(group.points, (N, D, goal["flops_per_token"] * D), group.seed_sd or 0.0)
-    said["parts"]["conventions"] = _by_convention(said["headline"], group, goal)
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
         "git_commit": git(ROOT, "rev-parse", "HEAD") or commit, "loss_key": loss_key, "loss_unit": "nats per token",
@@ -321,9 +282,11 @@ def _write(path: Path, content: dict) -> None:
 def _target(name: str, roots, configs: Path) -> dict:
     """The counts and recipe of a run that is not there yet. torch loads only where a config must be counted."""
     declared = {run["run"]: run for root in roots for run in read_study(root).get("runs", [])}
-    if name in declared:
-        goal = declared[name]
-    elif (configs / f"{name}.py").is_file():
+    there = [*declared, *(one.stem for one in sorted(configs.glob("*.py")))]
+    if name not in there:
+        raise UserError(f"there is no run {name!r} in a study.json and no {configs / name}.py{nearest(name, there)}")
+    goal = declared.get(name)
+    if not goal:
         import torch
 
         from model import GPT
@@ -332,88 +295,32 @@ def _target(name: str, roots, configs: Path) -> dict:
         with torch.device("meta"):
             goal = GPT(config.model).counts()
         goal |= {"recipe": config.fp8.label, "tokens": config.total_tokens, "vocab_size": config.model.vocab_size}
-    else:
-        there = [*declared, *(one.stem for one in sorted(configs.glob("*.py")))]
-        near = difflib.get_close_matches(name, there, n=1)
-        raise UserError(f"there is no run {name!r} in a study.json and no {configs / name}.py"
-                        + (f"; did you mean {near[0]}?" if near else ""))
-    keys = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
-    if missing := [key for key in ("recipe", *keys) if not isinstance(goal.get(key), int | float if key in keys else str)]:
-        raise UserError(f"study.json says nothing usable of {', '.join(missing)} for {name}; write it anew: scaling/sweep.py")
-    return {"name": name, **{key: goal[key] for key in ("recipe", *keys)}, "vocab_size": goal.get("vocab_size")}
+    if missing := {"recipe", *COUNTS} - goal.keys():
+        raise UserError(f"study.json lacks {', '.join(sorted(missing))} of {name}; write it anew: scaling/sweep.py")
+    return {"name": name, **{key: goal[key] for key in ("recipe", *COUNTS)}, "vocab_size": goal.get("vocab_size")}
 
 
 def _check_absent(target: str, goal: dict, groups, roots) -> None:
+    """Raise UserError where the run has begun, or where a run of its recipe, size and tokens is finished."""
     there = [record.run_id for group in groups for record in group.records if record.run_id == target or is_at(record, goal)]
     there += [held.name for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
         group.recipe == goal["recipe"] and (goal[f"params_{group.convention}"], goal["tokens"]) == (held.N, held.D)))]
+    there += [target for root in roots for name in ("summary.json", "metrics.jsonl", "checkpoints")
+              if (root / target / name).exists()]
     if there:
-        raise UserError(f"{there[0]} is finished, and it is the run to be predicted ({goal['recipe']}, {goal['params_total']} "
-                        f"parameters, {goal['tokens']} tokens): only what nobody has seen can be predicted")
-    for root in roots:
-        if any((root / target / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoints")):
-            raise UserError(f"{root / target} has begun already: a prediction must be older than its run")
-
-
-def _check_counts(goal: dict, records) -> None:
-    """Runs and target counted by one convention, over one vocabulary."""
-    for record in records:
-        if any(not math.isclose(getattr(record, name), _count(vars(record), name), rel_tol=1e-9)
-               for name in ("flops_per_token_6n_total", "flops_per_token_causal")):
-            raise UserError(f"{record.folder}/summary.json counts FLOPs in another way than model.py does now: a prediction "
-                            "cannot mix conventions; leave that run out")
-        if goal["vocab_size"] not in (None, record.vocab_size):
-            raise UserError(f"{goal['name']} has a vocabulary of {goal['vocab_size']} and {record.run_id} one of "
-                            f"{record.vocab_size}: their losses are not comparable; predict from runs of one tokenizer")
-
-
-def _by_convention(headline: str, group, goal: dict) -> dict:
-    """The headline form's loss for the target when parameters (Chinchilla's law) or FLOPs are counted in each way."""
-    said, points, in_N = {}, group.points, headline == "chinchilla"
-    ways = ("total", "nonembed", "matmul")
-    names = [f"params_{way}" for way in ways] if in_N else [
-        "flops_per_token", "flops_per_token_causal", *(f"flops_per_token_6n_{way}" for way in ways)]
-    for name in names:
-        count = np.array([_count(vars(record), name) for record in group.records], dtype=float)
-        mine, N, D = float(_count(goal, name)), goal[f"params_{group.convention}"], float(goal["tokens"])
-        # The ray is a ray by the fitted count of N, whatever C is; Chinchilla's law takes every point.
-        said[name] = (headline_at(headline, replace(points, N=count), (mine, D, mine * D)) if in_N else
-                      headline_at(headline, replace(points, C=count * points.D), (N, D, mine * D)))
-    return said
-
-
-def _count(counts: dict, convention: str) -> float:
-    """Parameters or FLOPs per token of a run under one convention, from its four counts."""
-    if convention == "flops_per_token_causal":      # half of the attention, which is what lies above 6 params_matmul
-        return counts["flops_per_token"] / 2 + 3 * counts["params_matmul"]
-    if convention.startswith("flops_per_token_6n"):
-        return 6 * counts[convention.replace("flops_per_token_6n", "params")]
-    return counts[convention]
+        raise UserError(f"{there[0]} has begun or is finished, and it is the run to be predicted: only what nobody has seen can "
+                        "be predicted")
 
 
 def describe(prediction: Prediction) -> list[str]:
-    """The frozen prediction as lines for people: the loss, what it is of, its parts apart, the file."""
+    """The frozen prediction as lines for people: the loss, what it is of, each form, the file; its parts are in the file."""
     p, said = prediction, prediction.content
-    parts = said["parts"]
-
-    def around(ends):
-        return f"{ends[0]:.4f} to {ends[1]:.4f} ({100 * (ends[0] / p.loss - 1):+.2f} to {100 * (ends[1] / p.loss - 1):+.2f} %)"
-
-    conventions = parts["conventions"].values()
     return [
-        f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval "
-        f"{around((p.low, p.high))}",
+        f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval {p.low:.4f} to "
+        f"{p.high:.4f} ({100 * (p.low / p.loss - 1):+.2f} to {100 * (p.high / p.loss - 1):+.2f} %)",
         f"    {p.N:,} {'non-embedding ' * (p.convention == 'nonembed')}parameters, {p.D:,} tokens, {p.C:.3g} FLOPs: "
         f"{said['extrapolation']:.3g} times the largest of {said['points']['all']} runs in {p.recipe}, "
         f"{said['points']['at_this_ratio']} of them at this ratio",
-        *(f"    {what:40} {around(ends)}" for what, ends in (
-            (f"{p.headline} alone", parts["headline_interval"]),
-            ("model form, without noise", parts["model_form"]),
-            ("counting convention, of that form", (min(conventions), max(conventions))),
-            ("with each form's own residuals as noise", parts["own_residuals"]),
-            ("with the forms that the points refute", parts["all_forms"]))),
-        f"    one run's noise: +-{parts['run_noise_percent']:.2f} %, of seeds ({100 * parts['seed_sd']:.3f} %), the floor "
-        f"({100 * parts['floor']:.2f} %) or residuals",
         *(f"    {row['form']:16} {row['loss']:8.4f} ({row['low']:.4f} to {row['high']:.4f}), {row['n']} runs, residuals "
           f"{100 * row['residual_rms']:.3f} %" for row in p.forms),
         *(f"    {one['form']}: left out, {one['reason']}" for one in said["forms_left_out"]),
@@ -443,43 +350,30 @@ def score(folder, records) -> list[str]:
                       "predicted_on": p.date, "convention": p.convention, "loss_key": p.loss_key, "predicted": p.loss,
                       "low": p.low, "high": p.high, "headline": p.headline, "runs": scored})
         reach = max(p.loss - p.low, p.high - p.loss) / p.loss
+        wide = f", which reaches {reach:.0%} from the predicted loss: so wide that it tests nothing" * (reach > VACUOUS)
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
             lines += [f"{one['run_id']}: {p.loss_key} {one['loss']:.4f}, predicted {p.loss:.4f} by {p.headline}: error "
                       f"{one['error_nats']:+.4f} nats ({one['error_percent']:+.2f} %), "
-                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {p.low:.4f} to {p.high:.4f}" + (
-                          f", which reaches {reach:.0%} from the predicted loss: so wide that it tests nothing"
-                          if one["inside"] and reach > VACUOUS else ""),
-                      f"    inside the interval of {len(inside)} of {len(one['forms'])} forms"
-                      + (f": {', '.join(inside)}" if inside else "")]
+                      f"{'inside' if one['inside'] else 'OUTSIDE'} the interval {p.low:.4f} to {p.high:.4f}{wide}",
+                      f"    inside the interval of {len(inside)} of {len(one['forms'])} forms: {', '.join(inside)}"]
         lines.append(f"wrote {path}")
     return lines
 
 
 def _score(prediction: Prediction, record) -> dict:
     """One run against its prediction; errors are predicted minus measured, in per cent of the measured loss."""
-    content, path = prediction.content, prediction.path
-    for key, what in (("tokenizer_sha256", "tokenizer"), ("val_sha256", "validation set")):
-        if content.get(key) != getattr(record, key):
-            raise UserError(f"{record.run_id} has another {what} than the runs behind {path} ({getattr(record, key)} against "
-                            f"{content.get(key)}): the two losses are not comparable")
-    if not is_at(record, content["target"]):
-        raise UserError(f"{record.run_id} is not the run that {path} predicts: {record.recipe}, {record.params_total} "
-                        f"parameters, {record.tokens} tokens against {prediction.recipe}, "
-                        f"{content['target']['params_total']}, {prediction.D}")
+    content, path, loss = prediction.content, prediction.path, getattr(record, prediction.loss_key)
+    wrong = [what for key, what in (("tokenizer_sha256", "another tokenizer"), ("val_sha256", "another validation set"))
+             if content.get(key) != getattr(record, key)]
+    wrong += ["another recipe, size or number of tokens"] * (not is_at(record, content["target"]))
+    if wrong:
+        raise UserError(f"{record.run_id} has {' and '.join(wrong)} than {path} predicts: the two losses are not comparable")
     if record.summary_sha256 in [one["summary_sha256"] for one in content["inputs"]]:
         raise UserError(f"{record.run_id} is one of the inputs of {path}: that is no prediction")
-    if record.t_start is None:
-        raise UserError(f"{record.folder}/summary.json has no t_start, so nothing shows that the run is younger than its "
-                        "prediction: it cannot be scored")
-    if datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
-        raise UserError(f"{path} of {prediction.date} is younger than its run, which began at {record.t_start}: that is no "
+    if record.t_start is None or datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
+        raise UserError(f"{path} of {prediction.date} is not older than its run, which began at {record.t_start}: that is no "
                         f"prediction, and it is not scored; move {path} away to use the run in fits")
-    ended = read_json(record.folder / "summary.json").get("t_end")
-    if isinstance(ended, str) and ended < record.t_start:
-        raise UserError(f"{record.folder}/summary.json says that the run began at {record.t_start} and ended at {ended}: the "
-                        "file was edited, and its age cannot be judged; restore it as train.py wrote it")
-    loss = getattr(record, prediction.loss_key)
 
     def errors(low, value, high):
         return {"error_nats": value - loss, "error_percent": 100 * (value / loss - 1), "inside": low <= loss <= high}

@@ -28,7 +28,7 @@ class Record:
     summary_sha256: str                 # of the file's bytes; law.json names its inputs by it
     run_id: str
     pair_id: str                        # equal in runs that differ in precision alone
-    recipe: str                         # precision.recipe: "bf16", "tensorwise", ...
+    recipe: str                         # precision.recipe: "bf16", "tensorwise", ..., "trunk>decay" where a branch switched
     status: str
     is_annealed: bool                   # the learning rate had come down to its last value
     seed: int
@@ -133,7 +133,8 @@ def read_record(folder) -> Record:
     study = read_study(folder.absolute().parent)
     planned = next((run for run in study.get("runs", []) if run["run"] == values["run_id"] and run.get("parent")), None)
     return Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-                  recipe=_checked(path, precision, "recipe", str, "precision."),
+                  recipe=(f"{precision['switched_from']}>" if precision.get("switched_from") else "")
+                  + _checked(path, precision, "recipe", str, "precision."),
                   is_compiled=_checked(path, precision, "compile", bool, "precision."),
                   weights={name: weight / sum(weights.values()) for name, weight in weights.items()}, **values,
                   convention=study.get("params", CONVENTIONS[0]),       # studies from before the choice say nothing

@@ -21,20 +21,17 @@ from scaling.laws import GAMMAS, Points, fit_power
 from scaling.predict import FLOOR, forecast
 from scaling.records import counted_as, read_runs
 from tests.conftest import ROOT
-from tests.scaling_runs import law, surface, write_run
+from tests.scaling_runs import law, write_run
 from tests.test_laws import EPOCH as EPOCHS
 from tests.test_laws import law as loss_of
 
 EPOCH = SimpleNamespace(loss=lambda N, D: loss_of(N, D, EPOCHS))
 SMALL = (53e6, 124e6, 257e6, 360e6)
-TARGET = (1.54e9, 30.8e9)
+TARGET = (1.54e9, 30.8e9, 6 * 1.54e9 * 30.8e9)
 GADRE = ROOT.parent / "shared" / "reference" / "gadre2024_104runs.csv"
 # Constants that give the slopes -dL/d ln D at 20 tokens per parameter published for OLMo's ladder (.179 at 125M to .121 at
 # 1.5B) and its compute exponent of about .1: a truth whose exponent lies outside GAMMAS' middle.
 OLMO_LIKE = SimpleNamespace(loss=lambda N, D: 1.15 + 57.0 * N**-0.232 + 32.9 * D**-0.1548)
-
-
-SIZES = (33_000, 74_000, 100_000)
 GOAL = {"run": "big", "recipe": "bf16", "params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320,
         "tokens": 20 * 184_320, "flops_per_token": 6 * 184_320 + 300_000}
 
@@ -51,34 +48,32 @@ def points_of(truth, ratios=(20,), sizes=SMALL, noise=0.0, tuning=0.0, rng=None,
     return Points(N, D, 6 * N * D, loss, np.arange(len(N)) if trunk is None else label)
 
 
-def at(N, D):
-    return N, D, 6 * N * D
-
-
 def forms(said):
     return {row["form"]: row for row in said["forms"]}
 
 
 def test_the_interval_is_the_union_of_its_forms():
-    said = forecast(points_of(EPOCH), at(*TARGET))
+    said = forecast(points_of(EPOCH), TARGET)
     rows = said["forms"]
     assert [row["form"] for row in rows] == ["power_c", *(f"ray gamma={gamma:.2f}" for gamma in GAMMAS)]
     assert said["low"] == min(row["low"] for row in rows) and said["high"] == max(row["high"] for row in rows)
     assert said["parts"]["model_form"] == [min(row["loss"] for row in rows), max(row["loss"] for row in rows)]
     assert said["headline"] == "ray gamma=0.16" and said["loss"] == forms(said)["ray gamma=0.16"]["loss"]
     assert said["extrapolation"] == pytest.approx((TARGET[0] / SMALL[-1]) ** 2, rel=0.01)
-    noisy = forecast(points_of(EPOCH), at(*TARGET), seed_sd=0.05)       # here no form has both the lowest loss and the lowest low
-    assert noisy["low"] == min(row["low"] for row in noisy["forms"]) < noisy["forms"][0]["low"]
-    losses = [row["loss"] for row in rows]
-    assert losses == sorted(losses)         # a larger exponent ends higher, the pure power law lowest
+    assert (losses := [row["loss"] for row in rows]) == sorted(losses)      # a larger exponent ends higher, the power law lowest
+    width = {0.0: said["high"] - said["low"]}
+    for sd in (FLOOR, 5e-3):                # the noise is at least that of seeds and the floor
+        noisy = forecast(points_of(EPOCH), TARGET, seed_sd=sd)
+        width[sd] = noisy["high"] - noisy["low"]
+    assert width[0.0] == width[FLOOR] < width[5e-3] and forms(noisy)["power_c"]["sigma"] == 5e-3
 
 
 @pytest.mark.parametrize("N", [1.9e8, 1.54e9], ids=["among the points", "beyond them"])
 def test_the_power_laws_interval_is_that_of_a_straight_line(N):
     """Closed form: t-interval of one new point of ordinary regression, sigma never below the best form's residuals."""
     points = points_of(EPOCH, noise=2e-3, rng=np.random.default_rng(3))
-    said = forecast(points, at(N, 20 * N))
-    row, x, x0 = forms(said)["power_c"], np.log(points.C), math.log(at(N, 20 * N)[2])
+    said = forecast(points, (N, 20 * N, 120 * N * N))
+    row, x, x0 = forms(said)["power_c"], np.log(points.C), math.log(120 * N * N)
     share = 1 + 1 / 4 + (x0 - x.mean()) ** 2 / ((x - x.mean()) ** 2).sum()
     sigma = max(FLOOR, min(one["residual_rms"] for one in said["forms"]))
     t_2 = 4.302652729911275         # 97.5 % quantile of Student's t, 2 degrees of freedom
@@ -88,76 +83,61 @@ def test_the_power_laws_interval_is_that_of_a_straight_line(N):
     assert row["loss"] == pytest.approx(float(fit_power(points.C, points.loss).predict(math.exp(x0))))
 
 
-def test_the_noise_is_at_least_that_of_seeds_and_the_floor():
-    width = {sd: np.ptp([said["low"], said["high"]]) for sd in (0.0, FLOOR, 5e-3)
-             for said in [forecast(points_of(EPOCH), at(*TARGET), seed_sd=sd)]}
-    assert width[0.0] == width[FLOOR] < width[5e-3]
-    assert forms(forecast(points_of(EPOCH), at(*TARGET), 5e-3))["power_c"]["sigma"] == 5e-3
-
-
 def test_power_and_ray_laws_take_the_targets_ratio_alone():
-    mixed, alone = points_of(EPOCH, (5, 20, 20.5, 40)), points_of(EPOCH, (20, 20.5))
-    some, other = forms(forecast(mixed, at(*TARGET))), forms(forecast(alone, at(*TARGET)))
+    mixed, alone = (forecast(points_of(EPOCH, ratios), TARGET) for ratios in ((5, 20, 20.5, 40), (20, 20.5)))
+    some, other = forms(mixed), forms(alone)
     for name in set(some) & set(other) - {"chinchilla"}:
         assert some[name]["loss"] == other[name]["loss"] and some[name]["n"] == 8
-    assert forecast(mixed, at(*TARGET))["points"] == {"all": 16, "at_this_ratio": 8}
+    assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
 
 
 def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_misses_them():
     seven = (20e6, 34e6, 53e6, 90e6, 124e6, 257e6, 360e6)
-    said = forecast(points_of(EPOCH, (5, 10, 20, 40), sizes=seven, noise=3e-4, rng=np.random.default_rng(0)), at(*TARGET))
-    assert said["headline"] == "chinchilla" and said["loss"] == pytest.approx(EPOCH.loss(*TARGET), rel=0.01)
+    said = forecast(points_of(EPOCH, (5, 10, 20, 40), sizes=seven, noise=3e-4, rng=np.random.default_rng(0)), TARGET)
+    assert said["headline"] == "chinchilla" and said["loss"] == pytest.approx(EPOCH.loss(*TARGET[:2]), rel=0.01)
     refuted = {one["form"]: one["reason"] for one in said["forms_left_out"]}
     assert "the points refute it" in refuted["power_c"] and "power_c" not in forms(said)
     assert said["parts"]["all_forms"][0] < said["low"] and said["high"] - said["low"] < 0.15
     # Few sizes fix E, A and alpha with nothing to spare, however many runs each has: there nothing may be refuted.
     for sizes, seeds in ((SMALL[:3], 1), (SMALL, 1), (SMALL, 3)):
         few = points_of(EPOCH, (5, 10, 20, 40), sizes=sizes, noise=1e-3, rng=np.random.default_rng(0), seeds=seeds)
-        assert "power_c" in forms(forecast(few, at(*TARGET)))
+        assert "power_c" in forms(forecast(few, TARGET))
 
 
 def test_a_headline_of_chinchillas_law_counts_trajectories():
     """Branches that share their trunk's luck: the law answers with the interval of its trajectories, or not at all."""
-    rng, hits, answered = np.random.default_rng(3), [], 0
+    rng, hits = np.random.default_rng(3), []
     for _ in range(40):
-        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), at(*TARGET))
+        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), TARGET)
         if said["headline"] == "chinchilla":
-            answered += 1
             low, high = said["parts"]["headline_interval"]
-            hits.append(low <= EPOCH.loss(*TARGET) * math.exp(1e-3 * rng.normal()) <= high)
-    assert answered >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
+            hits.append(low <= EPOCH.loss(*TARGET[:2]) * math.exp(1e-3 * rng.normal()) <= high)
+    assert len(hits) >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
 
 
-@pytest.mark.parametrize("seeds", [1, 3])
-def test_the_interval_covers_where_sizes_are_badly_tuned(seeds):
-    """0.4 % per size, shared by all its runs, the new one's included: seeds and branches agree, and agree wrongly."""
-    rng, hits = np.random.default_rng(11), []
-    for _ in range(30):
-        said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=3e-4, trunk=1e-3, tuning=4e-3, seeds=seeds, rng=rng), at(*TARGET))
-        hits.append(said["low"] <= EPOCH.loss(*TARGET) * math.exp(4e-3 * rng.normal()) <= said["high"])
-    assert np.mean(hits) >= 0.9
+ALL = (5, 10, 20, 40)
+
+
+@pytest.mark.parametrize("truth, ratios, runs, noises", [
+    (EPOCH, (20,), 50, {"noise": 1e-3}), (EPOCH, ALL, 50, {"noise": 1e-3}), (OLMO_LIKE, (20,), 50, {"noise": 1e-3}),
+    (OLMO_LIKE, ALL, 50, {"noise": 1e-3}), (EPOCH, ALL, 30, {"noise": 3e-4, "trunk": 1e-3, "tuning": 4e-3}),
+    (EPOCH, ALL, 30, {"noise": 3e-4, "trunk": 1e-3, "tuning": 4e-3, "seeds": 3})])
+def test_the_interval_covers_what_a_new_run_does(truth, ratios, runs, noises):
+    """260 ladders of four sizes in all; nominal 95 % must hold at least 90 %. Also where sizes are badly tuned: 0.4 % per size,
+    shared by all its runs, the new one's included, so that seeds and branches agree, and agree wrongly."""
+    inside, rng = [], np.random.default_rng(7)
+    for _ in range(runs):
+        said = forecast(points_of(truth, ratios, rng=rng, **noises), TARGET)
+        new = truth.loss(*TARGET[:2]) * math.exp(noises.get("tuning", 1e-3) * rng.normal())
+        inside.append(said["low"] <= new <= said["high"])
+    assert np.mean(inside) >= 0.9
 
 
 @pytest.mark.parametrize("points, why", [
-    (points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"),
-    (points_of(EPOCH, (5,)), "0 of 4 points"),
-    (points_of(EPOCH, (10,), sizes=SMALL[:1]), "0 of 1 points"),
-])
+    (points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"), (points_of(EPOCH, (5,)), "0 of 4 points")])
 def test_too_few_points_reach_nothing(points, why):
     with pytest.raises(UserError, match=why):
-        forecast(points, at(*TARGET))
-
-
-@pytest.mark.parametrize("truth", [EPOCH, OLMO_LIKE], ids=["epoch", "olmo-like"])
-@pytest.mark.parametrize("ratios", [(20,), (5, 10, 20, 40)], ids=["one ray", "four ratios"])
-def test_the_interval_covers_what_a_new_run_does(truth, ratios):
-    """200 ladders of four sizes in all, 0.1 % noise; nominal 95 % must hold at least 90 %."""
-    inside, rng = [], np.random.default_rng(7)
-    for _ in range(50):
-        said = forecast(points_of(truth, ratios, noise=1e-3, rng=rng), at(*TARGET))
-        new = truth.loss(*TARGET) * math.exp(1e-3 * rng.normal())
-        inside.append(said["low"] <= new <= said["high"])
-    assert np.mean(inside) >= 0.9
+        forecast(points, TARGET)
 
 
 # Power law and rays of gamma .13, .155, .178, .20 on the losses of 79M, 154M and 411M at 20 tokens per parameter, against
@@ -167,42 +147,26 @@ HOLD_OUTS = {("c4_original", "loss_c4_val"): (-3.49, -.53, .60, 1.57, 2.46),
              ("rw_original", "loss_paloma_falcon-refinedweb"): (-3.34, -.29, .81, 1.76, 2.63)}
 
 
-def gadre(train_set, column):
-    if not GADRE.exists():
-        pytest.skip(f"{GADRE} is not there: it is no part of the repository")
+@pytest.mark.skipif(not GADRE.exists(), reason=f"{GADRE} is no part of the repository")
+@pytest.mark.parametrize("train_set, known", HOLD_OUTS)
+def test_real_ladders_hold_out_sizes(train_set, known):
+    """4 validation sets in distribution, targets of 1.44B and 6.89B each: of the three ladders the interval must hold all 24."""
     with GADRE.open() as file:
-        rows = sorted((float(row["N"]), float(row["D"]), float(row[column])) for row in csv.DictReader(file)
-                      if row["train_set"] == train_set and float(row["mult"]) == 1)
-    return np.array(rows)
-
-
-@pytest.mark.parametrize("train_set, column", HOLD_OUTS)
-def test_real_ladders_hold_out_sizes(train_set, column):
-    rows = gadre(train_set, column)
-    N, D, loss = rows[1:4].T
-    said = forecast(Points(N, D, 6 * N * D, loss, np.arange(3)), at(*rows[4, :2]))
-    truth, C = rows[4, 2], 6 * N * D
-    assert said["low"] <= truth <= said["high"]
-    power, *rays = HOLD_OUTS[train_set, column]
-    squares = fit_power(C, loss, delta=None).predict(6 * rows[4, 0] * rows[4, 1])
-    assert round(100 * (squares / truth - 1), 2) == power
-    assert 100 * (forms(said)["power_c"]["loss"] / truth - 1) == pytest.approx(power, abs=0.3)      # Huber's, not squares'
-    errors = {float(name[-4:]): 100 * (row["loss"] / truth - 1) for name, row in forms(said).items() if "gamma" in name}
-    for gamma, golden in zip((.13, .155, .178, .20), rays, strict=True):
-        assert np.interp(gamma, list(errors), list(errors.values())) == pytest.approx(golden, abs=0.5)
-
-
-def test_every_validation_set_of_every_real_ladder():
-    """3 training sets, 4 sets in distribution, two targets each: the interval must hold all of 24."""
-    inside = []
-    for train_set, _ in HOLD_OUTS:
-        for column in ("loss_openlm", "loss_c4_val", "loss_paloma_falcon-refinedweb", "loss_paloma_redpajama"):
-            rows = gadre(train_set, column)
-            for target in (4, 5):       # 1.44B, 6.89B
-                N, D, loss = rows[1:4].T
-                said = forecast(Points(N, D, 6 * N * D, loss, np.arange(3)), at(*rows[target, :2]))
-                inside.append(said["low"] <= rows[target, 2] <= said["high"])
-    assert all(inside) and len(inside) == 24
+        table = [row for row in csv.DictReader(file) if row["train_set"] == train_set and float(row["mult"]) == 1]
+    for column in ("loss_openlm", "loss_c4_val", "loss_paloma_falcon-refinedweb", "loss_paloma_redpajama"):
+        rows = np.array(sorted((float(row["N"]), float(row["D"]), float(row[column])) for row in table))
+        N, D, loss = rows[1:4].T
+        for target in (4, 5):
+            at, truth, C = (*rows[target, :2], 6 * rows[target, 0] * rows[target, 1]), rows[target, 2], 6 * N * D
+            said = forecast(Points(N, D, C, loss, np.arange(3)), at)
+            assert said["low"] <= truth <= said["high"], (column, target)
+            if (column, target) == (known, 4):
+                power, *rays = HOLD_OUTS[train_set, column]
+                assert round(100 * (fit_power(C, loss, delta=None).predict(at[2]) / truth - 1), 2) == power
+                assert 100 * (forms(said)["power_c"]["loss"] / truth - 1) == pytest.approx(power, abs=0.3)     # Huber's
+                errors = {float(name[-4:]): 100 * (row["loss"] / truth - 1) for name, row in forms(said).items() if "ga" in name}
+                for gamma, golden in zip((.13, .155, .178, .20), rays, strict=True):
+                    assert np.interp(gamma, list(errors), list(errors.values())) == pytest.approx(golden, abs=0.5)
 
 
 # ------------------------------------------------------------------------------------- freezing and scoring
@@ -212,7 +176,7 @@ def test_every_validation_set_of_every_real_ladder():
 def study(tmp_path):
     """A folder of three BF16 and three FP8 runs, with a study.json that declares a larger one, `big`, in either precision."""
     folder = tmp_path / "study"
-    for name, params in zip("abc", SIZES, strict=True):
+    for name, params in zip("abc", (33_000, 74_000, 100_000), strict=True):
         write_run(folder / f"{name}_bf16", params=params, curve=False)
         write_run(folder / f"{name}_fp8", params=params, recipe="tensorwise", gap=0.01, curve=False)
     runs = [GOAL, GOAL | {"run": "big_fp8", "recipe": "tensorwise"}, GOAL | {"run": "big_row", "recipe": "rowwise"}]
@@ -220,17 +184,16 @@ def study(tmp_path):
     return folder
 
 
-def groups_of(folder, loss_key="loss_bf16", **changes):
+def groups_of(folder, **changes):
     records, _ = read_runs([folder])
     groups = []
     for recipe in ("bf16", "tensorwise"):
         mine = sorted((one for one in records if one.recipe == recipe), key=lambda one: one.params_total)
         N, D, C = (np.array([value(one) for one in mine], dtype=float) for value in (
             lambda one: one.params_total, lambda one: one.tokens, lambda one: one.flops_per_token * one.tokens))
-        points = Points(N, D, C, np.array([getattr(one, loss_key) for one in mine]), np.arange(len(mine)))
-        groups.append(SimpleNamespace(recipe=recipe, records=tuple(mine), convention="total", points=points,
-                                      seed_sd=0.0, held_out=()))
-        vars(groups[-1]).update(changes)
+        points = Points(N, D, C, np.array([one.loss_bf16 for one in mine]), np.arange(len(mine)))
+        groups.append(SimpleNamespace(**{"recipe": recipe, "records": tuple(mine), "convention": "total", "points": points,
+                                         "seed_sd": 0.0, "held_out": (), **changes}))
     return groups
 
 
@@ -250,15 +213,14 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert content["tokenizer_sha256"] == "t" * 64 and content["val_sha256"] == "v" * 64 and content["loss_key"] == "loss_bf16"
     assert (made.low, made.loss, made.high) == (content["low"], content["loss"], content["high"])
     assert made.low < made.loss < made.high and made.low < law(made.C) < made.high
-    assert set(content["parts"]["conventions"]) == {"flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total",
-                                                    "flops_per_token_6n_nonembed", "flops_per_token_6n_matmul"}
-    assert content["parts"]["conventions"]["flops_per_token"] == pytest.approx(made.loss)
-    assert len(set(content["parts"]["conventions"].values())) > 1
     assert len(content["git_commit"] or "0" * 40) == 40 and content["extrapolation"] > 1
     text = "\n".join(predict.describe(made))
-    assert f"{made.loss:.4f}" in text and f"{made.low:.4f} to {made.high:.4f}" in text and "counting convention" in text
+    assert f"{made.loss:.4f}" in text and f"{made.low:.4f} to {made.high:.4f}" in text
     assert all(row["form"] in text for row in made.forms)
     assert [one.sha256 for one in predict.load(tmp_path / "law")] == [made.sha256] and predict.load(tmp_path / "none") == []
+    with pytest.raises(UserError, match="is there already"):        # nothing is frozen twice
+        predict.freeze("big.py", groups_of(study), tmp_path / "law")
+    assert json.loads((tmp_path / "law" / "prediction_big.json").read_text()) == content
 
 
 def test_an_fp8_run_is_predicted_from_its_own_recipe_alone(study, tmp_path):
@@ -271,39 +233,19 @@ def test_an_fp8_run_is_predicted_from_its_own_recipe_alone(study, tmp_path):
         predict.freeze("big", groups_of(study, records=()), tmp_path / "table", roots=[study])
 
 
-def test_chinchillas_law_counts_parameters_each_way(tmp_path):
-    for i, params in enumerate((33_000, 74_000, 131_000, 160_000)):
-        for ratio in (5, 10, 20, 40):
-            write_run(tmp_path / "runs" / f"r{i}_{ratio}", params=params, tokens=ratio * params,
-                      loss=surface(params, ratio * params), curve=False)
-    (tmp_path / "runs" / "study.json").write_text(json.dumps({"runs": [GOAL]}))
-    made = predict.freeze("big", groups_of(tmp_path / "runs")[:1], tmp_path)
-    assert made.headline == "chinchilla" and made.loss == pytest.approx(surface(made.N, made.D), rel=1e-3)
-    assert set(made.content["parts"]["conventions"]) == {"params_total", "params_nonembed", "params_matmul"}
-
-
 def test_a_config_is_counted_exactly(study, tmp_path):
     """configs/demo_l_fp8.py, against the lines of train.py --plan."""
     made = predict.freeze("demo_l_fp8", groups_of(study), tmp_path)
     lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_l_fp8.py"), "", torch.bfloat16))
     assert made.recipe == "tensorwise" and re.search(rf"  total +{made.N:,} ", lines)
-    assert re.search(rf"  tokens +{made.D:,} ", lines)
-    assert f"+ attention            {made.C:.4e}" in lines
+    assert re.search(rf"  tokens +{made.D:,} ", lines) and f"+ attention            {made.C:.4e}" in lines
     with pytest.raises(UserError, match="vocabulary of 50257"):
         predict.freeze("gpt1p5b_fp8", groups_of(study), tmp_path)
 
 
-def test_nothing_is_frozen_twice(study, tmp_path):
-    predict.freeze("big", groups_of(study), tmp_path)
-    before = (tmp_path / "prediction_big.json").read_bytes()
-    with pytest.raises(UserError, match="is there already"):
-        predict.freeze("big.py", groups_of(study), tmp_path)
-    assert (tmp_path / "prediction_big.json").read_bytes() == before
-
-
-@pytest.mark.parametrize("name, sentence", [("bog", "did you mean big?"), ("../big", "is no name of a run"), ("", "no name")])
+@pytest.mark.parametrize("name, sentence", [("bog", "did you mean 'big'?"), ("../big", "there is no run")])
 def test_an_unknown_target_is_refused(study, tmp_path, name, sentence):
-    with pytest.raises(UserError, match=sentence.replace("?", r"\?")):
+    with pytest.raises(UserError, match=re.escape(sentence)):
         predict.freeze(name, groups_of(study), tmp_path)
     assert not list(tmp_path.glob("prediction*"))
 
@@ -314,23 +256,13 @@ def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
     (study / "big" / "config.json").write_text("{}")
     predict.freeze("big", clean, tmp_path / "1")        # a folder with a configuration is no run yet
     (study / "big" / "metrics.jsonl").write_text("{}")
-    with pytest.raises(UserError, match="has begun already"):
-        predict.freeze("big", clean, tmp_path)
-    (study / "big" / "metrics.jsonl").unlink()
-    (study / "big" / "config.json").unlink()
-    (study / "big").rmdir()
-    write_big(study, "other_seed", seed=7)              # another name and seed, the same point
-    with pytest.raises(UserError, match="other_seed is finished"):
-        predict.freeze("big", groups_of(study), tmp_path)
     held = predict.Held("other_seed", GOAL["params_total"], GOAL["tokens"], 1.0, 2.0, None)
-    clean[0].held_out = (held,)
-    with pytest.raises(UserError, match="other_seed is finished"):
-        predict.freeze("big", clean, tmp_path)
-
-
-def test_mixed_conventions_and_vocabularies_are_refused(study, tmp_path):
-    write_run(study / "d_bf16", params=50_000, flops_per_token_6n_total=6.5 * 50_000, curve=False)
-    with pytest.raises(UserError, match="counts FLOPs in another way"):
+    for groups, name in ((clean, "big"), (groups_of(study, held_out=(held,)), "other_seed")):
+        with pytest.raises(UserError, match=f"{name} has begun or is finished"):
+            predict.freeze("big", groups, tmp_path)
+    (study / "big" / "metrics.jsonl").unlink()
+    write_big(study, "other_seed", seed=7)              # another name and seed, the same point
+    with pytest.raises(UserError, match="other_seed has begun or is finished"):
         predict.freeze("big", groups_of(study), tmp_path)
 
 
@@ -351,14 +283,14 @@ def test_held_out_runs_are_told_apart(study, tmp_path):
 
 
 def test_scoring(study, tmp_path):
+    with pytest.raises(UserError, match="holds no prediction"):
+        predict.score(tmp_path, [])
     made = predict.freeze("big", groups_of(study), tmp_path)
-    records, _ = read_runs([study])
-    assert "not there yet" in predict.score(tmp_path, records)[0] and not (tmp_path / "score_big.json").exists()
+    assert "not there yet" in predict.score(tmp_path, read_runs([study])[0])[0] and not (tmp_path / "score_big.json").exists()
     loss = 1.001 * made.loss
     write_big(study, loss=loss)
     write_big(study, "seed2", seed=2, loss=1.01 * made.high)
-    records, _ = read_runs([study])
-    text = "\n".join(predict.score(tmp_path, records))
+    text = "\n".join(predict.score(tmp_path, read_runs([study])[0]))
     said = json.loads((tmp_path / "score_big.json").read_text())
     one, two = said["runs"]
     assert (one["run_id"], two["run_id"]) == ("big", "seed2") and said["prediction_sha256"] == made.sha256
@@ -369,13 +301,9 @@ def test_scoring(study, tmp_path):
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, "is younger than its run.*move .*/prediction_big.json away to use the run in fits"),
-    ({"t_end": "2998-12-31T23:59:59Z"}, "began at 2999-01-01T00:00:00Z and ended at 2998-12-31T23:59:59Z: the file was edited"),
-    ({"t_start": None}, "no t_start"),
-    ({"val_sha256": "w" * 64}, "another validation set"),
-    ({"tokenizer_sha256": "w" * 64}, "another tokenizer"),
-    ({"tokens": 40 * 184_320}, "is not the run"),
-])
+    ({"t_start": "2020-01-01T00:00:00Z"}, "is not older than its run.*move .*/prediction_big.json away to use the run in fits"),
+    ({"t_start": None}, "is not older than its run"), ({"val_sha256": "w" * 64}, "another validation set"),
+    ({"tokenizer_sha256": "w" * 64}, "another tokenizer"), ({"tokens": 40 * 184_320}, "another recipe, size or number of")])
 def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, changes, sentence):
     predict.freeze("big", groups_of(study), tmp_path)
     (study / "elsewhere").mkdir()
@@ -393,18 +321,11 @@ def resigned(content):
 @pytest.mark.parametrize("damage, sentence", [
     (lambda text: json.dumps(json.loads(text) | {"high": 9.0}), "was edited after it was frozen"),
     (lambda text: json.dumps(json.loads(text) | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
-    (lambda text: json.dumps(resigned(json.loads(text) | {"date": "2999-01-01T00:00:00Z"})), "yet to come"),
-    (lambda text: json.dumps(resigned(json.loads(text) | {"date": "yesterday"})), "no prediction of this version"),
     (lambda text: json.dumps(resigned({"target": 3})), "no prediction of this version"),
-    (lambda text: text[:len(text) // 2], "not valid JSON"),
-    (lambda text: "[1]", "expected an object"),
-    (lambda text: text.replace('"loss_unit"', '"level2": NaN, "loss_unit"'), "no prediction of this version"),
-])
+    (lambda text: text[:len(text) // 2], "not valid JSON")])
 def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
     path = predict.freeze("big", groups_of(study), tmp_path).path
-    text = path.read_text()
-    path.write_text(damage(text))
-    assert path.read_text() != text
+    path.write_text(damage(path.read_text()))
     with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, [])
 
@@ -418,11 +339,6 @@ def test_an_input_is_no_test(study, tmp_path):
     made.path.write_text(json.dumps(resigned(content)))
     with pytest.raises(UserError, match="one of the inputs"):
         predict.score(tmp_path, [record])
-
-
-def test_a_folder_without_predictions_has_no_score(tmp_path):
-    with pytest.raises(UserError, match="holds no prediction"):
-        predict.score(tmp_path, [])
 
 
 def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):
