@@ -2,7 +2,8 @@
 
 --plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
 optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the rows of
-bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU.
+bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU, and FP8's from the
+ratio of runtime/roofline.py.
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
@@ -33,6 +34,7 @@ from runtime.data import open_data
 from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
+from runtime.roofline import modelled_ratio
 from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -156,6 +158,9 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
     if is_timed and (quantised := _measured(config, counts, f.label + "+head" * f.head, gpu, results)):
         return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
+    if ratio := modelled_ratio(config, gpu, gpus):
+        return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
+                        f"(python -m runtime.roofline); not measured"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
     share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if p.recompute else 0)
     best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
