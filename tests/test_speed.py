@@ -23,7 +23,7 @@ def table(measured=(), published=(), gpu=GPU):
 
 @pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
     ([(TW, 64, 64, 1.2)], GPU, 80, 64, TW, "measured 1.20x at 64 x 64"),
-    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640: python bench/linears.py shapes=48x640 does"),
+    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640: python -m bench.kernels shapes=48x640 does"),
     ([(TW, 32, 32, 1.5), (TW, 64, 64, 0.87)], GPU, 64, 64, None, "BF16 is faster: best measured 0.87x at 64 x 64"),
     ([(TW, 64, 64, 1.03)], GPU, 64, 64, None, "FP8 gains too little: best measured 1.03x at 64 x 64"),
     ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
@@ -31,7 +31,7 @@ def table(measured=(), published=(), gpu=GPU):
     ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"),
     ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "BF16 is faster: best measured 0.90x at 64 x 64"),
     ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU: FP8 pays on FP8 units alone"),
-    ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings of this GPU: python bench/linears.py makes them")])
+    ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings of this GPU: python -m bench.kernels makes them")])
 def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
     assert choose(table(measured, [(TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6)]), gpu, K, N, RECIPES) == (recipe, why)
 
@@ -74,5 +74,5 @@ def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h1
     assert choose(t, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
     for damaged in (text[:-9], text.replace('"gpus"', '"gpu"'), text.replace('"N"', '"n"')):
         (file := tmp_path / "table.json").write_text(damaged)
-        with pytest.raises(UserError, match=r"^\S+table\.json is no table of timings .*: restore it, or python bench/linears.py"):
+        with pytest.raises(UserError, match=r"^\S+table\.json is no table of timings .*: restore it, or python -m bench.kernels"):
             load_table(file)
