@@ -99,15 +99,15 @@ class Subject:
     describe: list[str] = field(default_factory=list)       # lines for people
 
 
-TOY = {"toy_s": {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
-       "toy_m": {"n_layer": 3, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257}}
+TOY = {"toy_s": {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
+       "toy_m": {"n_layer": 1, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257}}
 GROUPS = {      # (size, labels) in the order of their value
     "h100": (("1p5b", ("tensorwise+kernels", "tensorwise+kernels+head")), ("350m", ("tensorwise+kernels",)),
              ("760m", ("tensorwise+kernels",)), ("125m", ("tensorwise+kernels", "auto+kernels")),
              *((size, ("tensorwise", "rowwise")) for size in ("1p5b", "350m", "760m", "125m")),
              *((size, ("auto+kernels", "tensorwise_gw_hp+kernels", "tensorwise+kernels+head", "rowwise_with_gw_hp"))
                for size in ("1p5b", "350m", "760m", "125m"))),
-    "toy": (("toy_s", ("tensorwise", "tensorwise+kernels")), ("toy_m", ("tensorwise",)))}
+    "toy": (("toy_s", ("tensorwise",)), ("toy_m", ("tensorwise",)))}
 
 
 def groups_of(suite: str) -> list[list[Cell]]:
