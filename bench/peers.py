@@ -6,8 +6,8 @@
 
     nanogpt                 karpathy/nanoGPT: autocast to BF16, compiled, fused AdamW
     nanochat_bf16, _fp8     karpathy/nanochat: compiled, Muon with AdamW, without clipping; its own tensorwise FP8
-    torchtitan_bf16, _fp8   pytorch/torchtitan at v0.2.2, its packages installed: Llama at our dimensions, untied, autocast, compiled
-                            block by block, fused AdamW; torchao's tensorwise but for the head
+    torchtitan_bf16, _fp8   pytorch/torchtitan at v0.2.2, its packages installed: Llama of our dimensions, untied, autocast,
+                            compiled block by block, fused AdamW; torchao's tensorwise but for the head
 
 Each trains a micro-step and an update as its own training script does, with that script's defaults; batches, T and the stopwatch
 are bench/throughput.py's. Left out are data loading and learning rate schedules. What is not theirs:
@@ -70,7 +70,8 @@ USED = {
     "nanogpt": ("3adf61e", "7c01703240dbec5d554527dc666e35b3df8391d0b117fddc07afcf325a21d11c", ("model.py",)),
     "nanochat": ("92d63d4", "db8f978f3b79917faf305d94e2f1c81ca758e51fd6bdd445c0fd8e9232778ac8", tuple(
         f"nanochat/{room}.py" for room in ("__init__", "common", "optim", "flash_attention", "fp8", "gpt"))),
-    "torchtitan": ("v0.2.2", "77c548079ca35d35f0999dcccac519e348357676a2bef5428b531636d5746589", tuple(f"torchtitan/models/llama3/model/{room}.py" for room in ("args", "model"))),
+    "torchtitan": ("v0.2.2", "77c548079ca35d35f0999dcccac519e348357676a2bef5428b531636d5746589", tuple(
+        f"torchtitan/models/llama3/model/{room}.py" for room in ("args", "model"))),
 }
 
 

@@ -35,7 +35,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn as nn
 
-from runtime import fp8, optim, parallel
+from runtime import fp8, parallel
 from runtime.cli import UserError, field_lines, grid, nearest, read_options, run_command
 from runtime.config import Config, apply_overrides, load_config
 from runtime.log import environment, peak_flops
@@ -189,7 +189,7 @@ def measure(cell: Cell) -> dict:
     if cell.peer is None:
         subject = build_ours(cell, device)
     else:
-        from bench.peers import load        # which imports this module
+        from bench.peers import load  # which imports this module
 
         subject = load(cell, device)
     accumulation = cell.tokens_per_step // (cell.micro_batch * cell.T)
@@ -583,7 +583,8 @@ def chosen(groups: list[list[Cell]], names: tuple[str, ...]) -> list[list[Cell]]
     return [group for group in cut if len(group) > 1]
 
 
-def time_all(groups: list[list[Cell]], out: Path, budget: float, command: str, commit: str | None, again: bool = False) -> None:
+def time_all(groups: list[list[Cell]], out: Path, budget: float, command: str, commit: str | None = None,
+             again: bool = False) -> None:
     """Time what is missing in `out` within `budget` seconds. Raises UserError where there is no GPU; KeyboardInterrupt."""
     device = groups[0][0].device
     if device == "cuda" and not torch.cuda.is_available():
