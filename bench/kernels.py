@@ -312,7 +312,7 @@ def time_matmuls(options: Options, device: torch.device) -> int:
             a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
             calls = (partial(torch.mm, a, b.t()), partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, name == "forward"))
             bf16, quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
-            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s, FP8 {quantised:8.1f}: {quantised / bf16:.2f}x", flush=True)
+            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s, FP8 {quantised:8.1f}: {quantised / bf16:.2f}x")
     return 0
 
 

@@ -37,7 +37,7 @@ import torch.nn as nn
 
 from runtime import fp8, parallel
 from runtime.cli import UserError, field_lines, grid, nearest, read_options, run_command
-from runtime.config import Config, apply_overrides, load_config
+from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
@@ -46,11 +46,11 @@ from runtime.rows import read_rows, to_line, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITY_STEPS = 20
-# Of the config's peak rate, that the 20 updates rise to: at all of it they learn a small batch by heart so fast that FP8's rounding
-# alone is 0.05 to 0.12 nats behind; at a tenth it is 0.01 (2 x 128 and 4 x 256 wide, on a CPU).
+# Of the config's peak rate, that the 20 updates rise to: at all of it they learn a small batch by heart so fast that FP8's
+# rounding alone is 0.05 to 0.12 nats behind; at a tenth it is 0.01 (2 x 128 and 4 x 256 wide, on a CPU).
 SANITY_RATE = 0.1
-# Of the 20 losses from BF16's: beyond both of these something else is being trained. The second, a share of BF16's own fall, is for
-# losses that fall fast, where the same lag is more nats.
+# Of the 20 losses from BF16's: beyond both of these something else is being trained. The second, a share of BF16's own fall, is
+# for losses that fall fast, where the same lag is more nats.
 MOST_DIFFERENCE, MOST_LAG = 0.05, 0.03
 # Of the first gradients' norm of each kind of parameter from BF16's: every recipe was within 3 % (2 x 128, 4 x 256, 6 x 384 wide,
 # three seeds, on a CPU); a lost gradient is 100 % away.
@@ -120,9 +120,7 @@ def groups_of(suite: str) -> list[list[Cell]]:
 
 def config_of(cell: Cell) -> Config:
     """The Config that train.py would be given for a cell of ours. Raises UserError for an unknown size, label or key."""
-    base = ROOT / "configs" / f"gpt{cell.size}_bf16.py"
-    if not base.is_file() and not cell.model:
-        raise UserError(f"size={cell.size!r}: there is no {base.relative_to(ROOT)}")
+    base = ROOT / "configs" / f"gpt{'50m' if cell.model else cell.size}_bf16.py"
     changes = {f"model.{key}": value for key, value in (cell.model or {}).items()}
     changes |= {"model.n_ctx": cell.T, "data.micro_batch": cell.micro_batch, "data.tokens_per_step": cell.tokens_per_step,
                 "run": "cell", "data.tokenizer": "./synthetic" if "model.vocab_size" in changes else "gpt2"}     # nothing is read
@@ -132,8 +130,8 @@ def config_of(cell: Cell) -> Config:
     elif recipe != BASELINE:
         changes["fp8.recipe"] = recipe
     changes |= {f"fp8.{extra}": True for extra in extras}
-    return apply_overrides(load_config(base if base.is_file() else ROOT / "configs" / "gpt50m_bf16.py"),
-                           [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in changes.items()])
+    return load_config(base, [f"{key}={str(value).lower() if value is True or value is False else value}"
+                              for key, value in changes.items()])
 
 
 def build_ours(cell: Cell, device: torch.device) -> Subject:
@@ -317,6 +315,7 @@ class Timer:
                      "gpu": env["device"] if on_gpu else None, "cpu": None if on_gpu else env["device"], "driver": driver,
                      "power_limit_w": _number(limit), **{key: env[key] for key in VERSIONS}}
         out.parent.mkdir(parents=True, exist_ok=True)
+        out.touch()
         self.here = [row for row in rows_of(out) if (row["gpu"], row["torch"]) == (self.head["gpu"], self.head["torch"])]
 
     def time_group(self, group: list[Cell], again: bool = False) -> int:
@@ -443,6 +442,9 @@ def compared(row: dict, before: dict, after: dict) -> dict:
 # ------------------------------------------------------------------------------------------------------- reading the rows
 
 def rows_of(path: Path) -> list[dict]:
+    """Raises UserError where there is no such file."""
+    if not path.is_file():
+        raise UserError(f"there is no {path}: give a file that this benchmark has written")
     return [row for row in read_rows(path) if isinstance(row, dict) and row.get("kind") == "cell"]
 
 
@@ -470,10 +472,11 @@ def table(rows: list[dict]) -> str:
         parts += [f"## {gpu or 'No GPU: a rehearsal, its times say nothing about one'}", grid(lines)]
         parts += ["\n".join(f"- not counted: {row['size']} {row['label']}: {row.get('failure') or row['invalid_because']}"
                             for row in here if not row["valid"])]
-        origins = dict.fromkeys(f"- {row['run']}: commit {str(row['commit'])[:10]}{' with changes' * bool(row['dirty'])}, driver "
-                                f"{row['driver']}, torch {row['torch']}, torchao {row['torchao']}; `{row['command']}`" for row in here)
-        attention = {row["attention_kernel"] for row in here if row.get("attention_kernel")}
-        parts += ["\n".join([*origins, *(f"- attention: `{name}`" for name in sorted(attention))])]
+        origins = dict.fromkeys(
+            f"- {row['run']}: commit {str(row['commit'])[:10]}{' with changes' * bool(row['dirty'])}, driver {row['driver']}, "
+            f"torch {row['torch']}, torchao {row['torchao']}; `{row['command']}`" for row in here)
+        attention = sorted({f"- attention: `{row['attention_kernel']}`" for row in here if row.get("attention_kernel")})
+        parts += ["\n".join([*origins, *attention])]
     return "\n\n".join(filter(None, parts)) or "Nothing has been measured."
 
 
@@ -481,8 +484,10 @@ def draw(rows: list[dict], path: Path) -> bool:
     """A figure of the valid rows of the newest row's GPU and T: speed per FLOP over BF16, tokens/s, by size."""
     import matplotlib
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import FuncFormatter
 
     from scaling.figures import RC, STYLES, render, sheet
+    from scaling.pairs import human
 
     shown = [row for row in newest(rows) if row["valid"] and (row["gpu"], row["T"]) == (rows[-1]["gpu"], rows[-1]["T"])]
     if not shown:
@@ -493,7 +498,7 @@ def draw(rows: list[dict], path: Path) -> bool:
     labels = sorted({row["label"] for row in shown}, key=lambda label: label != BASELINE)
     with matplotlib.rc_context(RC):
         styles = [{key: value for key, value in STYLES[i % len(STYLES)].items() if key not in ("shades", "hollow")}
-                  | ({"markerfacecolor": "white"} if i >= len(STYLES) else {}) for i in range(len(labels))]
+                  | {"fillstyle": "none" if i >= len(STYLES) else "full"} for i in range(len(labels))]
         handles = [Line2D([], [], label=label, **style) for label, style in zip(labels, styles, strict=True)]
         figure, ((left, right),) = sheet(
             (7.4, 3.2), 1, 2, f"Training speed on {shown[0]['gpu'] or 'a CPU (a rehearsal)'}, T={shown[0]['T']}",
@@ -505,6 +510,8 @@ def draw(rows: list[dict], path: Path) -> bool:
                 panel.plot(*zip(*points, strict=True), **style) if points else None
         left.axhline(1.0, color="#999999", linewidth=0.8)
         right.set_yscale("log")
+        right.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: human(y)))
+        right.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
         for panel, what in ((left, "speed over BF16, per FLOP"), (right, "tokens/s")):
             panel.set_ylabel(what)
             panel.set_xticks(range(len(sizes)), sizes)
@@ -521,9 +528,9 @@ def check(old: list[dict], new: list[dict]) -> list[str]:
     both = [key for key in before if key in now and before[key]["valid"]]
     lost = [f"{key}: valid before, now {now[key].get('failure') or now[key]['invalid_because']}"
             for key in both if not now[key]["valid"]]
-    ratios = {key: (before[key]["ratio"], now[key]["ratio"]) for key in both if before[key]["ratio"] and now[key]["ratio"]}
-    lost += [f"{key}: {a:.3f} before, {b:.3f} now ({b / a - 1:+.1%})" for key, (a, b) in ratios.items() if b < a * (1 - MOST_LOSS)]
-    return lost if lost or ratios else ["no ratio is in both files: nothing was compared"]
+    ratios = [(key, before[key]["ratio"], now[key]["ratio"]) for key in both if before[key]["ratio"] and now[key]["ratio"]]
+    lost += [f"{key}: {a:.3f} before, {b:.3f} now ({b / a - 1:+.1%})" for key, a, b in ratios if b < a * (1 - MOST_LOSS)]
+    return lost or ([] if ratios else ["no ratio is in both files: nothing was compared"])
 
 
 # ----------------------------------------------------------------------------------------------------------- the command
@@ -552,34 +559,26 @@ def main(arguments: list[str]) -> int:
         options = read_options(Options, arguments)
         out = Path(options.out) if options.out else ROOT / "bench" / "results" / f"{options.suite}.jsonl"
         if options.check:
-            lost = check(existing(out), existing(Path(options.check)))
+            lost = check(rows_of(out), rows_of(Path(options.check)))
             print("\n".join(lost) or f"{options.check} has lost nothing against {out}")
             return 1 if lost else 0
         if not options.table:
-            groups = groups_of(options.suite)
-            if options.cells:
-                groups = chosen(groups, options.cells)
-            time_all(groups, out, options.budget, shlex.join(["python", "-m", "bench.throughput", *arguments]), options.commit,
-                     again=bool(options.cells))
+            command = shlex.join(["python", "-m", "bench.throughput", *arguments])
+            groups = chosen(groups_of(options.suite), options.cells)
+            time_all(groups, out, options.budget, command, options.commit, again=bool(options.cells))
         return show(out)
     except UserError as error:
         print(f"bench/throughput.py: {error}", file=sys.stderr)
         return 2
 
 
-def existing(path: Path) -> list[dict]:
-    if not path.is_file():
-        raise UserError(f"there is no {path}: give a file that bench/throughput.py has written")
-    return rows_of(path)
-
-
 def chosen(groups: list[list[Cell]], names: tuple[str, ...]) -> list[list[Cell]]:
-    """The groups cut down to the named cells."""
+    """The groups cut down to the named cells, if any are."""
     known = [f"{cell.size}/{cell.label}" for _, *members in groups for cell in members]
-    for name in names:
-        if name not in known:
-            raise UserError(f"cells={name!r} is no FP8 cell of this suite{nearest(name, known)}")
-    cut = [[baseline, *(cell for cell in members if f"{cell.size}/{cell.label}" in names)] for baseline, *members in groups]
+    if wrong := next((name for name in names if name not in known), None):
+        raise UserError(f"cells={wrong!r} is no FP8 cell of this suite{nearest(wrong, known)}")
+    cut = [[baseline, *(cell for cell in members if not names or f"{cell.size}/{cell.label}" in names)]
+           for baseline, *members in groups]
     return [group for group in cut if len(group) > 1]
 
 
@@ -600,7 +599,7 @@ def time_all(groups: list[list[Cell]], out: Path, budget: float, command: str, c
 
 
 def show(out: Path) -> int:
-    rows = existing(out)
+    rows = rows_of(out)
     print("", table(rows), sep="\n")
     if rows and draw(rows, out.with_suffix(".png")):
         print(f"\n{out.with_suffix('.png')}")

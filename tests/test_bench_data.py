@@ -10,8 +10,8 @@ def test_a_rehearsal_from_end_to_end(tmp_path, capsys):
     assert main(["mb=1.5", "processes=1", "repeats=1", f"folder={tmp_path}"]) == 0
     said = capsys.readouterr().out
     assert not list(tmp_path.iterdir()), "nothing stays behind"
-    raw, prepared, ratio = map(float, re.search(r"raw tiktoken ([\d.]+) MB/s, prepare_data.py ([\d.]+) MB/s, median ratio ([\d.]+)",
-                                                said).groups())
+    raw, prepared, ratio = map(float, re.search(
+        r"raw tiktoken ([\d.]+) MB/s, prepare_data.py ([\d.]+) MB/s, median ratio ([\d.]+)", said).groups())
     assert abs(ratio - prepared / raw) < 0.02 + 0.06 / raw and re.search(r"loader: [1-9]\d*M tokens/s on one core", said)
 
 

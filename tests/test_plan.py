@@ -86,7 +86,11 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
         assert hours_of(page)[arm] == pytest.approx(FP8_RUN.total_tokens / (speed * there / here) / 3600, abs=0.051)
     assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 and T=1024 on one NVIDIA H100 80GB HBM3" in page
     assert "h100.jsonl, commit 0123456789)" in page and "assumed" not in page and "at the very best" not in page
-    assert "at the very best" in planned(tmp_path, FP8_RUN, rows[:2]), "FP8 was not measured: bounded, from the measured BF16"
+    half = planned(tmp_path, FP8_RUN, rows[:2])
+    assert "1.17x of BF16's speed" in half and "MODELLED" in half, "FP8 was not measured: modelled, from the measured BF16"
+    assert hours_of(half)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.167, rel=0.002)
+    for other in (planned(tmp_path, FP8_RUN, gpu="b200"), planned(tmp_path, with_recipe(FP8_RUN, "cscale"))):
+        assert "at the very best" in other and "MODELLED" not in other
     eight = planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)), rows)
     assert hours_of(eight) == pytest.approx({arm: h / 8 for arm, h in hours_of(page).items()}, abs=0.06)
 
@@ -99,7 +103,8 @@ def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batc
         assert "assumed" in planned(tmp_path, FP8_RUN, [head | {"gpu": name}, bf16])
     for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
         config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))
-        assert "at the very best" in planned(tmp_path, config, [head, bf16, tensorwise]), change
+        page = planned(tmp_path, config, [head, bf16, tensorwise])
+        assert ("at the very best" if config.fp8.skip else "MODELLED") in page and "measured, 65,000" not in page, change
     rows = [*speed_rows(run="new", t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
             *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(run="four", T=2048, micro_batch=4, bf16=60e3)]
     assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
