@@ -502,7 +502,7 @@ def draw(rows: list[dict], path: Path) -> bool:
         handles = [Line2D([], [], label=label, **style) for label, style in zip(labels, styles, strict=True)]
         figure, ((left, right),) = sheet(
             (7.4, 3.2), 1, 2, f"Training speed on {shown[0]['gpu'] or 'a CPU (a rehearsal)'}, T={shown[0]['T']}",
-            "FP8 between two BF16 runs on one card; the ratio is per model FLOP (6 a matmul parameter + 12 L H D T).", handles)
+            "Each between two BF16 runs on one device; per model FLOP (6 a matmul parameter + 12 L H D T per token).", handles)
         for label, style in zip(labels, styles, strict=True):
             own = sorted((sizes.index(group[id(row)]), row) for row in shown if row["label"] == label)
             for panel, name in ((left, "ratio"), (right, "tok_per_s")):

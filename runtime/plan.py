@@ -175,13 +175,10 @@ def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, resu
     whose number of tokens is closest to the run's (the fastest where it is auto). None where no valid row is of this model."""
     n_ctx, micro_batch, found = config.model.n_ctx, config.data.micro_batch, []
     for path in sorted(results.glob("*.jsonl")):
-        rows = read_rows(path)
         # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
-        runs = {row["run"]: {"t": row["t"], "gpu": row["gpu"], "origin": f"{path.name}, commit {str(row.get('commit'))[:10]}"}
-                for row in rows if row["kind"] == "run" and gpu.lower() in str(row["gpu"]).lower()
-                and peak_flops(row["gpu"]) == peak_flops(gpu)}
-        found += [row | runs[row["run"]] for row in rows
-                  if row["kind"] == "cell" and row["valid"] and row["label"] == label and row["run"] in runs
+        found += [row | {"origin": f"{path.name}, commit {str(row['commit'])[:10]}"} for row in read_rows(path)
+                  if row["kind"] == "cell" and row["valid"] and row["label"] == label
+                  and gpu.lower() in str(row["gpu"]).lower() and peak_flops(row["gpu"]) == peak_flops(gpu)
                   and all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
                   and (row["flops_per_token"] - 6 * row["params_matmul"]) * n_ctx == counts["flops_per_token_attn"] * row["T"]]
     if not found:

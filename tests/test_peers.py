@@ -158,7 +158,8 @@ def test_one_checkout_after_the_other_and_ours_stays_ours(tmp_path):
     assert not any(str(tmp_path) in entry for entry in sys.path)       # its tests/ and scripts/ stay out
 
 
-@pytest.mark.parametrize("ours, theirs", [("ours_d12", "nanochat_d12"), ("ours_d26", "nanochat_d26"), ("ours_toy", "nanogpt_toy")])
+@pytest.mark.parametrize("ours, theirs", [
+    ("ours_d12", "nanochat_d12"), ("ours_d26", "nanochat_d26"), ("ours_toy", "nanogpt_toy")])
 def test_our_model_at_their_dimensions_does_the_same_work(ours, theirs):
     size = SIZES[theirs]
     config = GPTConfig(**OURS[ours], n_ctx=1024)

@@ -354,7 +354,8 @@ def test_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
     assert main([f"out={old}", f"check={old}"]) == 0
     assert main([f"out={old}", "--check", str(new)]) == 1
     assert "1.200 before, 1.000 now" in capsys.readouterr().out
-    assert main([f"out={old}", "--table"]) == 0 and (tmp_path / "old.png").exists() and "## NVIDIA H100" in capsys.readouterr().out
+    assert main([f"out={old}", "--table"]) == 0
+    assert (tmp_path / "old.png").exists() and "## NVIDIA H100" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for words in ([f"out={new}"], ["suite=a100"], ["cells=125m/tensorwize"], ["--table", "out=absent.jsonl"], ["budgets=3"]):
         assert main(words) == 2 and capsys.readouterr().err.count("\n") == 1
