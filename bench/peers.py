@@ -212,7 +212,8 @@ def _torchtitan(root: Path, size: dict, T: int, device: torch.device, accumulati
     config = _config(args.TransformerModelArgs, {"max_seq_len": T} | size)
     with device:
         model = llama.Transformer(config)
-    model.init_weights(device)
+    with torch.no_grad():
+        model.init_weights(device)
     counts = _counts(model, nn.Linear, config.n_layers, config.dim, T)
     if is_fp8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training

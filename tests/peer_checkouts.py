@@ -170,7 +170,7 @@ class Transformer(nn.Module):
 
     def init_weights(self, buffer_device=None):
         for p in self.parameters():
-            nn.init.normal_(p, std=0.02)
+            p.uniform_(-0.02, 0.02)         # in place: theirs wants no_grad()
 
     def forward(self, tokens):
         h = self.tok_embeddings(tokens)
