@@ -124,7 +124,7 @@ def _encode(share: int | None) -> None:
 
 
 def prepare(files: list[Path], out: Path, n: int) -> float:
-    """Seconds of the command. Raises CalledProcessError."""
+    """Seconds of the command."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
     subprocess.run([sys.executable, ROOT / "prepare_data.py", "local", *files, "name=bench", f"out={out}", f"processes={n}",
@@ -134,18 +134,18 @@ def prepare(files: list[Path], out: Path, n: int) -> float:
 
 def loader(folder: Path, repeats: int) -> list[float]:
     """Tokens/s of each turn, on one core; the first turn, which fills the page cache, is left out."""
-    index, micro_batch = read_index(folder / "bench"), 8
+    index = read_index(folder / "bench")
     steps = max(1, min(LOADED_TOKENS, index.splits["train"].tokens) // TOKENS_PER_STEP)
     data = open_data(Config(
         run="bench", steps=steps * (repeats + 1), optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=N_CTX),
         model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=index.vocab_size),
         data=DataConfig(dir=str(folder), mixture={"bench": 1.0}, tokenizer="gpt2", tokens_per_step=TOKENS_PER_STEP,
-                        micro_batch=micro_batch, max_epochs=1e6)), index.tokenizer_sha256)
+                        micro_batch=8, max_epochs=1e6)), index.tokenizer_sha256)
     rates = []
     for turn in range(repeats + 1):
         began, tokens = time.perf_counter(), 0
         for step in range(turn * steps, (turn + 1) * steps):
-            for micro in range(TOKENS_PER_STEP // (micro_batch * N_CTX)):
+            for micro in range(TOKENS_PER_STEP // (8 * N_CTX)):
                 tokens += data.batch(step, micro, 0, 1)[0].numel()
         rates.append(tokens / (time.perf_counter() - began))
     return rates[1:]

@@ -183,6 +183,7 @@ def gradient_norms(model: nn.Module) -> dict[str, float]:
 def measure(cell: Cell) -> dict:
     """Everything about a cell that needs no other. Run in a process of its own, which it leaves warm and full."""
     device = torch.device("cuda", 0) if cell.device == "cuda" else torch.device("cpu")
+    from torch._dynamo.utils import counters
     began = time.perf_counter()
     if cell.peer is None:
         subject = build_ours(cell, device)
@@ -195,7 +196,7 @@ def measure(cell: Cell) -> dict:
     batches = list(zip(x.split(cell.micro_batch), y.split(cell.micro_batch), strict=True))
     built = time.perf_counter()
 
-    losses, seconds, norms = [], [], None
+    losses, seconds, norms, wait = [], [], None, torch.cuda.synchronize if device.type == "cuda" else lambda: None
     rates = [(group, group["lr"]) for optimizer in subject.optimizers for group in optimizer.param_groups]
     for i in range(SANITY_STEPS):       # on one batch, which stands for all of a step's
         start = time.perf_counter()
@@ -205,8 +206,7 @@ def measure(cell: Cell) -> dict:
         norms = norms or gradient_norms(subject.model)
         torch._foreach_mul_([p.grad for p in subject.model.parameters() if p.grad is not None], float(accumulation))
         subject.update()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         seconds.append(time.perf_counter() - start)
     print("\n".join(subject.describe), file=sys.stderr)
 
@@ -216,29 +216,21 @@ def measure(cell: Cell) -> dict:
             loss += subject.micro_step(*batches[micro % len(batches)])
         subject.update()
         loss.item()             # train.py's host read
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        wait()
         return time.perf_counter() - start
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()        # the compiler's own trials are no part of a step
-    first, graphs = step(), _compiled("stats", "unique_graphs")
+    first, graphs = step(), counters["stats"]["unique_graphs"]
     steps_s = [step() for _ in range(min(20, max(2, math.ceil(TIMED_S[device.type] / first))))]
     row = {**subject.counts, "build_s": built - began, "compile_s": max(0.0, seconds[0] - statistics.median(seconds[1:])),
-           "steps_s": steps_s, "losses": losses, "gradient_norms": norms, "graph_breaks": _compiled("graph_break"),
-           "recompiles": _compiled("stats", "unique_graphs") - graphs, "peak_gib": None, "clocks": None, "kernels": None}
+           "steps_s": steps_s, "losses": losses, "gradient_norms": norms, "graph_breaks": sum(counters["graph_break"].values()),
+           "recompiles": counters["stats"]["unique_graphs"] - graphs, "peak_gib": None, "clocks": None, "kernels": None}
     if device.type == "cuda":
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
                 "clocks": _clocks(lambda: subject.micro_step(*batches[0])),
                 "kernels": _kernels(lambda: subject.micro_step(*batches[0]))}
     return row
-
-
-def _compiled(group: str, name: str | None = None) -> int:
-    """One of torch.compile's counters, or the sum of a group; 0 where nothing was compiled."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    counters = dynamo.counters.get(group, {}) if dynamo else {}
-    return counters.get(name, 0) if name else sum(counters.values())
 
 
 def _nvidia_smi(fields: str) -> list[str] | None:
@@ -457,18 +449,14 @@ def newest(rows: list[dict]) -> list[dict]:
 
 def table(rows: list[dict]) -> str:
     """The newest rows as Markdown: what was measured, what does not count and why, where it comes from."""
-    def show(value, form: str, factor: float = 1.0) -> str:
-        return "" if value is None else format(value * factor, form)
-
     shown, parts = newest(rows), []
     for gpu in dict.fromkeys(row["gpu"] for row in shown):
         here = [row for row in shown if row["gpu"] == gpu]
-        lines = [["size", "label", "T", "micro-batch", "tokens/s", "ms a step", "TFLOP/s", "mfu_bf16", "over BF16", "drift",
-                  "peak GiB", "compile s", "loss difference"]]
-        lines += [[row["size"], row["label"], str(row["T"]), str(row["micro_batch"]), f"{row['tok_per_s']:,.0f}",
-                   f"{row['step_ms']:,.1f}", f"{row['tflops']:.3g}", show(row["mfu_bf16"], ".1%"), show(row["ratio"], ".3f"),
-                   show(row["drift"], "+.1%"), show(row["peak_gib"], ".1f"), f"{row['compile_s']:.0f}",
-                   show(row["loss_difference"], ".4f")] for row in here if row["valid"]]
+        columns = (("size", ""), ("label", ""), ("T", ""), ("micro_batch", ""), ("tok_per_s", ",.0f"), ("step_ms", ",.1f"),
+                   ("tflops", ".3g"), ("mfu_bf16", ".1%"), ("ratio", ".3f"), ("drift", "+.1%"), ("peak_gib", ".1f"),
+                   ("compile_s", ".0f"), ("loss_difference", ".4f"))
+        lines = [[name for name, _ in columns]] + [
+            ["" if row[name] is None else format(row[name], form) for name, form in columns] for row in here if row["valid"]]
         parts += [f"## {gpu or 'No GPU: a rehearsal, its times say nothing about one'}", grid(lines)]
         parts += ["\n".join(f"- not counted: {row['size']} {row['label']}: {row.get('failure') or row['invalid_because']}"
                             for row in here if not row["valid"])]
@@ -484,7 +472,6 @@ def draw(rows: list[dict], path: Path) -> bool:
     """A figure of the valid rows of the newest row's GPU and T: speed per FLOP over BF16, tokens/s, by size."""
     import matplotlib
     from matplotlib.lines import Line2D
-    from matplotlib.ticker import FuncFormatter
 
     from scaling.figures import RC, STYLES, render, sheet
     from scaling.pairs import human
@@ -497,21 +484,19 @@ def draw(rows: list[dict], path: Path) -> bool:
     sizes = sorted(set(group.values()), key=lambda size: cost.get(size, 0))
     labels = sorted({row["label"] for row in shown}, key=lambda label: label != BASELINE)
     with matplotlib.rc_context(RC):
-        styles = [{key: value for key, value in STYLES[i % len(STYLES)].items() if key not in ("shades", "hollow")}
+        styles = [{key: STYLES[i % len(STYLES)][key] for key in ("color", "marker", "markersize", "linestyle", "linewidth")}
                   | {"fillstyle": "none" if i >= len(STYLES) else "full"} for i in range(len(labels))]
         handles = [Line2D([], [], label=label, **style) for label, style in zip(labels, styles, strict=True)]
         figure, ((left, right),) = sheet(
             (7.4, 3.2), 1, 2, f"Training speed on {shown[0]['gpu'] or 'a CPU (a rehearsal)'}, T={shown[0]['T']}",
             "Each between two BF16 runs on one device; per model FLOP (6 a matmul parameter + 12 L H D T per token).", handles)
         for label, style in zip(labels, styles, strict=True):
-            own = sorted((sizes.index(group[id(row)]), row) for row in shown if row["label"] == label)
             for panel, name in ((left, "ratio"), (right, "tok_per_s")):
-                points = [(x, row[name]) for x, row in own if row[name] is not None]
-                panel.plot(*zip(*points, strict=True), **style) if points else None
+                points = sorted((sizes.index(group[id(row)]), row[name]) for row in shown if row["label"] == label and row[name])
+                panel.plot([x for x, _ in points], [y for _, y in points], **style)
         left.axhline(1.0, color="#999999", linewidth=0.8)
         right.set_yscale("log")
-        right.yaxis.set_minor_formatter(FuncFormatter(lambda y, _: human(y)))
-        right.yaxis.set_major_formatter(FuncFormatter(lambda y, _: human(y)))
+        right.yaxis.set(major_formatter=lambda y, _: human(y), minor_formatter=lambda y, _: human(y))
         for panel, what in ((left, "speed over BF16, per FLOP"), (right, "tokens/s")):
             panel.set_ylabel(what)
             panel.set_xticks(range(len(sizes)), sizes)
