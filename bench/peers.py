@@ -261,10 +261,7 @@ def _config(cls: type, values: dict):
 
 def _import_from(root: Path, package: str, name: str) -> ModuleType:
     """A module of the checkout. Its package alone becomes importable, not the folders beside it (tasks, tests)."""
-    loaded = sys.modules.get(package)
-    if loaded is None or list(loaded.__path__) != [str(root / package)]:
-        for other in [n for n in sys.modules if n.partition(".")[0] == package]:
-            del sys.modules[other]
+    if package not in sys.modules:
         _import(package, root / package / "__init__.py", [str(root / package)])
     return importlib.import_module(name)
 

@@ -307,7 +307,8 @@ class Timer:
                      "gpu": env["device"] if on_gpu else None, "cpu": None if on_gpu else env["device"], "driver": driver,
                      "power_limit_w": _number(limit), **{key: env[key] for key in VERSIONS}}
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.touch()
+        with open(out, "ab") as file:
+            file.write(b"" if out.read_bytes()[-1:] in (b"", b"\n") else b"\n")      # after a line that a kill cut short
         self.here = [row for row in rows_of(out) if (row["gpu"], row["torch"]) == (self.head["gpu"], self.head["torch"])]
 
     def time_group(self, group: list[Cell], again: bool = False) -> int:
@@ -404,7 +405,7 @@ def problems(row: dict, twin: dict | None) -> Iterator[str]:
         yield "a loss is not finite"
     elif losses[-1] >= losses[0]:
         yield f"its loss does not fall on a fixed batch ({losses[0]:.4f} to {losses[-1]:.4f})"
-    elif twin:
+    elif row["loss_difference"] is not None:
         most = max(MOST_DIFFERENCE, MOST_LAG * (twin["losses"][0] - min(twin["losses"])))
         if row["loss_difference"] > most:
             yield f"its loss is {row['loss_difference']:.3f} away from BF16's, more than {most:.3f}"

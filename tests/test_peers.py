@@ -14,7 +14,7 @@ from bench.peers import LABELS, OURS, SIZES, groups_of, load
 from bench.throughput import Cell, config_of, measure
 from model import GPT, GPTConfig
 from runtime.cli import UserError
-from tests.peer_checkouts import GPT_ROOM, NANOGPT, nanochat, nanogpt, torchtitan
+from tests.peer_checkouts import NANOGPT, nanochat, nanogpt, torchtitan
 
 MAKE = {"nanogpt": nanogpt, "nanochat": nanochat, "torchtitan": torchtitan}
 CPU = torch.device("cpu")
@@ -118,6 +118,7 @@ def test_flops_are_ours_and_lookups_count_nothing(tmp_path):
                     "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16}     # 12 L H D T
     gpt = load(cell(nanogpt(tmp_path / "gpt"), "nanogpt"), CPU).counts
     assert gpt["params_matmul"] == gpt["params_total"] == 2 * 128 * 128 + 160 * 128      # the tied head once
+    assert sys.modules["model"] is our_model and not any(str(tmp_path) in entry for entry in sys.path)      # its tests/ stay out
 
 
 def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
@@ -147,15 +148,6 @@ def test_the_version_is_told_and_a_field_that_it_lacks(tmp_path, monkeypatch):
     assert load(cell(folder, "nanogpt"), CPU).describe[0] == f"nanogpt_124m: nanogpt abc1234, under torch {torch.__version__}"
     with pytest.raises(UserError, match="did you mean 'n_layer'"):
         load(cell(folder, "nanogpt", n_layers=2), CPU)
-
-
-def test_one_checkout_after_the_other_and_ours_stays_ours(tmp_path):
-    for mark in ("first", "second"):
-        load(cell(nanochat(tmp_path / mark, gpt=GPT_ROOM + f"\nMARK = {mark!r}\n"), "nanochat_bf16"), CPU)
-        assert mark == sys.modules["nanochat.gpt"].MARK
-    load(cell(nanogpt(tmp_path / "gpt"), "nanogpt"), CPU)
-    assert sys.modules["model"] is our_model
-    assert not any(str(tmp_path) in entry for entry in sys.path)       # its tests/ and scripts/ stay out
 
 
 @pytest.mark.parametrize("ours, theirs", [

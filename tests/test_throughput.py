@@ -144,8 +144,12 @@ def answer(speed=1000.0, **changes):
     ({"clocks": {"slowed_by": 4.0}}, None), ({"clocks": {"slowed_by": None}}, None),
     ({"clocks": {"slowed_by": 0x40}}, "slowed down")])
 def test_what_makes_a_row_invalid(changes, why):
-    row = cell_row(replace(TOY, label="tensorwise"), answer(**changes), cell_row(TOY, answer(), None))
+    base = cell_row(TOY, answer(), None)
+    row = cell_row(replace(TOY, label="tensorwise"), answer(**changes), base)
     assert row["valid"] is (why is None) and (why is None or why in row["invalid_because"])
+    broken = cell_row(TOY, answer(losses=[5.0] * 19 + [None]), None)
+    row = compared(cell_row(replace(TOY, label="tensorwise"), answer(), broken), broken, base)
+    assert not broken["valid"] and not row["valid"]
 
 
 @pytest.mark.parametrize("kernel, is_fit", [
@@ -205,7 +209,9 @@ def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert [label for label, _ in turns([TOY, replace(TOY, label="rowwise")], again=True)[0]] == ["bf16", "rowwise", "bf16"]
     rows = (tmp_path / "rows.jsonl").read_text()
     (tmp_path / "rows.jsonl").write_text(rows.replace(f'"torch": "{torch.__version__}"', '"torch": "1.0"') + '{"kind": "ce')
-    assert len(turns()[0]) == 5, "rows of another torch do not count; a torn line is no row"
+    asked, _, rows = turns()
+    assert len(asked) == 5, "rows of another torch do not count"
+    assert len(rows) == 18, "7 of each whole call, 4 of the named cell's: a torn line is no row and costs no other"
 
 
 def test_a_row_is_on_disk_before_the_next_cell_begins(turns, tmp_path):
@@ -278,7 +284,9 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(code, s
         started.append(real([sys.executable, "-c", code], **options))
         return started[0]
     monkeypatch.setattr(throughput.subprocess, "Popen", popen)
-    assert said in run_cell(TOY, tmp_path / "log", 1.0)["failure"] and started[0].poll() is not None
+    began = time.monotonic()
+    assert said in run_cell(TOY, tmp_path / "log", 1.0)["failure"]
+    assert started[0].poll() is not None and time.monotonic() - began < 30
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
