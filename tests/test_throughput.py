@@ -1,11 +1,14 @@
 """bench/throughput.py: a cell trains what train.py trains; turns, verdicts and budget against invented cells; rows on disk."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -294,26 +297,20 @@ def test_a_cell_dies_with_who_asked_for_it(stop, tmp_path):
     """Else it would share the GPU with the next call's cells."""
     parent = subprocess.Popen([sys.executable, "-m", "bench.throughput", "--suite", "toy", f"out={tmp_path / 'toy.jsonl'}"],
                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    children, end = [], time.monotonic() + 100
-    while time.monotonic() < end and not children:
-        with open(f"/proc/{parent.pid}/task/{parent.pid}/children") as file:
-            children = file.read().split()
+    cell, end = None, time.monotonic() + 100
+    while cell is None and time.monotonic() < end:
         time.sleep(0.1)
-    time.sleep(8)       # it has imported torch, and asked to end with its parent
+        with suppress(OSError):     # git is among its children, too
+            pids = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+            cell = next((pid for pid in pids if b"--cell" in Path(f"/proc/{pid}/cmdline").read_bytes()
+                         and os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")), None)
+    time.sleep(0.3)     # its stdout is its stderr: it has imported torch, and asked to end with its parent
     parent.send_signal(stop)
     parent.communicate(timeout=60)
-    assert children and parent.returncode == (-9 if stop == signal.SIGKILL else 130)
-    while time.monotonic() < end and any(alive(pid) for pid in children):
-        time.sleep(0.1)
-    assert not any(alive(pid) for pid in children)
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert parent.returncode == (-9 if stop == signal.SIGKILL else 130)
+    time.sleep(1)
+    stat = Path(f"/proc/{cell}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 # ------------------------------------------------------------------------------------------------------- reading the rows
