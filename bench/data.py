@@ -1,8 +1,8 @@
 """Measure how fast text becomes shards and how fast training reads them, as ratios of one run.
 
-    python bench/data.py                                    100 MB of text, 1 and 2 processes
-    python bench/data.py mb=1000 processes=1,8,16 out=out/data_speed.json
-    python bench/data.py mb=3 processes=1 repeats=1         a rehearsal
+    python -m bench.data                                    100 MB of text, 1 and 2 processes
+    python -m bench.data mb=1000 processes=1,8,16
+    python -m bench.data mb=3 processes=1 repeats=1         a rehearsal
 
 The text is what this Python installation contains, repeated until there is enough of it; a first line of its own keeps each
 copy of a document from counting as a duplicate. In turns, so that what drifts cancels in the ratios:
@@ -20,6 +20,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ from runtime.cli import UserError, read_options
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from runtime.machine import device_name
-from runtime.rows import write_json
 from runtime.shards import read_index
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,58 +50,38 @@ class Options:
     mb: float = 100                     # megabytes of text
     processes: tuple[int, ...] = (1, 2)
     repeats: int = 3                    # turns of each
-    folder: str = "out/bench_data"      # on the disk to be measured; must not exist yet
-    out: str | None = None              # JSON of all numbers
+    folder: str = "out"                 # on the disk to be measured; what is written there is removed
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done, 1 the machine failed us, 2 the user's mistake."""
+    """Returns the exit code: 0 done, 2 the user's mistake."""
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
         return 0
     try:
         options = read_options(Options, arguments)
-        if options.mb < 1 or options.repeats < 1 or min(options.processes, default=0) < 1:
-            raise UserError("mb, processes and repeats must be 1 or more")
-        folder = Path(options.folder)
-        if folder.exists():
-            raise UserError(f"folder={folder} exists already, and would be removed at the end: choose another")
-        try:
-            results = bench(options, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        if options.out:
-            write_json(Path(options.out), results)
     except UserError as error:
         print(f"bench/data.py: {error}", file=sys.stderr)
         return 2
-    except (OSError, subprocess.CalledProcessError) as error:
-        print(f"bench/data.py: {error}\n{getattr(error, 'stderr', None) or ''}", file=sys.stderr)
-        return 1
+    with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as folder:
+        bench(options, Path(folder))
     return 0
 
 
-def bench(options: Options, folder: Path) -> dict:
-    """Print and return all numbers."""
+def bench(options: Options, folder: Path) -> None:
+    """Print all numbers."""
     texts = list(some_text(options.mb))
-    folder.mkdir(parents=True)
     files = [folder / f"{i}.jsonl" for i in range(8)]
     for i, file in enumerate(files):
         file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::len(files)]))
     mb = sum(len(text.encode()) for text in texts) / 1e6
-    results = {"device": device_name(torch.device("cpu")), "mb": mb, "documents": len(texts), "preparing": []}
-    print(f"{mb:.1f} MB of text in {len(texts):,} documents on {results['device']}")
+    print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}")
     for n in options.processes:
         turns = [(raw(texts, n), prepare(files, folder / "out", n)) for _ in range(options.repeats)]
-        row = {"processes": n, "raw_mb_per_s": [mb / a for a, _ in turns], "prepare_mb_per_s": [mb / b for _, b in turns],
-               "ratio": statistics.median(a / b for a, b in turns)}
-        results["preparing"].append(row)
-        print(f"{n} processes: raw tiktoken {max(row['raw_mb_per_s']):.1f} MB/s, prepare_data.py "
-              f"{max(row['prepare_mb_per_s']):.1f} MB/s, median ratio {row['ratio']:.2f}")
-    rates = loader(folder / "out", options.repeats)
-    results["loader_tok_per_s"] = rates
-    print(f"loader: {max(rates) / 1e6:.0f}M tokens/s on one core")
-    return results
+        alone, whole = (mb / min(column) for column in zip(*turns, strict=True))
+        ratio = statistics.median(a / b for a, b in turns)
+        print(f"{n} processes: raw tiktoken {alone:.1f} MB/s, prepare_data.py {whole:.1f} MB/s, median ratio {ratio:.2f}")
+    print(f"loader: {max(loader(folder / 'out', options.repeats)) / 1e6:.0f}M tokens/s on one core")
 
 
 def some_text(mb: float) -> Iterator[str]:
@@ -144,28 +124,28 @@ def _encode(share: int | None) -> None:
 
 
 def prepare(files: list[Path], out: Path, n: int) -> float:
-    """Seconds of the command. Raises CalledProcessError."""
+    """Seconds of the command."""
     shutil.rmtree(out, ignore_errors=True)
     began = time.perf_counter()
     subprocess.run([sys.executable, ROOT / "prepare_data.py", "local", *files, "name=bench", f"out={out}", f"processes={n}",
-                    "val_share=0.05"], check=True, capture_output=True, text=True)
+                    "val_share=0.05"], check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - began
 
 
 def loader(folder: Path, repeats: int) -> list[float]:
     """Tokens/s of each turn, on one core; the first turn, which fills the page cache, is left out."""
-    index, micro_batch = read_index(folder / "bench"), 8
+    index = read_index(folder / "bench")
     steps = max(1, min(LOADED_TOKENS, index.splits["train"].tokens) // TOKENS_PER_STEP)
     data = open_data(Config(
         run="bench", steps=steps * (repeats + 1), optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=N_CTX),
         model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=index.vocab_size),
         data=DataConfig(dir=str(folder), mixture={"bench": 1.0}, tokenizer="gpt2", tokens_per_step=TOKENS_PER_STEP,
-                        micro_batch=micro_batch, max_epochs=1e6)), index.tokenizer_sha256)
+                        micro_batch=8, max_epochs=1e6)), index.tokenizer_sha256)
     rates = []
     for turn in range(repeats + 1):
         began, tokens = time.perf_counter(), 0
         for step in range(turn * steps, (turn + 1) * steps):
-            for micro in range(TOKENS_PER_STEP // (micro_batch * N_CTX)):
+            for micro in range(TOKENS_PER_STEP // (8 * N_CTX)):
                 tokens += data.batch(step, micro, 0, 1)[0].numel()
         rates.append(tokens / (time.perf_counter() - began))
     return rates[1:]

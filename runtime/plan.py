@@ -2,7 +2,8 @@
 
 --plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
 optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the rows of
-bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU.
+bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU, and FP8's from the
+ratio of runtime/roofline.py.
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
@@ -33,6 +34,7 @@ from runtime.data import open_data
 from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
+from runtime.roofline import modelled_ratio
 from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
@@ -160,6 +162,9 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
     if is_timed and (quantised := _measured(config, counts, f.label + "+head" * f.head, gpu, results)):
         return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
+    if ratio := modelled_ratio(config, gpu, gpus):
+        return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
+                        f"(python -m runtime.roofline); not measured"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
     share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if p.recompute else 0)
     best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
@@ -174,13 +179,10 @@ def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, resu
     whose number of tokens is closest to the run's (the fastest where it is auto). None where no valid row is of this model."""
     n_ctx, micro_batch, found = config.model.n_ctx, config.data.micro_batch, []
     for path in sorted(results.glob("*.jsonl")):
-        rows = read_rows(path)
         # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
-        runs = {row["run"]: {"t": row["t"], "gpu": row["gpu"], "origin": f"{path.name}, commit {str(row.get('commit'))[:10]}"}
-                for row in rows if row["kind"] == "run" and gpu.lower() in str(row["gpu"]).lower()
-                and peak_flops(row["gpu"]) == peak_flops(gpu)}
-        found += [row | runs[row["run"]] for row in rows
-                  if row["kind"] == "cell" and row["valid"] and row["label"] == label and row["run"] in runs
+        found += [row | {"origin": f"{path.name}, commit {str(row['commit'])[:10]}"} for row in read_rows(path)
+                  if row["kind"] == "cell" and row["valid"] and row["label"] == label
+                  and gpu.lower() in str(row["gpu"]).lower() and peak_flops(row["gpu"]) == peak_flops(gpu)
                   and all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
                   and (row["flops_per_token"] - 6 * row["params_matmul"]) * n_ctx == counts["flops_per_token_attn"] * row["T"]]
     if not found:

@@ -2,7 +2,7 @@
 
 fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1: FP8 is faster):
 
-    gpus        GPU name as its driver gives it -> what bench/linears.py measured on it, with the provenance
+    gpus        GPU name as its driver gives it -> what bench/kernels.py measured on it, with the provenance
     published   other people's timings, each with its source, for GPUs whose name contains `gpu`; a GPU that we measured
                 ourselves never uses them
 
@@ -61,7 +61,7 @@ def load_table(path: str | Path = SHIPPED) -> Table:
         return Table({gpu: timings(entry) for gpu, entry in value["gpus"].items()},
                      tuple(map(timings, value.get("published", ()))))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no table of timings ({error!r:.200}): restore it, or python bench/linears.py makes it "
+        raise UserError(f"{path} is no table of timings ({error!r:.200}): restore it, or python -m bench.kernels makes it "
                         f"anew") from error
 
 
@@ -84,11 +84,11 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
     else:
         kind, rows = "published", [row for timings in table.published if timings.origin["gpu"] in gpu for row in timings.rows]
     if not rows:
-        return None, "no timings of this GPU: python bench/linears.py makes them"
+        return None, "no timings of this GPU: python -m bench.kernels makes them"
     found = [_evidence([row for row in rows if row.recipe == recipe], K, N) for recipe in candidates]
     best = max(filter(None, found), key=lambda row: row.ratio, default=None)    # of equals the first candidate
     if best is None:
-        return None, f"nothing timed at or below {K} x {N}: python bench/linears.py shapes={K}x{N} does"
+        return None, f"nothing timed at or below {K} x {N}: python -m bench.kernels shapes={K}x{N} does"
     number = f"{kind} {best.ratio:.2f}x at {best.K} x {best.N}"
     if best.ratio > PAYS:
         return best.recipe, number

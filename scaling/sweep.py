@@ -45,6 +45,7 @@ from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import duration, si
+from runtime.roofline import modelled_ratio
 from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
@@ -193,6 +194,7 @@ class Cost:
     start_s: float              # before the first steady step (imports, compilation) and after the last (evaluation, saving)
     device: str | None          # where the speed was measured; None = assumed
     is_start_measured: bool
+    is_modelled: bool = False   # FP8's assumed speed has the ratio to BF16's that runtime/roofline.py models
 
     def seconds(self, tokens: int, gpus: int) -> float:
         """GPU-seconds of a run that is started once and trains on so many tokens."""
@@ -205,7 +207,8 @@ def kind_of(row: Row) -> tuple[str, str]:
 
 
 def costs_of(rows: list[Row], folder: Path, options) -> dict[tuple[str, str], Cost]:
-    """kind -> its Cost: medians over its finished runs, else options.mfu of the peak of options.gpu and options.start."""
+    """kind -> its Cost: medians over its finished runs, else options.mfu of the peak of options.gpu (FP8's times the modelled
+    ratio, where there is one) and options.start."""
     speeds, starts, devices, costs = {}, {}, {}, {}
     for row in rows:
         if summary := summary_of(row, folder):
@@ -215,9 +218,14 @@ def costs_of(rows: list[Row], folder: Path, options) -> dict[tuple[str, str], Co
                 steady = placed(row, folder).own_tokens / summary["tok_per_s_median"]
                 starts.setdefault(kind, []).append(UNSEEN_S + max(0.0, summary["wall_s"] - steady))
     for row in rows:
-        kind, assumed = kind_of(row), peak_flops(options.gpu)[0] * options.mfu / row.flops_per_token
-        costs[kind] = Cost(statistics.median(speeds.get(kind, [assumed])), statistics.median(starts.get(kind, [options.start])),
-                           devices.get(kind), kind in starts)
+        kind, assumed, ratio = kind_of(row), peak_flops(options.gpu)[0] * options.mfu / row.flops_per_token, None
+        if kind in costs:
+            continue
+        if kind not in speeds and row.recipe != "bf16":
+            ratio = modelled_ratio(load_config(ROOT / row.config, list(row.overrides)), options.gpu, options.gpus)
+        costs[kind] = Cost(statistics.median(speeds.get(kind, [assumed * (ratio or 1.0)])),
+                           statistics.median(starts.get(kind, [options.start])), devices.get(kind), kind in starts,
+                           ratio is not None)
     return costs
 
 
@@ -244,7 +252,9 @@ def table(rows: list[Row], folder: Path, options) -> list[str]:
     assumed = []
     if any(cost.device is None for cost in costs.values()):
         peak = peak_flops(options.gpu)[0]
-        assumed.append(f"{100 * options.mfu:.3g}% of the {peak / 1e12:.0f} BF16 TFLOP/s of one {options.gpu} (mfu=), FP8 as fast")
+        fp8 = "FP8 at the ratios that runtime.roofline models, else as fast" if any(
+            cost.is_modelled for cost in costs.values()) else "FP8 as fast"
+        assumed.append(f"{100 * options.mfu:.3g}% of the {peak / 1e12:.0f} BF16 TFLOP/s of one {options.gpu} (mfu=), {fp8}")
     if not all(cost.is_start_measured for cost in costs.values()):
         assumed.append(f"{options.start:g} s to start and end a run (start=)")
     return [*lines, *([f"~ assumed: {', '.join(assumed)}"] if assumed else []), *(

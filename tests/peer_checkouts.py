@@ -135,3 +135,56 @@ def nanochat(folder, **rooms):
     for room, text in (NANOCHAT | rooms).items():
         (folder / "nanochat" / f"{room}.py").write_text(text)
     return str(folder)
+
+
+TITAN_ARGS = '''
+from dataclasses import dataclass
+
+@dataclass
+class TransformerModelArgs:
+    dim: int = 4096
+    n_layers: int = 32
+    n_heads: int = 32
+    vocab_size: int = 128256
+    multiple_of: int = 256
+    max_seq_len: int = 131072
+'''
+TITAN_MODEL = '''
+import torch.nn as nn
+from .args import TransformerModelArgs
+
+class Block(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.w = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, h):
+        return h + self.w(h)
+
+class Transformer(nn.Module):
+    def __init__(self, args):
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): Block(args.dim) for i in range(args.n_layers)})
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+
+    def init_weights(self, buffer_device=None):
+        for p in self.parameters():
+            p.uniform_(-0.02, 0.02)         # in place: theirs wants no_grad()
+
+    def forward(self, tokens):
+        h = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h = layer(h)
+        return self.output(h)
+'''
+
+
+def torchtitan(folder):
+    room = folder / "torchtitan" / "models" / "llama3" / "model"
+    room.mkdir(parents=True)
+    for package in (room, *room.parents[:3]):
+        (package / "__init__.py").touch()
+    (room / "args.py").write_text(TITAN_ARGS)
+    (room / "model.py").write_text(TITAN_MODEL)
+    return str(folder)

@@ -240,16 +240,6 @@ def test_a_scoring_that_cannot_go_on_ends_with_a_sentence(run, monkeypatch, caps
     assert sentence in said and len(said.splitlines()) == 1 and not (run / "eval").exists()
 
 
-@pytest.mark.parametrize("raised, code, said", [
-    (KeyboardInterrupt(), 130, "\n"), (OSError(28, "No space left on device", "x.json"), 1, "x.json: No space left on device\n")])
-def test_the_bench_too_ends_without_a_traceback(monkeypatch, capsys, raised, code, said):
-    def fail(*_):
-        raise raised
-    monkeypatch.setattr("bench.harness.bench", fail)
-    from bench import harness as bench
-    assert bench.main(["tasks=piqa", "offline=saved"]) == code and capsys.readouterr().err == said
-
-
 def test_a_full_disk_is_told_with_the_files_name(run, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(28, "No space left on device")

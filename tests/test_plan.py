@@ -64,14 +64,14 @@ def test_llama_by_hand(tmp_path):
         planned(tmp_path, config, gpu="h10")
 
 
-def speed_rows(run="one", gpu="NVIDIA H100 80GB HBM3", T=1024, micro_batch=16, t="2026-12-01T00:00:00Z", **tok_per_s):
-    """A run of bench/throughput.py with a cell of FP8_RUN's model at T for each label; the numbers are invented."""
+def speed_rows(gpu="NVIDIA H100 80GB HBM3", T=1024, micro_batch=16, t="2026-12-01T00:00:00Z", **tok_per_s):
+    """A row of bench/throughput.py of FP8_RUN's model at T for each label; the numbers are invented."""
     with torch.device("meta"):
         counts = GPT(replace(FP8_RUN.model, n_ctx=T)).counts()
     keys = ("params_total", "params_matmul", "flops_per_token")
-    return [{"kind": "run", "run": run, "t": t, "gpu": gpu, "commit": "0123456789abcdef", "dirty": False},
-            *({"kind": "cell", "run": run, "size": "1p5b", "label": label, "T": T, "micro_batch": micro_batch, "valid": True,
-               "tok_per_s": speed, **{key: counts[key] for key in keys}} for label, speed in tok_per_s.items())]
+    return [{"kind": "cell", "run": "one", "t": t, "gpu": gpu, "commit": "0123456789abcdef", "dirty": False, "size": "1p5b",
+             "label": label, "T": T, "micro_batch": micro_batch, "valid": True, "tok_per_s": speed,
+             **{key: counts[key] for key in keys}} for label, speed in tok_per_s.items()]
 
 
 def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
@@ -82,22 +82,31 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
     for arm, speed in (("BF16", 50e3), ("FP8", 65e3)):
         assert hours_of(page)[arm] == pytest.approx(FP8_RUN.total_tokens / (speed * there / here) / 3600, abs=0.051)
     assert "measured, 65,000 tok/s as tensorwise at micro-batch 16 and T=1024 on one NVIDIA H100 80GB HBM3" in page
-    assert "assumed" not in page and "at the very best" not in page
+    assert "h100.jsonl, commit 0123456789)" in page and "assumed" not in page and "at the very best" not in page
+    half = planned(tmp_path, FP8_RUN, rows[:1])
+    assert "1.17x of BF16's speed" in half and "MODELLED" in half, "FP8 was not measured: modelled, from the measured BF16"
+    assert hours_of(half)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.167, rel=0.002)
+    for other in (planned(tmp_path, FP8_RUN, gpu="b200"), planned(tmp_path, with_recipe(FP8_RUN, "cscale"))):
+        assert "at the very best" in other and "MODELLED" not in other
     eight = planned(tmp_path, replace(FP8_RUN, parallel=replace(FP8_RUN.parallel, shard=8)), rows)
     assert hours_of(eight) == pytest.approx({arm: h / 8 for arm, h in hours_of(page).items()}, abs=0.06)
 
 
 def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batch_counts(tmp_path):
-    head, bf16, tensorwise = speed_rows(bf16=50e3, tensorwise=65e3)
-    for rows in ([head, bf16 | {"valid": False}], [head, bf16 | {"params_total": 1}], [head | {"gpu": "NVIDIA H200"}, bf16]):
-        assert "assumed" in planned(tmp_path, FP8_RUN, rows), rows
+    bf16, tensorwise = speed_rows(bf16=50e3, tensorwise=65e3)
+    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"flops_per_token": 1e11},
+                   {"gpu": "NVIDIA H100 PCIe"}, {"gpu": "NVIDIA H200"}, {"gpu": None}):
+        assert "an assumed mfu_bf16 of 45%" in planned(tmp_path, FP8_RUN, [bf16 | change]), change
     for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
-        config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))       # FP8 is bounded, from the measured BF16
-        assert "at the very best" in planned(tmp_path, config, [head, bf16, tensorwise]), change
-    rows = [*speed_rows(t="2026-12-02T00:00:00Z", micro_batch=8, bf16=41e3), *speed_rows(run="old", micro_batch=8, bf16=40e3),
-            *speed_rows(run="four", micro_batch=4, bf16=60e3)]
-    for micro_batch, speed in ((8, "41,000"), (2, "60,000")):
-        assert f"measured, {speed} tok/s" in planned(tmp_path, auto(FP8_RUN, micro_batch=micro_batch), rows)
+        config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))
+        page = planned(tmp_path, config, [bf16, tensorwise])
+        assert ("at the very best" if config.fp8.skip else "MODELLED") in page and "measured, 65,000" not in page, change
+    rows = [*speed_rows(t="2026-12-02T00:00:00Z", T=2048, micro_batch=8, bf16=41e3),
+            *speed_rows(T=2048, micro_batch=8, bf16=40e3), *speed_rows(T=2048, micro_batch=4, bf16=60e3)]
+    assert "measured, 41,000 tok/s" in planned(tmp_path, FP8_RUN, rows), "the newer, wherever it stands"
+    assert "measured, 60,000 tok/s as bf16 at micro-batch 4" in planned(tmp_path, auto(FP8_RUN, micro_batch=2), rows)
+    page = planned(tmp_path, auto(FP8_RUN), rows)
+    assert "measured, 60,000" in page and "micro-batch 1 (auto: the start tries larger ones)" in page
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto

@@ -17,6 +17,7 @@ import train
 from runtime.config import load_config
 from runtime.log import pair_id
 from runtime.progress import duration
+from runtime.roofline import modelled_ratio
 from runtime.rows import read_rows
 from scaling import report, sweep
 from scaling.predict import digest
@@ -80,6 +81,19 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
     assert "left: 2 runs" in below[1]
     grid, _ = told(rows, tmp_path, replace(OPTIONS, gpus=8))      # a start occupies all of them
     assert grid[2][-2:] == [f"{(8 * start + 88 * 512 / 1250) / 60:.3g}", "done"]
+
+
+def test_fp8_is_assumed_at_the_modelled_ratio_where_there_is_one(tiny, tmp_path):
+    tiny = replace(tiny, parallel=replace(tiny.parallel, compile=True))
+    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, recipes=("bf16", "tensorwise", "cscale"), sizes=(64,))))
+    costs = costs_of(rows, tmp_path, OPTIONS)
+    row = next(row for row in rows if row.recipe == "tensorwise")
+    ratio = modelled_ratio(load_config(row.config, list(row.overrides)), "h100")
+    bf16, tensorwise, cscale = (costs["a", recipe].tok_per_s for recipe in ("bf16", "tensorwise", "cscale"))
+    assert tensorwise == pytest.approx(bf16 * ratio) and ratio != 1 and cscale == bf16
+    assert "FP8 at the ratios that runtime.roofline models" in told(rows, tmp_path, OPTIONS)[1][-1]
+    assert costs_of(rows, tmp_path, replace(OPTIONS, gpu="b200"))["a", "tensorwise"].tok_per_s == pytest.approx(
+        bf16 * 2250 / 989.4), "no ceilings of that GPU: as fast as BF16"
 
 
 def test_a_kind_is_a_size_a_recipe_and_whether_it_is_a_null_run(tiny, tmp_path):

@@ -1,23 +1,19 @@
 """Read, without a GPU, which kernels torch.compile would run on an H100 for a training step, and the bytes of each.
 
-    python bench/inductor.py                                        configs/gpt1p5b_bf16.py, 16 x 1024 tokens
-    python bench/inductor.py config=configs/gpt125m_fp8.py micro_batch=64 kernels=true out=out/plan.json
-    python bench/inductor.py recipe=tensorwise layers=1 show=true   every kernel in its order
+    python -m dev.compiler_plan                                     configs/gpt1p5b_bf16.py, 16 x 1024 tokens
+    python -m dev.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
-Linears and compiler. Attention is a box whose bytes count and whose work does not; the embedding is left out. Bytes are
-what a kernel's arguments hold: what a cache saves, or a second pass over them costs, is not in it. Nothing is timed or run.
-
-The compiler asks torch.cuda for the GPU's properties and Triton for its target; both are answered here with an H100's.
+Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
+out. Bytes are what a kernel's arguments hold: what a cache saves is not in it. Nothing is timed or run. runtime/roofline.py has
+its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; both are answered with an H100's.
 That reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
 """
 
 import sys
-from collections import defaultdict
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -25,114 +21,33 @@ import torch.nn.functional as F
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, field_lines, read_options
-from runtime.config import apply_overrides, load_config
+from runtime.config import load_config
 from runtime.parallel import COMPUTE_DTYPE
-from runtime.rows import write_json
 
-ROOT = Path(__file__).resolve().parents[1]
 H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory": 80 * 2**30, "multi_processor_count": 132,
         "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
         "warp_size": 32, "L2_cache_size": 50 * 2**20, "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448,
         "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    config: str = "configs/gpt1p5b_bf16.py"     # the run whose step is read
-    recipe: str | None = None       # another fp8.recipe than the config's
-    kernels: bool | None = None     # another fp8.kernels
-    head: bool | None = None        # another fp8.head
-    micro_batch: int = 16           # sequences
-    context: int = 1024             # tokens of each
-    layers: int | None = None       # that many blocks as they are; none = all, from the difference of two and one
-    show: bool = False              # every kernel on a line of its own, not only the sums
-    out: str | None = None          # a JSON file that receives every kernel
-
-    POSITIONAL: ClassVar = ()
-
-    def __post_init__(self):
-        for name in ("micro_batch", "context", "layers"):
-            if (value := getattr(self, name)) is not None and not 1 <= value <= 2**20:
-                raise UserError(f"{name}={value} must be between 1 and {2**20}")
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One launch: a kernel that Inductor writes, or a library's or our own that it calls."""
-    direction: str              # forward, backward
-    kind: str                   # written (by Inductor), matmul, attention, called
-    name: str                   # the fused operations, or what is called
-    bytes: int                  # read and written, each argument once
-    flops: int                  # of a matmul
-    is_fp8: bool                # of a matmul: its operands
-    outputs: tuple[str, ...]    # "float8_e4m3fn 16384 x 2048"
-
-
-class _Enough(Exception):
-    """Raised where the compiler would go on to build and load the kernels."""
-
-
-def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 the user's mistake."""
-    if {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, *field_lines("", Options)]))
-        return 0
-    try:
-        options = read_options(Options, arguments)
-        config = load_config(ROOT / options.config, [f"model.n_ctx={options.context}"])
-        named = {"recipe": options.recipe, "kernels": options.kernels, "head": options.head}
-        config = apply_overrides(config, [f"fp8.{key}={value}" for key, value in named.items() if value is not None])
-        pretend_h100()
-        depth = options.layers or config.model.n_layer
-        plans = {n: read_step(config, n, options.micro_batch) for n in ({depth} if options.layers else {1, 2})}
-    except UserError as error:
-        print(f"bench/inductor.py: {error}", file=sys.stderr)
-        return 2
-    tokens = options.micro_batch * options.context
-    for kernels, _ in plans.values():
-        if options.show:
-            print("\n".join(f"{k.direction:8} {k.kind:9} {k.bytes / 1e6:9.1f} MB  {k.name[:80]:80} -> {', '.join(k.outputs)}"
-                            for k in kernels))
-    print("\n".join(summary(config, plans, depth, tokens)))
-    if options.out:
-        write_json(Path(options.out), {"config": config.to_dict(), "tokens": tokens, "torch": torch.__version__, "plans": {
-            str(n): {"saved_bytes": saved, "kernels": [asdict(k) for k in kernels]} for n, (kernels, saved) in plans.items()}})
-    return 0
-
-
-def summary(config, plans: dict[int, tuple[list[Kernel], int]], depth: int, tokens: int) -> list[str]:
-    """Bytes by kind and direction, for the whole depth, as lines."""
-    kept = "kept for the backward pass"
-    sums = whole_depth({n: totals(kernels) | {kept: saved} for n, (kernels, saved) in plans.items()}, depth)
-    flops = whole_depth({n: {"flops": sum(k.flops for k in kernels)} for n, (kernels, _) in plans.items()}, depth)["flops"]
-    return [f"{config.run}, fp8.recipe={config.fp8.recipe}{', kernels' if config.fp8.kernels else ''}: {depth} blocks, "
-            f"{tokens:,} tokens, {flops / tokens:,.0f} matmul FLOPs per token, torch {torch.__version__}, read for an H100",
-            *(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token" for key, value in sums.items())]
-
-
-def whole_depth(sums: dict[int, dict[str, int]], depth: int) -> dict[str, int]:
-    """Sums by number of blocks -> those of `depth` blocks; from one and two blocks, since each further one adds the same."""
-    if depth in sums:
-        return sums[depth]
-    one, two = sums[1], sums[2]
-    return {key: one.get(key, 0) + (depth - 1) * (two[key] - one.get(key, 0)) for key in two}
-
-
-def totals(kernels: list[Kernel]) -> dict[str, int]:
-    """Bytes by direction and kind; matmuls by precision."""
-    sums = defaultdict(int)
-    for k in kernels:
-        sums[f"{k.direction}, {k.kind}{(' FP8' if k.is_fp8 else ' BF16') if k.kind == 'matmul' else ''}"] += k.bytes
-    return dict(sorted(sums.items()))
+def main(arguments: list[str]) -> None:
+    path, *overrides = arguments or ["configs/gpt1p5b_bf16.py", "data.micro_batch=16", "model.n_ctx=1024"]
+    config = load_config(path, overrides)
+    tokens, depth = config.data.micro_batch * config.model.n_ctx, config.model.n_layer
+    pretend_h100()
+    one, two = (read_step(config, n, config.data.micro_batch) for n in (1, 2))
+    sums = {key: one[key] + (depth - 1) * (two[key] - one[key]) for key in two}
+    print(f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch {torch.__version__}, for an H100")
+    for key, value in sorted(sums.items()):
+        print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
 
 
 # ---------------------------------------------------------------------------------------------------- reading one step
 
-def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int]:
-    """The kernels of one micro-batch through `n_layer` blocks, head and loss; the bytes kept between the two passes.
+def read_step(config, n_layer: int, micro_batch: int) -> Counter:
+    """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss; those kept between the two passes.
 
-    pretend_h100() must have been called. Raises UserError where fp8 cannot be had."""
+    pretend_h100() must have been called."""
     import torch._inductor.config as inductor
     from torch._functorch.aot_autograd import aot_function, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -166,11 +81,12 @@ def read_step(config, n_layer: int, micro_batch: int) -> tuple[list[Kernel], int
         aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
             h, torch.zeros(shape, dtype=torch.long), *tensors).backward()
     forward, backward = passes
-    kernels = _lower(forward, "forward") + _lower(backward, "backward")
+    sums = _lower(forward, "forward") + _lower(backward, "backward")
     inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
     kept = [node for node in next(n for n in forward.graph.nodes if n.op == "output").args[0][1:]
             if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
-    return kernels, sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
+    sums["kept for the backward pass"] = sum(node.meta["val"].numel() * node.meta["val"].element_size() for node in kept)
+    return sums
 
 
 def _model(config, n_layer: int) -> GPT:
@@ -182,19 +98,21 @@ def _model(config, n_layer: int) -> GPT:
     return model
 
 
-def _lower(graph, direction: str) -> list[Kernel]:
-    """What Inductor makes of a traced pass, on CUDA tensors that have no memory."""
+def _lower(graph, direction: str) -> Counter:
+    """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no memory."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.graph import GraphLowering
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    kernels: list[Kernel] = []
+    sums: Counter = Counter()
 
     def stop(lowering):
         lowering.init_wrapper_code(), lowering._update_scheduler()      # codegen() without writing kernels out
-        kernels.extend(_kernel(node, direction) for node in lowering.scheduler.nodes if not _is_free(node))
-        raise _Enough
+        for node in lowering.scheduler.nodes:
+            if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):    # a name for one of several results
+                sums[f"{direction}, {_kind(node)}"] += node.get_read_write_buffers_sizes()
+        raise InterruptedError      # the compiler would go on to build and load the kernels
 
     gpu = torch.device("cuda", 0)
     for node in graph.graph.nodes:
@@ -210,37 +128,21 @@ def _lower(graph, direction: str) -> list[Kernel]:
         try:
             compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
         except Exception:
-            if not kernels:
+            if not sums:
                 raise
         finally:
             GraphLowering._compile_to_module = original
-    return kernels
+    return sums
 
 
-def _is_free(node) -> bool:
-    """A name for one of another kernel's several results."""
-    return node.is_extern() and type(node.node).__name__ == "MultiOutput"
-
-
-def _kernel(node, direction: str) -> Kernel:
-    size = node.get_read_write_buffers_sizes()
+def _kind(node) -> str:
+    """written (by Inductor), matmul BF16 or FP8, attention, or called (a library's or our own)."""
     if not node.is_extern():
-        ops = {str(origin.target).removeprefix("aten.").removeprefix("prims.").split(".")[0]
-               for part in node.get_nodes() if part.node for origin in part.node.get_origins()}
-        outputs = [out.node for out in node.get_outputs() if out.node is not None]
-        return Kernel(direction, "written", ",".join(sorted(ops)), size, 0, False, tuple(map(_words, outputs)))
+        return "written"
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-    if not called.rpartition(".")[2].endswith("mm"):
-        return Kernel(direction, "attention" if "nanofp8.attention" in called else "called",
-                      called.removeprefix("torch.ops.").removesuffix(".default"), size, 0, False, ())
-    a, b = node.node.inputs[:2]
-    (m, k), n = map(int, a.get_size()), int(b.get_size()[1])
-    return Kernel(direction, "matmul", f"{called.rpartition('.')[2]} {m} x {k} x {n}", size, 2 * m * k * n,
-                  a.get_dtype().itemsize == 1, (_words(node.node),))
-
-
-def _words(buffer) -> str:
-    return f"{str(buffer.get_dtype()).removeprefix('torch.')} {' x '.join(str(n) for n in buffer.get_size())}"
+    if called.rpartition(".")[2].endswith("mm"):
+        return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
+    return "attention" if "nanofp8.attention" in called else "called"
 
 
 # ------------------------------------------------------------------------------------------------- an H100 that is not there
@@ -250,11 +152,8 @@ def pretend_h100() -> None:
     import torch._inductor.config as inductor
     import torch._inductor.fx_passes.joint_graph as joint_graph
     import torch._subclasses.fake_tensor as fake_tensor
-    try:
-        import triton
-        from triton.backends.compiler import GPUTarget
-    except ImportError as error:
-        raise UserError("reading the compiler's kernels needs Triton: pip install triton") from error
+    import triton
+    from triton.backends.compiler import GPUTarget
 
     inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
     joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers
@@ -298,4 +197,4 @@ def _box_attention() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
