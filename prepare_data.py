@@ -28,7 +28,6 @@ A document that came before, word for word, in this source or another one of the
 moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.
 """
 
-import errno
 import os
 import re
 import signal
@@ -39,17 +38,14 @@ from typing import ClassVar, Literal
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
-from prepare import harvest, hub, show
-from prepare.assemble import HASH_STEPS
+from prepare import harvest
+from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
-from prepare.pipeline import Job, begun, cached_tokenizer, prepare
-from prepare.sources import PAIR, BadFile, Source, folder_name, local_source
+from prepare.pipeline import Job, cached_tokenizer, prepare
+from prepare.sources import PAIR, BadFile, Source, any_dataset, check, folder_name, hub_source, local_source
 from runtime.cli import MachineError, UserError, nearest, read_options
 from runtime.shards import read_index
 
-# What a path itself is to blame for; any other error (no space, input/output, the network) is not the user's mistake.
-USERS_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-               errno.ENAMETOOLONG}
 COMMON = {"out", "tokenizer", "val_share", "processes"}
 STREAMED = COMMON | {"tokens", "decontaminate", "skip_bad", "on", "partition", "time", "dry_run"}
 KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
@@ -82,14 +78,9 @@ class Options:
     POSITIONAL: ClassVar = ("words",)
 
     def __post_init__(self):
-        if not 1 / HASH_STEPS <= self.val_share <= 0.5:
-            raise UserError(f"val_share={self.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
-        if self.instruct and self.column != "text":
-            raise UserError(f"column={self.column} names one text a row, instruct=true reads prompt and response: leave one out")
-        if self.tokens is not None and not 1 <= self.tokens < 2**53:
-            raise UserError(f"tokens={self.tokens} must be a count, such as tokens=31e9")
-        if self.processes is not None and not 1 <= self.processes <= 1024:
-            raise UserError(f"processes={self.processes} must be a number from 1 to 1024")
+        for key, low, high in ("val_share", 1 / HASH_STEPS, 0.5), ("tokens", 1, 2**53), ("processes", 1, 1024):
+            if (value := getattr(self, key)) is not None and not low <= value <= high:
+                raise UserError(f"{key}={value} must be a number from {low} to {high}")
         if (self.on == "slurm") != (self.partition is not None) or (self.dry_run and self.on != "slurm"):
             raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
 
@@ -107,7 +98,7 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
         dataset = command.removeprefix("hf:")
         name = folder_name(options.name or dataset.partition("/")[2].lower())
         revision = options.revision or _revision(Path(options.out) / name, dataset)
-        return [hub.hub_source(name, hub.any_dataset(dataset, options.column, revision, options.files, options.license))]
+        return [hub_source(name, any_dataset(dataset, options.column, revision, options.files, options.license))]
     names = [command, *words]
     for name in names:
         if name not in SOURCES or names.count(name) > 1:
@@ -116,7 +107,7 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
                             f"commands of their own")
     if options.name and len(names) > 1:
         raise UserError(f"name={options.name} can name one source, not {len(names)}")
-    return [hub.hub_source(folder_name(options.name or name), SOURCES[name]) for name in names]
+    return [hub_source(folder_name(options.name or name), SOURCES[name]) for name in names]
 
 
 def _revision(folder: Path, dataset: str) -> str | None:
@@ -139,19 +130,17 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:     # --show | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
-        if error.errno in USERS_PATHS:
-            print(f"{error.filename}: {error.strerror}; name another file or out=", file=sys.stderr)
-            return 2
-        # An error of ours, without a number, says itself what to do.
-        goes_on = "; what was prepared stays, and the same command goes on" if error.errno else ""
-        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}{goes_on}", file=sys.stderr)
+        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}; what was prepared stays, and the same "
+              f"command goes on", file=sys.stderr)
+        # What a path itself is to blame for is the user's mistake; no space, input/output, the network are not.
+        return 2 if isinstance(error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)) else 1
     except (KeyboardInterrupt, SystemExit) as error:
         print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
         return 143 if isinstance(error, SystemExit) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 1
 
 
 def _stop(*_) -> None:
@@ -174,7 +163,7 @@ def _run(arguments: list[str]) -> int:
     words = list(options.words)
     if kind in ("show", "verify"):
         folders = [Path(word) for word in words] or [Path(options.out)]
-        show.verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show.show(folder)]
+        verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show(folder)]
         return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
@@ -200,7 +189,7 @@ def _check_sources(names: list[str]) -> int:
         if name not in SOURCES:
             raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
         try:
-            for line in hub.check(name, SOURCES[name]):
+            for line in check(name, SOURCES[name]):
                 print(line, flush=True)
         except (UserError, OSError, BadFile) as error:
             print(f"{name}: {error}", file=sys.stderr)

@@ -19,9 +19,7 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from datatrove.data import Document
-
-from prepare.sources import Source, document
+from prepare.sources import Source
 from runtime.tokenizer import clean
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
@@ -42,17 +40,14 @@ Note = Callable[[str], None]    # takes a sentence about something that was left
 
 @dataclass(frozen=True)
 class Installed:
-    """A source of the demo as one input file (prepare.sources.Source)."""
+    """A source of the demo as one input file (prepare.sources)."""
     name: str
     bytes: int | None = None
-    parts: int = 1
     stamp: None = None
 
-    def read(self, skip_rows: int) -> Iterator[Document]:
-        texts = documents(self.name, note=lambda text: print(text, file=sys.stderr))
-        for row, text in enumerate(texts, 1):
-            if row > skip_rows:
-                yield document((clean(text),), self.name, row, 0.0)
+    def read(self) -> Iterator[tuple[tuple[str], float]]:
+        for text in documents(self.name, note=lambda text: print(text, file=sys.stderr)):
+            yield (clean(text),), 0.0
 
 
 def demo_sources() -> list[Source]:
