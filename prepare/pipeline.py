@@ -141,7 +141,7 @@ def _read_grams(path: Path | None) -> Grams | None:
 def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
-    if processes == 1 or len(ranks) == 1:
+    if processes == 1 or len(ranks) <= 1:
         for rank in ranks:
             for _ in task(None, rank, 1):
                 tick()

@@ -21,7 +21,8 @@ from tests import faults
 from tests.conftest import ROOT
 from tests.faults import leftovers, record, saved_steps, torchrun
 from tests.test_faults import EVERY, base, finish, folder, nursery, whole2  # noqa: F401
-from tests.test_prepare import big, changes, content, environment  # noqa: F401
+from tests.test_prepare import big, changes, content  # noqa: F401
+from tests.test_prepare import finish as finish_command
 from tests.test_prepare import storm as storm_of_shards
 
 LONG = 90       # steps: room for ten kills
@@ -191,6 +192,6 @@ def test_every_change_that_prepare_data_makes_on_disk(big, tmp_path, table, kind
 
 def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811
     pytest.importorskip("ray")
-    subprocess.run(big.command(tmp_path, 2, "on=ray"), check=True, cwd=ROOT, env=environment())
+    finish_command(big.command(tmp_path, 2, "on=ray"))
     assert content(tmp_path) == big.calm
 

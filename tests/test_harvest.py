@@ -36,11 +36,11 @@ def test_odd_files_are_read_or_noted(tmp_path):
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     notes = []
-    assert list(harvest.read_files(tmp_path, ["*.py"], notes.append)) == ["x = 1\n", "y", "caf\ufffd"]
+    assert list(harvest.read_files(tmp_path, "*.py", notes.append)) == ["x = 1\n", "y", "caf\ufffd"]
     assert len(notes) == 2 and "gone.py is left out: No such file" in notes[1]
-    assert sorted(harvest.read_files(tmp_path, ["*.py"], notes.append, mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
-    assert list(harvest.read_files(None, ["*.py"], notes.append)) == []
-    assert list(harvest.read_files(tmp_path / "nowhere", ["*.py"], notes.append)) == []
+    assert sorted(harvest.read_files(tmp_path, "*.py", notes.append, mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
+    assert list(harvest.read_files(None, "*.py", notes.append)) == []
+    assert list(harvest.read_files(tmp_path / "nowhere", "*.py", notes.append)) == []
 
 
 def test_docstrings_come_from_the_syntax_tree():
