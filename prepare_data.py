@@ -132,8 +132,8 @@ def main(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}; what was prepared stays, and the same "
-              f"command goes on", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{where}{error.strerror or error}; what was prepared stays, and the same command goes on", file=sys.stderr)
         # What a path itself is to blame for is the user's mistake; no space, input/output, the network are not.
         return 2 if isinstance(error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)) else 1
     except (KeyboardInterrupt, SystemExit) as error:

@@ -239,19 +239,18 @@ def show(folder: Path) -> Iterator[str]:
     """Lines to print, which begin with their source's name: a table of the sources' splits; where each came from, what was
     dropped, what failed, what is unfinished."""
     finished, unfinished = _sources(folder)
-    yield (f"{'source':16}  {'split':10}  {'documents':>12}  {'tokens':>16}  {'bytes/token':>11}  {'GB on disk':>10}")
+    yield f"{'source':16}  {'split':10}  {'documents':>12}  {'tokens':>16}  {'bytes/token':>11}  {'GB on disk':>10}"
     told = []
     for path in sorted(finished | unfinished):
-        name = path.resolve().name
+        name, index = path.resolve().name, None
         try:
-            told += [(name, *row) for row in (_progress(path) if path in unfinished else _story(read_index(path)))]
+            index = read_index(path) if path in finished else None
+            told += [(name, *row) for row in (_story(index) if index else _progress(path))]
         except UserError as error:
             told.append((name, "damaged", str(error)))
-            continue
-        for split, s in read_index(path).splits.items() if path in finished else ():
-            disk = sum(shard.path.stat().st_size for shard in s.shards)
-            yield (f"{name:16}  {split:10}  {s.documents:12,}  {s.tokens:16,}  {s.text_bytes / max(1, s.tokens):11.2f}  "
-                   f"{disk / 1e9:10.3f}")
+        for split, s in index.splits.items() if index else ():
+            disk = sum(shard.path.stat().st_size for shard in s.shards) / 1e9
+            yield f"{name:16}  {split:10}  {s.documents:12,}  {s.tokens:16,}  {s.text_bytes / s.tokens:11.2f}  {disk:10.3f}"
     for name, word, text in told:
         start = f"{name:16}  {word:10}  "
         yield from (start + line for line in textwrap.wrap(text, 130 - len(start), break_on_hyphens=False))
@@ -263,7 +262,7 @@ def verify(folders: list[Path]) -> None:
     for finished, unfinished in map(_sources, folders):
         for source in sorted(finished | unfinished):
             found = list(damage(source)) if source in finished else [f"{source} is unfinished: the same command goes on with it"]
-            print(f"{'unfinished' if source in unfinished else 'BAD' if found else 'OK '} {source}", flush=True)
+            print(f"{'BAD' if found else 'OK '} {source}", flush=True)
             bad += found
     if bad:
         raise UserError("\n".join(bad))
@@ -288,8 +287,7 @@ def _story(index: Index) -> Iterator[tuple[str, str]]:
     against = ", ".join(entry["file"] for entry in index.decontaminated_against)
     yield "dropped", (f"copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
                       f", empty {index.empty:,}" + (f", contaminated {index.contaminated:,} (by {against})" if against else ""))
-    yield "read", (f"{len(index.files):,} input files to the end" if index.is_whole else
-                   f"{len(index.files):,} input files until there were {index.budget:,} training tokens")
+    yield "read", f"{len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     for entry in index.skipped:
         yield "skipped", f"{entry['file']} ({entry['reason']})"
 

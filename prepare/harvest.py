@@ -53,7 +53,8 @@ def revision(source: str) -> str:
     """The versions that decide what documents(source) yields."""
     versions = {d.metadata["Name"]: d.version for d in _distributions()}
     names = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source, versions)
-    return ", ".join([f"CPython {platform.python_version()}", *(f"{name} {versions[name]}" for name in names if name in versions)])
+    found = [f"{name} {versions[name]}" for name in names if name in versions]
+    return ", ".join([f"CPython {platform.python_version()}", *found])
 
 
 def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
@@ -68,7 +69,8 @@ def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
             yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", note, mixed=True))
     elif source == "science":
         for name in SCIENCE:
-            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), _long_docstrings(read_files(_package(name), "*.py", note, mixed=True)))
+            texts = _long_docstrings(read_files(_package(name), "*.py", note, mixed=True))
+            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), texts)
     else:
         yield from _long_docstrings(read_files(stdlib, "*.py", note))
         from pydoc_data.topics import topics  # the language reference, as help() shows it
@@ -77,7 +79,7 @@ def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
 
 
 def _package(name: str) -> Path | None:
-    """Folder of an installed package, without importing it; None where it is not installed."""
+    """Folder of an installed package, which is not imported."""
     spec = find_spec(name)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
@@ -92,11 +94,9 @@ def _distributions() -> list[importlib.metadata.Distribution]:
 
 
 def read_files(root: Path | None, pattern: str, note: Callable[[str], None], mixed: bool = False) -> Iterator[str]:
-    """The text of the files below `root`, none for a folder that does not exist: by path or, where the reader will stop early,
-    by the hash of the path, a fair sample of all folders."""
-    if root is None:
-        return
-    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern)}
+    """The text of the files below `root`, if there is one: by path or, where the reader will stop early, by the hash of the path,
+    a fair sample of all folders."""
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern)} if root else {}
     order = sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p)
     for name in order:
         if NOT_READ.isdisjoint(name.split("/")):

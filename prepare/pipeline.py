@@ -63,9 +63,8 @@ class Job:
     @property
     def common(self) -> dict:
         """What index.json says of every source of this command."""
-        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256,
-                "split_rule": f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} "
-                              f"< {self.val_per_10k}, else train",
+        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
+        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256, "split_rule": f"{rule}, else train",
                 "decontaminated_against": self.grams.files if self.grams else []}
 
     def dtype(self, source: Source) -> str:
@@ -184,26 +183,25 @@ class Parts:
     <file>.now, the progress of each."""
 
     def __init__(self, source: Source, job: Job):
-        """Go on in the folder, or begin: failed files are tried again, and of a changed one the piece is removed. Raises UserError:
-        it was begun otherwise."""
+        """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
         self.folder = job.out / source.name / "parts"
         identity = json.loads(json.dumps({
             "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
             "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
-        found = begun(self.folder) or {"identity": identity, "files": None}
-        is_same, old = found["identity"] == identity, found["files"]
-        self.files = source.files([(name, size) for name, size, _ in old] if is_same and old else None)
+        found = begun(self.folder) or {"identity": identity, "files": []}
+        differs = [key for key in identity if found["identity"].get(key) != identity[key]]
+        self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
         inputs = [[file.name, file.bytes, file.stamp] for file in self.files]
-        changed = [i for i, (was, now) in enumerate(zip(old or [], inputs, strict=False)) if was != now and read_piece(self.folder, i)]
-        if (changed or not is_same) and (read_layout(self.folder.parent) or not is_same and any(self.folder.glob("0*.json"))):
-            differs = [key for key in identity if found["identity"].get(key) != identity[key]] or ["the input files"]
-            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs)}): give the same options and files again, or "
-                            f"delete {self.folder}")
-        if changed:
-            print(f"{self.folder}: {', '.join(inputs[i][0] for i in changed)} changed, and is read again", file=sys.stderr)
+        pieces = [read_piece(self.folder, number) for number in range(len(found["files"]))]
+        changed = [i for i, old in enumerate(found["files"]) if not differs and pieces[i] and old != inputs[i]]
+        is_something = any(piece and not piece.failed for piece in pieces)
+        if (differs and is_something) or ((differs or changed) and read_layout(self.folder.parent)):
+            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs) or 'other files'}): give the same options "
+                            f"and files again, or delete {self.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for i, piece in enumerate(self.pieces()):
+        for i, piece in enumerate(pieces):
             if i in changed or (piece and piece.failed):
+                print(f"{self.folder}: {found['files'][i][0]} changed or could not be read: it is read again", file=sys.stderr)
                 (self.folder / f"{i:05d}.json").unlink()
         write_json(self.folder / "begun.json", {"identity": identity, "files": inputs})
 
@@ -216,8 +214,8 @@ class Parts:
         return {file.name: piece.failed for file, piece in zip(self.files, self.pieces(), strict=True) if piece and piece.failed}
 
     def ranks(self, target: float, source_tokens: float | None) -> list[int]:
-        """The tasks to run: those that lack among the first input files that hold `target` tokens, by what the finished ones have,
-        or by what is known of the source, or by their size."""
+        """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
+        ones, and guessed by their mean, by the source's size or by the file's."""
         pieces, found, held = self.pieces(), [], 0.0
         whole = [piece.tokens for piece in pieces if piece and piece.is_whole]
         mean = sum(whole) / len(whole) if whole else source_tokens and source_tokens / max(1, len(self.files))
@@ -247,11 +245,13 @@ def alone(folder: Path, words: str | None = None) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
-            except BlockingIOError as error:
-                raise UserError(words) from error
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise UserError(words) from error
+    except OSError:
+        pass
+    try:
         yield
     finally:
         os.close(descriptor)
@@ -303,17 +303,17 @@ def tokenise(source: Source, parts: Parts, target: float, job: Job) -> None:
     def state() -> tuple:
         documents, tokens, text_bytes, share = parts.progress()
         rate = (text_bytes - first) / (time.monotonic() - began) / 1e6
-        return tokens, share if target == math.inf else min(1.0, tokens / target), f"{si(documents)} documents", f"{rate:.1f} MB/s"
+        return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
     task, ranks = _task(parts, target, job), parts.ranks(target, source.tokens)
     if job.on == "ray" and ranks:
         try:
             import ray
+            from datatrove.executor.ray import RayPipelineExecutor
         except ImportError as error:
             raise UserError("on=ray needs the package ray: pip install ray") from error
-        from datatrove.executor.ray import RayPipelineExecutor
         ray.init(ignore_reinit_error=True)
-        RayPipelineExecutor([task], tasks=ranks[-1] + 1, workers=job.processes, logging_dir=str(task.folder / "ray"),
-                            skip_completed=False).run()
+        RayPipelineExecutor([task], tasks=ranks[-1] + 1, workers=job.processes, skip_completed=False,
+                            logging_dir=str(task.folder / "ray")).run()
         ranks = parts.ranks(target, source.tokens)      # what ended there with an error ends so here, and tells why
     try:
         run_here(task, ranks, job.processes, partial(line.show, state))
@@ -340,17 +340,13 @@ def _submit(lacking: list[tuple[Source, Parts, float]], job: Job) -> None:
     for source, parts, target in lacking:
         if ranks := parts.ranks(target, source.tokens):
             launch(source.name, _task(parts, target, job), tasks=ranks[-1] + 1, workers=job.processes)
-    launch("shards", Finish(job.command, Path.cwd()), tasks=1, run_on_dependency_fail=True, depends_job_id=":".join(arrays) or None)
+    launch("shards", partial(_finish, job.command, Path.cwd()), tasks=1, run_on_dependency_fail=True,
+           depends_job_id=":".join(arrays) or None)
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The step of the Slurm job that follows the arrays: the command itself, here, which finds all tasks done."""
-    command: tuple[str, ...]
-    folder: Path
-
-    def __call__(self, data, rank: int, world_size: int) -> None:
-        subprocess.run([sys.executable, ROOT / "prepare_data.py", *self.command, "on=local"], cwd=self.folder, check=True)
+def _finish(command: tuple[str, ...], folder: Path, data, rank: int, world_size: int) -> None:
+    """The step of the Slurm job behind the arrays: the command itself, which finds all tasks done."""
+    subprocess.run([sys.executable, ROOT / "prepare_data.py", *command, "on=local"], cwd=folder, check=True)
 
 
 def assemble(source: Source, parts: Parts, job: Job) -> float | None:
@@ -360,28 +356,33 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     folder, budget = job.out / source.name, job.budgets.get(source.name)
     with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
         if layout := read_layout(folder):
-            if (layout["budget"], layout["facts"]["split_rule"]) != (budget, job.common["split_rule"]):
-                raise UserError(f"{folder} is being finished with tokens={layout['budget']}, {layout['facts']['split_rule']!r}: give "
-                                f"the same options again, or delete it and begin anew")
+            if (layout["budget"], layout["val_per_10k"]) != (budget, job.val_per_10k):
+                raise UserError(f"{folder} is being finished with another tokens= or val_share=: give the same options again, or "
+                                f"delete it and begin anew")
         else:
-            found, failures = parts.pieces(), parts.failures()
-            if job.skip_bad:
-                found = [piece for piece in found if not (piece and piece.failed)]
+            failures = parts.failures()
+            found = [piece for piece in parts.pieces() if not (job.skip_bad and piece and piece.failed)]
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
-            is_exhausted = end == len(found)
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
             layout, kept = lay_out(source.name, pieces, _earlier(source, job), job.val_per_10k, budget)
-            if not layout["is_full"] and not is_exhausted:
+            if not layout["is_full"] and end < len(found):
                 if failures:
                     listed = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
                     raise MachineError(f"{source.name} is not finished: {len(failures)} of {len(parts.files)} input files could "
-                                       f"not be read; run the same command again to try them again, or add skip_bad=true to leave "
-                                       f"them out:{listed}")
+                                       f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
                 there, train = sum(piece.tokens for piece in pieces), layout["tokens"]["train"]
                 return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
             _check_splits(source, failures, layout)
-            layout = commit(folder, pieces, layout, kept, _facts(source, parts, layout, job))
+            last = int(layout["in_use"][-1][0]) + 1 if layout["is_full"] else len(parts.files)
+            names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
+            layout = commit(folder, pieces, layout, kept, {
+                "dtype": job.dtype(source), "source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size,
+                "dataset": source.dataset, "revision": source.revision, "license": source.license, "selection": source.selection,
+                "duplicates": layout["duplicates"], "empty": layout["empty"], "contaminated": layout["contaminated"],
+                "files": [name for name in names if name not in failures],
+                "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
+                "budget": budget, "is_whole": not layout["is_full"], **({"is_masked": True} if source.is_masked else {})})
         print(f"{folder}: writing {sum(layout['tokens'].values()):,} tokens", file=sys.stderr)
         write_index(folder, {**layout["facts"], "splits": write_shards(folder, layout)})
         shutil.rmtree(parts.folder)
@@ -396,29 +397,13 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     return None
 
 
-def _facts(source: Source, parts: Parts, layout: dict, job: Job) -> dict:
-    """index.json without its splits."""
-    end = int(layout["in_use"][-1][0]) + 1 if layout["is_full"] else len(parts.files)
-    names, failures = [file.name for file in parts.files[:end]], parts.failures() if job.skip_bad else {}
-    return {"dtype": job.dtype(source), "source": source.name, **job.common,
-            "vocab_size": job.tokenizer.vocab_size, "dataset": source.dataset,
-            "revision": source.revision, "license": source.license, "selection": source.selection,
-            "duplicates": layout["duplicates"], "empty": layout["empty"], "contaminated": layout["contaminated"],
-            "files": [name for name in names if name not in failures],
-            "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-            "budget": layout["budget"], "is_whole": not layout["is_full"], **({"is_masked": True} if source.is_masked else {})}
-
-
 def _check_splits(source: Source, failures: dict[str, str], layout: dict) -> None:
-    total = sum(layout["documents"].values())
-    if not total and failures:
-        raise MachineError(f"{source.name} has no documents: {len(failures)} input files could not be read, {min(failures)} for "
-                           f"one: {failures[min(failures)]}")
-    if not total:
-        dropped = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
-        dropped += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
-        raise UserError(f"{source.name} has no documents: {source.dataset} holds {', '.join(dropped) or 'no text'} alone: give other "
-                        f"files, or another out=")
+    if not (total := sum(layout["documents"].values())):
+        told = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
+        told += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
+        told += [f"{name}, which could not be read ({reason})," for name, reason in failures.items()]
+        raise (MachineError if failures else UserError)(
+            f"{source.name} has no documents: {source.dataset} holds {', '.join(told) or 'no text'} alone: give other files")
     for name, count in layout["documents"].items():
         if not count:
             raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more documents, or "
@@ -435,17 +420,13 @@ def is_complete(source: Source, job: Job) -> bool:
     index, budget = read_index(folder), job.budgets.get(source.name)
     wanted = {"dataset": source.dataset, **job.common, "selection": source.selection, "revision": source.revision}
     for key, value in wanted.items():
-        found = getattr(index, key)
-        if found != value and key == "revision" and source.may_age:
+        if (found := getattr(index, key)) != value:
+            if key != "revision" or not source.may_age:
+                raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
             print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
-        elif found != value and key == "revision":
-            raise UserError(f"{folder} was made when {source.dataset} held something else: delete it, or give another name=")
-        elif found != value:
-            raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
     there = index.splits["train"].tokens
-    if not index.is_whole and (budget is None or there < budget):
-        asked = "all there are" if budget is None else f"the {budget:,} asked for"
-        raise UserError(f"{folder} holds {there:,} training tokens, not {asked}: delete it, or give another out=")
+    if not index.is_whole and there < (budget or math.inf):
+        raise UserError(f"{folder} holds {there:,} training tokens, fewer than are asked for: delete it, or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
     print_rows(index)
@@ -465,19 +446,13 @@ def _earlier(source: Source, job: Job) -> dict[str, Path]:
     Raises UserError where a finished source has lost them."""
     found = {}
     for folder in sorted(path for path in job.out.iterdir() if path.is_dir() and path.name != source.name):
-        hashes = folder / "hashes.npy"
-        if not (folder / "index.json").exists():
-            if read_layout(folder):        # what an unfinished one holds is not known before
-                found[folder.name] = hashes
-            continue
-        index = read_index(folder)
-        its_sha256 = index.tokenizer_sha256 if index.tokenizer == "folder" else job.tokenizer.sha256
-        if (index.tokenizer, its_sha256) != (job.tokenizer.kind, job.tokenizer.sha256):    # the same text by another is no copy
-            continue
-        if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
-            raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder} and "
-                            f"prepare it again")
-        found[folder.name] = hashes
+        index, hashes = read_index(folder) if (folder / "index.json").exists() else None, folder / "hashes.npy"
+        if index and index.tokenizer_sha256 == job.tokenizer.sha256:        # the same text by another is no copy
+            if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
+                raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder}")
+            found[folder.name] = hashes
+        elif not index and read_layout(folder):     # what another unfinished one holds is not known before
+            found[folder.name] = hashes
     return found
 
 
@@ -488,7 +463,7 @@ def _check_room(opened: list[tuple[Source, Parts]], job: Job) -> None:
         if not read_layout(job.out / source.name):         # else the shards take the room that their pieces give back
             wanted = min(job.budgets.get(source.name, math.inf), source.tokens or math.inf)
             there = sum(path.stat().st_size for path in parts.folder.glob("*.bin"))
-            lacking += max(0.0, wanted * np.dtype(DTYPES[job.dtype(source)]).itemsize - there) if wanted < math.inf else 0.0
+            lacking += max(0, wanted * np.dtype(DTYPES[job.dtype(source)]).itemsize - there) if wanted < math.inf else 0
     if lacking > (free := shutil.disk_usage(job.out).free):
         raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                         f"free some, ask for fewer tokens=, or give another out=")

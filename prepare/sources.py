@@ -52,8 +52,8 @@ class BadFile(Exception):
 class Source:
     name: str
     # The input files in the order they are taken in. May ask a server, hence the argument: names and sizes of an earlier call,
-    # which the list is then made from; None at the first.
-    files: Callable[[list[tuple[str, int | None]] | None], list]
+    # which the list is then made from; [] at the first.
+    files: Callable[[list[tuple[str, int | None]]], list]
     dataset: str
     revision: str
     license: str
@@ -161,15 +161,15 @@ def _json_rows(lines: Iterable[bytes], where: str, columns: tuple[str, ...], kee
         row += 1
         try:
             found = decode(line.decode("utf-8-sig", errors="replace"))
+            if not isinstance(found, dict):
+                raise ValueError("no object")
         except (ValueError, RecursionError) as error:
             raise BadFile(f"{where}:{row} is no line of JSON ({error}): each must be an object, such as {example}") from error
-        if not isinstance(found, dict):
-            raise BadFile(f"{where}:{row} is not an object: each line must look like {example}")
         if not all(_nested(found, path) in values for path, values in keep.items()):
             continue
         for column in columns:
             if column not in found and (is_strict or row == 1):
-                raise _no_column(f"{where}:{row}", column, columns, list(found))
+                raise _no_column(f"{where}:{row}", column, list(found))
             if not isinstance(found.get(column), str | None):
                 raise _no_text(f"{where}:{row}", column, type(found[column]).__name__)
         yield tuple(clean(found.get(column) or "") for column in columns), row
@@ -185,7 +185,7 @@ def _parquet_rows(file: io.BufferedIOBase, where: str, column: str, keep: dict[s
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         names, columns = table.schema_arrow.names, [column, *{path.split(".")[0] for path in keep} - {column}]
         if missing := [name for name in columns if name not in names]:
-            raise _no_column(where, missing[0], (column,), names)
+            raise _no_column(where, missing[0], names)
         kind = table.schema_arrow.field(column).type
         if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise _no_text(where, column, str(kind))
@@ -226,11 +226,9 @@ def _nested(record: dict, path: str):
     return record
 
 
-def _no_column(where: str, column: str, columns: tuple[str, ...], there: list[str]) -> UserError:
-    found = ", ".join(there) or "(none)"
-    return UserError(f"{where} has no {column!r}, only {found}: with instruct=true each line must look like "
-                     f"{json.dumps(dict.fromkeys(PAIR, '...'))}" if columns == PAIR else
-                     f"{where} has no column {column!r}: set column= to one of {found}")
+def _no_column(where: str, column: str, there: list[str]) -> UserError:
+    needs = f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"
+    return UserError(f"{where} has no column {column!r}, only {', '.join(there) or '(none)'}: {needs}")
 
 
 def _no_text(where: str, column: str, kind: str) -> UserError:
@@ -265,8 +263,9 @@ class HubFile:
         while True:
             try:
                 with _opened(self.source, self.name, BLOCK) as file:
-                    for texts, rows in self.rows(file, rows):
-                        failures = 0
+                    for texts, row in rows_of(file, PurePath(self.name), f"{self.source.dataset}/{self.name}",
+                                              (self.source.column,), self.source.keep, rows, is_strict=False):
+                        rows, failures = row, 0
                         yield texts, file.tell() / max(1, file.size)
                 return
             except (*_faults(), BadFile) as error:
@@ -278,10 +277,6 @@ class HubFile:
                 print(f"{self.name}: {_brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
                 time.sleep(waits[failures])
                 failures += 1
-
-    def rows(self, file, skip_rows: int = 0) -> Iterator[tuple[tuple[str], int]]:
-        return rows_of(file, PurePath(self.name), f"{self.source.dataset}/{self.name}", (self.source.column,), self.source.keep,
-                       skip_rows, is_strict=False)
 
 
 def hub_source(name: str, value: HubSource) -> Source:
@@ -328,17 +323,10 @@ def check(name: str, value: HubSource) -> Iterator[str]:
     """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
     OSError where the Hub cannot be asked."""
     yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
-    files = hub_source(name, value).files(None)
+    files = hub_source(name, value).files([])
     yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
-
-    def first_text(api) -> str | None:
-        for file in files:
-            with _opened(value, file.name, 1 << 20) as stream:      # a few MB are read, not a block
-                for texts, _ in islice(file.rows(stream), HEAD_LINES):
-                    if texts[0].strip():
-                        return texts[0].strip()
-        return None
-    if (first := _ask(first_text, value)) is None:
+    texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
+    if (first := next(filter(None, texts), None)) is None:
         raise UserError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
     # A terminal's escape, or one that turns the writing around, would spoil the lines about it.
     yield "  " + "".join(c if c.isprintable() else " " for c in first.splitlines()[0][:100]).rstrip()
@@ -451,10 +439,11 @@ def _refused(error: BaseException | None, source: HubSource, is_reading: bool = 
     that hold the large files, may come of a link that ran out or a server that is unwell."""
     from huggingface_hub import errors
     at, login = f"{source.dataset}@{source.revision}", "log in with `hf auth login` or set HF_TOKEN"
+    page = f"https://huggingface.co/datasets/{source.dataset}"
     sentences = {
-        errors.GatedRepoError: f"is gated: accept its terms at https://huggingface.co/datasets/{source.dataset}, then {login}",
-        errors.RepositoryNotFoundError: f"is not on the Hub, or private: look for it at https://huggingface.co/datasets, or {login}",
-        errors.RevisionNotFoundError: f"has no such revision: see https://huggingface.co/datasets/{source.dataset}/commits/main",
+        errors.GatedRepoError: f"is gated: accept its terms at {page}, then {login}",
+        errors.RepositoryNotFoundError: f"is not on the Hub, or private: correct its name, or {login}",
+        errors.RevisionNotFoundError: f"has no such revision: see {page}/commits/main",
         errors.HfHubHTTPError: f"is refused by the Hub: {login}"}
     while error:
         if isinstance(error, errors.HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers):

@@ -25,7 +25,7 @@ class Fault:
 
 
 class HubServer:
-    """Serves folder/<owner>/<name>/<files>; a repository's commit is the content of its file .revision, else a hash of its name."""
+    """Serves folder/<owner>/<name>/<files>; a repository's commit is the content of its .revision, else a hash of its name."""
 
     def __init__(self, folder: Path):
         self.folder, self._faults, self._lock = Path(folder), {}, threading.Lock()

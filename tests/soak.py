@@ -10,7 +10,6 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
 import time
 from dataclasses import replace
 
@@ -18,7 +17,6 @@ import pytest
 
 from runtime.config import Config, FP8Config
 from tests import faults
-from tests.conftest import ROOT
 from tests.faults import leftovers, record, saved_steps, torchrun
 from tests.test_faults import EVERY, base, finish, folder, nursery, whole2  # noqa: F401
 from tests.test_prepare import big, changes, content  # noqa: F401

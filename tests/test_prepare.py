@@ -165,7 +165,7 @@ def test_a_budget_counts_training_tokens(tmp_path, capsys):
     capsys.readouterr()
     assert local(*files, out=out, tokens=900) == 0 and "is complete" in capsys.readouterr().out     # it holds as many
     again = ["local", *files, "name=mine", "tokenizer=byte", "val_share=0.2", f"out={out}"]
-    assert "training tokens, not the 9,000 asked for" in refused(capsys, *again, "tokens=9000")
+    assert "training tokens, fewer than are asked for" in refused(capsys, *again, "tokens=9000")
     files[0].write_bytes(files[0].read_bytes() + b"no json")
     assert local(*files, out=tmp_path / "early", tokens=300) == 0, "nothing is read behind what fills the budget"
     write(files[0], DOCUMENTS[:10])
@@ -420,12 +420,14 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
     assert local(*files, out=tmp_path / "data") == 1
+    assert local(files[1], out=tmp_path / "other") == 1
+    assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
     common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
     assert "was begun otherwise (tokenizer_sha256)" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
     assert "was begun otherwise (dataset)" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
     write(files[0], DOCUMENTS[:30])
     write(files[1], DOCUMENTS[20:])
-    assert local(*files, out=tmp_path / "data") == 0 and "changed, and is read again" in capsys.readouterr().err
+    assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
 
@@ -443,7 +445,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     assert "column code" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2", "column=code")
     assert content(tmp_path) == before
     write(file, DOCUMENTS[1:])
-    assert "held something else: delete it" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
+    assert "holds shards of revision=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
 
 
 def test_show_tells_what_is_there(tmp_path, capsys):
@@ -546,17 +548,18 @@ PAIR_LINES = "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in
 
 
 @pytest.mark.parametrize("name, data, expected", [
-    ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "set column= to one of body"),
+    ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
     ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"), ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
     ("a.parquet", parquet([1, 2]), "'text' holds int64, not text"), ("a.txt", b" \n", "holds 1 empty ones alone"),
-    ("a.parquet", parquet(["x"], "body"), "set column= to one of id, body"), ("a.txt", b"one", "fell to the"),
-    ("chat.jsonl", PAIR_LINES + b'{"instruction": "a", "output": "b"}', ":41 has no 'prompt', only instruction, output: with"),
+    ("a.parquet", parquet(["x"], "body"), "only id, body: set column= to one"), ("a.txt", b"one", "fell to the"),
+    ("chat.jsonl", PAIR_LINES + b'{"instruction": "a", "output": "b"}', ":41 has no column 'prompt', only instruction, output"),
     ("chat.jsonl", PAIR_LINES + b'{"prompt": ["a"], "response": "b"}', ":41: column 'prompt' holds list, not text"),
     ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON")])
 def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, capsys, name, data, expected):
     (tmp_path / name).write_bytes(data)
     for processes in 1, 2:
-        assert local(tmp_path / name, out=tmp_path / "out", instruct=str(name == "chat.jsonl").lower(), processes=processes) in (1, 2)
+        instruct = "true" if name == "chat.jsonl" else "false"
+        assert local(tmp_path / name, out=tmp_path / "out", instruct=instruct, processes=processes) in (1, 2)
         said = capsys.readouterr().err
         assert expected in said and (name in said or "mine" in said) and "Traceback" not in said
         assert not list(tmp_path.rglob("index.json"))

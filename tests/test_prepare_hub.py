@@ -170,7 +170,7 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
     index = json.loads((tmp_path / "out/set/index.json").read_text())
     assert sorted(documents(tmp_path / "out/set")) == sorted(row["body"] for row in rows[:60])
     assert (index["license"], index["empty"], len(index["files"]), len(index["revision"])) == ("mit", 1, 2, 40)
-    for more, sentence in (({"column": "nope", "files": f"train-*{form}"}, "to one of body, more"),
+    for more, sentence in (({"column": "nope", "files": f"train-*{form}"}, "only body, more: set column="),
                            ({"column": "more", "files": f"train-*{form}"}, "not text"),
                            ({"files": "data/*.csv"}, "has no file data/*.csv"), ({"files": "*.md"}, "cannot be streamed"),
                            ({"revision": "nope"}, "has no such revision")):
