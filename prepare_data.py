@@ -42,7 +42,7 @@ from prepare import harvest
 from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
 from prepare.pipeline import Job, cached_tokenizer, prepare
-from prepare.sources import PAIR, BadFile, Source, any_dataset, check, folder_name, hub_source, local_source
+from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
 from runtime.cli import MachineError, UserError, nearest, read_options
 from runtime.shards import read_index
 
@@ -99,15 +99,15 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
         name = folder_name(options.name or dataset.partition("/")[2].lower())
         revision = options.revision or _revision(Path(options.out) / name, dataset)
         return [hub_source(name, any_dataset(dataset, options.column, revision, options.files, options.license))]
-    names = [command, *words]
-    for name in names:
-        if name not in SOURCES or names.count(name) > 1:
-            raise UserError(f"{name} is named twice" if name in SOURCES else
-                            f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
-                            f"commands of their own")
-    if options.name and len(names) > 1:
-        raise UserError(f"name={options.name} can name one source, not {len(names)}")
-    return [hub_source(folder_name(options.name or name), SOURCES[name]) for name in names]
+    if options.name and words:
+        raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
+    return [hub_source(folder_name(options.name or name), _named(name)) for name in dict.fromkeys([command, *words])]
+
+
+def _named(name: str) -> HubSource:
+    if name not in SOURCES:
+        raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
+    return SOURCES[name]
 
 
 def _revision(folder: Path, dataset: str) -> str | None:
@@ -144,15 +144,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _stop(*_) -> None:
-    raise SystemExit        # workers end with this process
+    raise SystemExit
 
 
 def _run(arguments: list[str]) -> int:
     words = [word for word in arguments if "=" not in word and word.replace("_", "-") != "--dry-run"]
     if arguments and not words:
         raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
-    command = (words[0] if words else "help").removeprefix("--")
-    if command in ("help", "-h"):
+    if (command := (words[0] if words else "help").removeprefix("--")) in ("help", "-h"):
         print(__doc__)
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
@@ -160,16 +159,14 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
     first = arguments.index(words[0])
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
-    words = list(options.words)
+    words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
     if kind in ("show", "verify"):
-        folders = [Path(word) for word in words] or [Path(options.out)]
         verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show(folder)]
         return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
     if kind in ("demo", "hf") and words:
-        raise UserError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
-                                                              ": it reads what is installed; your files are for `local`"))
+        raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
     tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
     grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
     sources = _sources(kind, command, words, options)
@@ -186,10 +183,8 @@ def _run(arguments: list[str]) -> int:
 def _check_sources(names: list[str]) -> int:
     code = 0
     for name in names:
-        if name not in SOURCES:
-            raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
         try:
-            for line in check(name, SOURCES[name]):
+            for line in check(name, _named(name)):
                 print(line, flush=True)
         except (UserError, OSError, BadFile) as error:
             print(f"{name}: {error}", file=sys.stderr)
@@ -201,10 +196,9 @@ def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
     """Training tokens of each source: shares of `tokens` by the mixture's weights among those named; {} = all there are."""
     if tokens is None:
         return {}
-    weights = {name: MIXTURE.get(name) for name in names} if len(names) > 1 else {names[0]: 1.0}
-    for name, weight in weights.items():
-        if weight is None:
-            raise UserError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
+    weights = {name: MIXTURE.get(name, 0) for name in names} if len(names) > 1 else {names[0]: 1.0}
+    if missing := [name for name, weight in weights.items() if not weight]:
+        raise UserError(f"{missing[0]} has no share in configs/mixture.py: prepare it by a command of its own")
     return {name: max(1, round(tokens * weight / sum(weights.values()))) for name, weight in weights.items()}
 
 

@@ -198,8 +198,7 @@ def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path,
     assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
     for source, seen in ("python", []), ("prose", texts["c"]):
         assert found(tmp_path / "demo" / source) == due([t for t in texts[source] if t not in seen], val_per_10k=400)
-    index, before = shards.read_index(tmp_path / "demo/science"), content(tmp_path)
-    assert (index.tokenizer, index.dataset, index.license) == ("byte", "installed", "BSD-3-Clause")
+    before = content(tmp_path)
     monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.12")
     capsys.readouterr()
     assert main(["demo", f"out={tmp_path / 'demo'}"]) == 0
@@ -219,7 +218,7 @@ def write_pairs(path, pairs):
     return path
 
 
-@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
+@pytest.mark.parametrize("kind", ["gpt2", "folder"])
 def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     name = str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind
     file = write_pairs(tmp_path / "chat.jsonl", PAIRS)
@@ -387,7 +386,7 @@ def test_two_commands_on_one_source_do_not_mix_and_sigterm_ends_one(big, tmp_pat
     run = start(big.command(tmp_path), SLOW="1")
     while not (tmp_path / "mine/parts/begun.json").exists():
         time.sleep(0.005)
-    assert "another process prepares" in refused(capsys, *map(str, big.command(tmp_path)[2:]))
+    assert "another process prepares" in refused(capsys, *big.command(tmp_path)[2:])
     run.terminate()
     assert "interrupted: what was prepared stays" in run.communicate()[1] and run.returncode == 143
 

@@ -16,8 +16,7 @@ from prepare import sources
 from prepare_data import main
 from runtime import shards
 from tests.conftest import ROOT
-from tests.hub_layout import make_hub, write_repository
-from tests.hub_server import HubServer, point_at
+from tests.hub_server import HubServer, make_hub, point_at, write_repository
 from tests.test_prepare import content, environment
 
 ASKED = ["fineweb_edu", "python", "c", "arxiv"]
