@@ -23,7 +23,6 @@ from runtime.tokenizer import clean
 
 WORDS = 13
 BASE = 0x9E3779B97F4A7C15       # odd: no word of a gram loses bits
-FORMATS = (".txt", ".json", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,14 @@ def read_grams(paths: list[str]) -> Grams:
     Raises UserError: a file that is missing, of another kind, damaged or without any gram."""
     files, found = [], []
     for path in map(Path, paths):
-        if not path.is_file() or path.suffix not in FORMATS:
-            raise UserError(f"decontaminate={path} is no file, or its name does not end in {', '.join(FORMATS)}")
+        if not path.is_file() or path.suffix not in (".txt", ".json", ".jsonl", ".parquet"):
+            raise UserError(f"decontaminate={path} is no file whose name ends in .txt, .json, .jsonl or .parquet")
         try:
             grams = [_grams(text) for value in _values(path) for text in _strings(value)]
         except (ValueError, OSError, RecursionError) as error:      # pyarrow's own errors are the first two
             raise UserError(f"decontaminate={path} cannot be read ({str(error).splitlines()[0]}): fetch it again") from error
         if not (long := [some for some in grams if len(some)]):
-            raise UserError(f"{path} has no text of {WORDS} words or more, so nothing of it can be looked for: leave it out of "
-                            f"decontaminate=")
+            raise UserError(f"decontaminate={path} has no text of {WORDS} words or more to look for: leave it out")
         found.append(np.unique(np.concatenate(long)))
         print(f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; "
               f"{len(grams) - len(long):,} texts are shorter and are not looked for")
@@ -80,11 +78,8 @@ def _values(path: Path) -> Iterator:
         yield from (batch.to_pylist() for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000))
         return
     text = path.read_text("utf-8-sig", errors="replace")
-    if path.suffix == ".txt":
-        yield text
-        return
     try:
-        yield json.loads(text)
+        yield text if path.suffix == ".txt" else json.loads(text)
     except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
         if error.msg != "Extra data":
             raise

@@ -69,10 +69,11 @@ def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
             yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", note, mixed=True))
     elif source == "science":
         for name in SCIENCE:
-            texts = _long_docstrings(read_files(_package(name), "*.py", note, mixed=True))
-            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), texts)
+            texts = (text for code in read_files(_package(name), "*.py", note, mixed=True) for text in docstrings(code))
+            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), (text for text in texts if len(text) >= DOCSTRING_CHARS))
     else:
-        yield from _long_docstrings(read_files(stdlib, "*.py", note))
+        texts = (text for code in read_files(stdlib, "*.py", note) for text in docstrings(code))
+        yield from (text for text in texts if len(text) >= DOCSTRING_CHARS)
         from pydoc_data.topics import topics  # the language reference, as help() shows it
         yield from (topics[name] for name in sorted(topics))
         yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
@@ -113,10 +114,6 @@ def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:
             return
         chars -= len(text)
         yield text
-
-
-def _long_docstrings(sources: Iterator[str]) -> Iterator[str]:
-    return (text for source in sources for text in docstrings(source) if len(text) >= DOCSTRING_CHARS)
 
 
 def docstrings(source: str) -> list[str]:

@@ -141,7 +141,7 @@ def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys
     assert "5 documents dropped that came before (5 in one), 0 empty ones" in capsys.readouterr().out
     duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
     assert duplicates == {"one": {"one": 3}, "two": {"one": 5}, "three": {"one": 5}}
-    assert found(tmp_path / "data/two") == due(DOCUMENTS[25:])
+    assert found(tmp_path / "data/one") == due(texts["one"]) and found(tmp_path / "data/two") == due(DOCUMENTS[25:])
     hashes = np.load(tmp_path / "data/one/hashes.npy")
     assert len(hashes) == 25 and (hashes[1:] > hashes[:-1]).all()
     said = refused(capsys, "local", write(tmp_path / "b.jsonl", DOCUMENTS[:9]), "name=four", "tokenizer=byte", "val_share=0.2",
