@@ -328,6 +328,7 @@ def test_kills_at_random_moments_change_nothing(big, tmp_path):
 FAULT = """
 import errno, os, signal
 from tests.changes import on_change
+pipeline.TELL_S = 1000      # the changes are those of every run
 def fault(count, what):
     if count == int(sys.argv[1]):
         if sys.argv[2] == "kill": os.kill(os.getpid(), signal.SIGKILL)
@@ -350,11 +351,12 @@ def changes(big, out, tmp_path, at, kind):
 @pytest.mark.parametrize("kind", ["kill", "full"])
 def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
     """At moments among the pieces, the layout, the shards; a full disk is a sentence, and the same command goes on."""
-    for at in 8, 22, 45, 35:        # what is there already is not made again: behind the pieces come the layout and the shards
+    for at in 30, 50, 60, 25:
         done = changes(big, tmp_path / "out", tmp_path, at, kind)
         assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
         assert kind == "kill" or ("No space left" in done.stderr and "the same command goes on" in done.stderr)
         assert "Traceback" not in done.stderr
+    assert (tmp_path / "out/mine/train_00001.bin").exists() and not (tmp_path / "out/mine/index.json").exists()
     finish(big.command(tmp_path / "out"))
     assert content(tmp_path / "out") == big.calm
 
