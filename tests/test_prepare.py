@@ -1,6 +1,7 @@
 """prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -95,6 +96,14 @@ def test_all_formats_and_packings_give_the_same_shards(tmp_path):
                 file.write_bytes(pack(one))
             assert local(*files, out=folder) == 0
             assert found(folder / "mine") == due(DOCUMENTS if data else DOCUMENTS[:12]), folder
+
+
+@pytest.mark.parametrize("name, data", [("a.parquet", parquet(DOCUMENTS)), ("a.jsonl.gz", gzip.compress(jsonl(DOCUMENTS)))])
+def test_reading_goes_on_behind_rows_that_were_read(name, data):
+    """After a connection that was lost; the parquet file has row groups of 7."""
+    for skip in 0, 5, 7, 20, 40:
+        rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path(name), name, ("text",), skip_rows=skip)
+        assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
 
 
 def test_odd_text(tmp_path, monkeypatch, capsys):
