@@ -28,7 +28,6 @@ A document that came before, word for word, in this source or another one of the
 moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.
 """
 
-import errno
 import os
 import re
 import signal
@@ -39,17 +38,14 @@ from typing import ClassVar, Literal
 
 from configs.mixture import MIXTURE
 from configs.sources import SOURCES
-from prepare import harvest, hub, show
-from prepare.assemble import HASH_STEPS
+from prepare import harvest
+from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
-from prepare.pipeline import Job, begun, cached_tokenizer, prepare
-from prepare.sources import PAIR, BadFile, Source, folder_name, local_source
+from prepare.pipeline import Job, cached_tokenizer, prepare
+from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
 from runtime.cli import MachineError, UserError, nearest, read_options
 from runtime.shards import read_index
 
-# What a path itself is to blame for; any other error (no space, input/output, the network) is not the user's mistake.
-USERS_PATHS = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EISDIR,
-               errno.ENAMETOOLONG}
 COMMON = {"out", "tokenizer", "val_share", "processes"}
 STREAMED = COMMON | {"tokens", "decontaminate", "skip_bad", "on", "partition", "time", "dry_run"}
 KEYS = {"demo": COMMON, "local": STREAMED | {"name", "column", "license", "instruct"}, "named": STREAMED | {"name"},
@@ -82,14 +78,9 @@ class Options:
     POSITIONAL: ClassVar = ("words",)
 
     def __post_init__(self):
-        if not 1 / HASH_STEPS <= self.val_share <= 0.5:
-            raise UserError(f"val_share={self.val_share} must be a number from {1 / HASH_STEPS} to 0.5")
-        if self.instruct and self.column != "text":
-            raise UserError(f"column={self.column} names one text a row, instruct=true reads prompt and response: leave one out")
-        if self.tokens is not None and not 1 <= self.tokens < 2**53:
-            raise UserError(f"tokens={self.tokens} must be a count, such as tokens=31e9")
-        if self.processes is not None and not 1 <= self.processes <= 1024:
-            raise UserError(f"processes={self.processes} must be a number from 1 to 1024")
+        for key, low, high in ("val_share", 1 / HASH_STEPS, 0.5), ("tokens", 1, 2**53), ("processes", 1, 1024):
+            if (value := getattr(self, key)) is not None and not low <= value <= high:
+                raise UserError(f"{key}={value} must be a number from {low} to {high}")
         if (self.on == "slurm") != (self.partition is not None) or (self.dry_run and self.on != "slurm"):
             raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
 
@@ -107,16 +98,16 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
         dataset = command.removeprefix("hf:")
         name = folder_name(options.name or dataset.partition("/")[2].lower())
         revision = options.revision or _revision(Path(options.out) / name, dataset)
-        return [hub.hub_source(name, hub.any_dataset(dataset, options.column, revision, options.files, options.license))]
-    names = [command, *words]
-    for name in names:
-        if name not in SOURCES or names.count(name) > 1:
-            raise UserError(f"{name} is named twice" if name in SOURCES else
-                            f"there is no source {name!r}{nearest(name, list(SOURCES))}; hf:OWNER/NAME and local FILE... are "
-                            f"commands of their own")
-    if options.name and len(names) > 1:
-        raise UserError(f"name={options.name} can name one source, not {len(names)}")
-    return [hub.hub_source(folder_name(options.name or name), SOURCES[name]) for name in names]
+        return [hub_source(name, any_dataset(dataset, options.column, revision, options.files, options.license))]
+    if options.name and words:
+        raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
+    return [hub_source(folder_name(options.name or name), _named(name)) for name in dict.fromkeys([command, *words])]
+
+
+def _named(name: str) -> HubSource:
+    if name not in SOURCES:
+        raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
+    return SOURCES[name]
 
 
 def _revision(folder: Path, dataset: str) -> str | None:
@@ -139,31 +130,28 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:     # --show | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
-        if error.errno in USERS_PATHS:
-            print(f"{error.filename}: {error.strerror}; name another file or out=", file=sys.stderr)
-            return 2
-        # An error of ours, without a number, says itself what to do.
-        goes_on = "; what was prepared stays, and the same command goes on" if error.errno else ""
-        print(f"{f'{error.filename}: ' if error.filename else ''}{error.strerror or error}{goes_on}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"{where}{error.strerror or error}; what was prepared stays, and the same command goes on", file=sys.stderr)
+        # What a path itself is to blame for is the user's mistake; no space, input/output, the network are not.
+        return 2 if isinstance(error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)) else 1
     except (KeyboardInterrupt, SystemExit) as error:
         print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
         return 143 if isinstance(error, SystemExit) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
-    return 1
 
 
 def _stop(*_) -> None:
-    raise SystemExit        # workers end with this process
+    raise SystemExit
 
 
 def _run(arguments: list[str]) -> int:
     words = [word for word in arguments if "=" not in word and word.replace("_", "-") != "--dry-run"]
     if arguments and not words:
         raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
-    command = (words[0] if words else "help").removeprefix("--")
-    if command in ("help", "-h"):
+    if (command := (words[0] if words else "help").removeprefix("--")) in ("help", "-h"):
         print(__doc__)
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
@@ -171,16 +159,14 @@ def _run(arguments: list[str]) -> int:
         raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
     first = arguments.index(words[0])
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
-    words = list(options.words)
+    words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
     if kind in ("show", "verify"):
-        folders = [Path(word) for word in words] or [Path(options.out)]
-        show.verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show.show(folder)]
+        verify(folders) if kind == "verify" else [print(line) for folder in folders for line in show(folder)]
         return 0
     if kind == "check-sources":
         return _check_sources(words or list(MIXTURE))
     if kind in ("demo", "hf") and words:
-        raise UserError(f"{command} takes no {words[0]!r}" + (": one data set at a time" if kind == "hf" else
-                                                              ": it reads what is installed; your files are for `local`"))
+        raise UserError(f"{command} takes no {words[0]!r}: your files are for `local`, a data set is prepared at a time")
     tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
     grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
     sources = _sources(kind, command, words, options)
@@ -197,10 +183,8 @@ def _run(arguments: list[str]) -> int:
 def _check_sources(names: list[str]) -> int:
     code = 0
     for name in names:
-        if name not in SOURCES:
-            raise UserError(f"there is no source {name!r}{nearest(name, list(SOURCES))}")
         try:
-            for line in hub.check(name, SOURCES[name]):
+            for line in check(name, _named(name)):
                 print(line, flush=True)
         except (UserError, OSError, BadFile) as error:
             print(f"{name}: {error}", file=sys.stderr)
@@ -212,10 +196,9 @@ def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
     """Training tokens of each source: shares of `tokens` by the mixture's weights among those named; {} = all there are."""
     if tokens is None:
         return {}
-    weights = {name: MIXTURE.get(name) for name in names} if len(names) > 1 else {names[0]: 1.0}
-    for name, weight in weights.items():
-        if weight is None:
-            raise UserError(f"{name} has no share in configs/mixture.py: prepare it by a command of its own")
+    weights = {name: MIXTURE.get(name, 0) for name in names} if len(names) > 1 else {names[0]: 1.0}
+    if missing := [name for name, weight in weights.items() if not weight]:
+        raise UserError(f"{missing[0]} has no share in configs/mixture.py: prepare it by a command of its own")
     return {name: max(1, round(tokens * weight / sum(weights.values()))) for name, weight in weights.items()}
 
 

@@ -4,7 +4,7 @@ All are open (no account, no token) and need no loading script. `python prepare_
 first record. Tokens are GPT-2's, about, of the whole source.
 """
 
-from prepare.hub import HubSource
+from prepare.sources import HubSource
 
 # Python and C lie in one repository. Each file's own license is in metadata.license.
 STACK = {"dataset": "common-pile/stackv2_edu_filtered", "revision": "c354dbe88469a1153e97c6a63ac50591849654de",

@@ -6,7 +6,6 @@ document. Grams are kept and compared as 64-bit hashes of words' 32-bit ones: a 
 million, one that differs in a single word passes for the same with odds of 2e-10.
 """
 
-import hashlib
 import json
 import sys
 import unicodedata
@@ -19,11 +18,11 @@ from zlib import crc32
 import numpy as np
 
 from runtime.cli import UserError
+from runtime.shards import file_sha256
 from runtime.tokenizer import clean
 
 WORDS = 13
 BASE = 0x9E3779B97F4A7C15       # odd: no word of a gram loses bits
-FORMATS = (".txt", ".json", ".jsonl", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -57,74 +56,44 @@ def read_grams(paths: list[str]) -> Grams:
     Raises UserError: a file that is missing, of another kind, damaged or without any gram."""
     files, found = [], []
     for path in map(Path, paths):
-        texts, short, grams = 0, 0, []
-        for text in _texts(path):
-            grams.append(_grams(text))
-            texts, short = texts + 1, short + (not len(grams[-1]))
-        if texts == short:
-            raise UserError(f"{path} has no text of {WORDS} words or more, so nothing of it can be looked for: leave it out of "
-                              f"decontaminate=")
-        found.append(np.unique(np.concatenate(grams)))
-        print(f"{path}: {texts:,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; {short:,} texts are shorter "
-              f"and are not looked for")
-        with open(path, "rb") as file:
-            files.append({"file": path.name, "sha256": hashlib.file_digest(file, "sha256").hexdigest()})
+        if not path.is_file() or path.suffix not in (".txt", ".json", ".jsonl", ".parquet"):
+            raise UserError(f"decontaminate={path} is no file whose name ends in .txt, .json, .jsonl or .parquet")
+        try:
+            grams = [_grams(text) for value in _values(path) for text in _strings(value)]
+        except (ValueError, OSError, RecursionError) as error:      # pyarrow's own errors are the first two
+            raise UserError(f"decontaminate={path} cannot be read ({str(error).splitlines()[0]}): fetch it again") from error
+        if not (long := [some for some in grams if len(some)]):
+            raise UserError(f"decontaminate={path} has no text of {WORDS} words or more to look for: leave it out")
+        found.append(np.unique(np.concatenate(long)))
+        print(f"{path}: {len(grams):,} texts, {len(found[-1]):,} stretches of {WORDS} words to look for; "
+              f"{len(grams) - len(long):,} texts are shorter and are not looked for")
+        files.append({"file": path.name, "sha256": file_sha256(path)})
     return Grams(files, np.unique(np.concatenate(found)))
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
-def _texts(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        raise UserError(f"decontaminate={path} is a folder: name the files in it" if path.is_dir() else
-                          f"decontaminate={path}: there is no such file")
-    if path.suffix not in FORMATS:
-        raise UserError(f"decontaminate={path}: its name must end in {', '.join(FORMATS)}")
-    try:
-        for value in _read_parquet(path) if path.suffix == ".parquet" else _read_text(path):
-            yield from _strings(value)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"decontaminate={path} cannot be read ({str(error).partition(chr(10))[0]}): fetch it again") from error
-
-
-def _read_text(path: Path) -> Iterator:
-    text = path.read_text("utf-8-sig", errors="replace")
-    if path.suffix == ".txt":
-        yield text
+def _values(path: Path) -> Iterator:
+    """The texts of a file, in whatever lists and tables it has them."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet
+        yield from (batch.to_pylist() for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000))
         return
+    text = path.read_text("utf-8-sig", errors="replace")
     try:
-        if path.suffix == ".json":
-            yield json.loads(text)
-            return
-    except json.JSONDecodeError as error:       # many a .json holds a row a line
+        yield text if path.suffix == ".txt" else json.loads(text)
+    except json.JSONDecodeError as error:       # many a .json holds a row a line, as .jsonl does
         if error.msg != "Extra data":
             raise
-    yield from map(json.loads, filter(str.strip, text.split("\n")))
-
-
-def _read_parquet(path: Path) -> Iterator:
-    import pyarrow.parquet
-    try:
-        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(1000):
-            yield batch.to_pylist()
-    except OSError as error:        # pyarrow's own errors are this or ValueError
-        raise ValueError(error) from error
+        yield from map(json.loads, filter(str.strip, text.split("\n")))
 
 
 def _strings(value) -> Iterator[str]:
     """Every string in lists and tables, keys aside."""
-    stack = [value]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            stack += value.values()
-        elif isinstance(value, list):
-            stack += value
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _strings(inner)
 
-
-# -------------------------------------------------------------------------------------------------------------- hashing
 
 def _grams(text: str) -> np.ndarray:
     """uint64 hashes of all grams of a text; none where it has fewer words."""

@@ -19,40 +19,28 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
 
-from datatrove.data import Document
-
-from prepare.sources import Source, document
+from prepare.sources import Source
 from runtime.tokenizer import clean
 
 SCIENCE = ("numpy", "scipy", "sympy", "sklearn")        # packages whose docstrings are read, where they are installed
 SCIENCE_CHARS = 4_000_000       # as much as the other sources hold, so that none drowns them
 TORCH_CHARS = 3_000_000         # of 37 MB of headers
 DOCSTRING_CHARS = 400           # shorter docstrings are mostly one-liners without a full sentence
-_NOT_READ = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data"}     # pydoc_data is prose
-
-LICENSES = {
-    "python": "PSF-2.0",
-    "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, PyTorch)",
-    "science": "BSD-3-Clause",
-    "prose": "PSF-2.0 (CPython); each package's own for its description",
-}
-
-Note = Callable[[str], None]    # takes a sentence about something that was left out
+NOT_READ = {"test", "tests", "idlelib", "site-packages", "dist-packages", "pydoc_data"}     # pydoc_data is prose
+LICENSES = {"python": "PSF-2.0", "c": "PSF-2.0 (CPython), BSD-3-Clause (NumPy, PyTorch)", "science": "BSD-3-Clause",
+            "prose": "PSF-2.0 (CPython); each package's own for its description"}
 
 
 @dataclass(frozen=True)
 class Installed:
-    """A source of the demo as one input file (prepare.sources.Source)."""
+    """A source of the demo as one input file (prepare.sources)."""
     name: str
     bytes: int | None = None
-    parts: int = 1
     stamp: None = None
 
-    def read(self, skip_rows: int) -> Iterator[Document]:
-        texts = documents(self.name, note=lambda text: print(text, file=sys.stderr))
-        for row, text in enumerate(texts, 1):
-            if row > skip_rows:
-                yield document((clean(text),), self.name, row, 0.0)
+    def read(self) -> Iterator[tuple[tuple[str], float]]:
+        for text in documents(self.name, note=lambda text: print(text, file=sys.stderr)):
+            yield (clean(text),), 0.0
 
 
 def demo_sources() -> list[Source]:
@@ -61,69 +49,40 @@ def demo_sources() -> list[Source]:
             for name, license in LICENSES.items()]
 
 
-def documents(source: str, note: Note) -> Iterator[str]:
-    """The documents of "python", "c", "science" or "prose", in a fixed order; `note` hears of unreadable files."""
-    yield from {"python": _python, "c": _c, "science": _science, "prose": _prose}[source](note)
-
-
 def revision(source: str) -> str:
     """The versions that decide what documents(source) yields."""
-    packages = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}
-    if source not in packages:
-        found = {d.metadata["Name"]: d.version for d in _distributions()}
+    versions = {d.metadata["Name"]: d.version for d in _distributions()}
+    names = {"python": [], "c": ["numpy", "torch"], "science": ["numpy", "scipy", "sympy", "scikit-learn"]}.get(source, versions)
+    found = [f"{name} {versions[name]}" for name in names if name in versions]
+    return ", ".join([f"CPython {platform.python_version()}", *found])
+
+
+def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
+    """The documents of "python", "c", "science" or "prose", in a fixed order; `note` hears of unreadable files."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    if source == "python":
+        yield from read_files(stdlib, "*.py", note)
+    elif source == "c":
+        yield from read_files(Path(sysconfig.get_path("include")), "*.h", note)
+        yield from read_files(_package("numpy"), "*.h", note)
+        if torch := _package("torch"):
+            yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", note, mixed=True))
+    elif source == "science":
+        for name in SCIENCE:
+            texts = (text for code in read_files(_package(name), "*.py", note, mixed=True) for text in docstrings(code))
+            yield from _at_most(SCIENCE_CHARS // len(SCIENCE), (text for text in texts if len(text) >= DOCSTRING_CHARS))
     else:
-        found = {name: _version(name) for name in packages[source]}
-    return ", ".join([f"CPython {platform.python_version()}"] + [f"{n} {v}" for n, v in found.items() if v])
-
-
-# -------------------------------------------------------------------------------------------------------------- sources
-
-def _python(note: Note) -> Iterator[str]:
-    yield from read_files(_stdlib(), ["*.py"], note)
-
-
-def _c(note: Note) -> Iterator[str]:
-    yield from read_files(Path(sysconfig.get_path("include")), ["*.h"], note)
-    yield from read_files(_package("numpy"), ["*.h"], note)
-    if torch := _package("torch"):
-        yield from _at_most(TORCH_CHARS, read_files(torch / "include", ["*.h"], note, mixed=True))
-
-
-def _science(note: Note) -> Iterator[str]:
-    share = SCIENCE_CHARS // len(SCIENCE)
-    for name in SCIENCE:
-        texts = (d for source in read_files(_package(name), ["*.py"], note, mixed=True) for d in docstrings(source))
-        yield from _at_most(share, (d for d in texts if len(d) >= DOCSTRING_CHARS))
-
-
-def _prose(note: Note) -> Iterator[str]:
-    for source in read_files(_stdlib(), ["*.py"], note):
-        yield from (d for d in docstrings(source) if len(d) >= DOCSTRING_CHARS)
-    try:
+        texts = (text for code in read_files(stdlib, "*.py", note) for text in docstrings(code))
+        yield from (text for text in texts if len(text) >= DOCSTRING_CHARS)
         from pydoc_data.topics import topics  # the language reference, as help() shows it
         yield from (topics[name] for name in sorted(topics))
-    except ImportError:
-        note("pydoc_data is not installed: the language reference is left out")
-    yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
-
-
-# -------------------------------------------------------------------------------------------------------------- finding
-
-def _stdlib() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
+        yield from (d.metadata["Description"] for d in _distributions() if d.metadata["Description"])
 
 
 def _package(name: str) -> Path | None:
-    """Folder of an installed package, without importing it; None where it is not installed."""
+    """Folder of an installed package, which is not imported."""
     spec = find_spec(name)
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _distributions() -> list[importlib.metadata.Distribution]:
@@ -135,17 +94,13 @@ def _distributions() -> list[importlib.metadata.Distribution]:
     return [found[name] for name in sorted(found)]
 
 
-def read_files(root: Path | None, patterns: list[str], note: Note, mixed: bool = False) -> Iterator[str]:
-    """The text of the files below `root`, none for a folder that does not exist.
-
-    Sorted by path or, where the reader will stop early, by the hash of the path: a fair sample of all folders.
-    """
-    if root is None:
-        return
-    paths = {path.relative_to(root).as_posix(): path for pattern in patterns for path in root.rglob(pattern)}
+def read_files(root: Path | None, pattern: str, note: Callable[[str], None], mixed: bool = False) -> Iterator[str]:
+    """The text of the files below `root`, if there is one: by path or, where the reader will stop early, by the hash of the path,
+    a fair sample of all folders."""
+    paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern)} if root else {}
     order = sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p)
     for name in order:
-        if _NOT_READ.isdisjoint(name.split("/")):
+        if NOT_READ.isdisjoint(name.split("/")):
             try:
                 yield paths[name].read_bytes().decode("utf-8", errors="replace")
             except OSError as error:

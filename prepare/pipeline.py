@@ -1,9 +1,9 @@
-"""Take sources from text to shards: datatrove runs one task per input file, on this machine, as a Slurm array or on Ray.
+"""Take sources from text to shards: one task per input file, run by processes of this machine, or by datatrove as a Slurm array
+or on Ray.
 
-The steps of a task are Read, Decontaminate, Tokenise, WritePieces: any of datatrove's filters may stand behind Read. What a
-task made lies in out/NAME/parts/ in pieces (prepare.assemble.Piece) that appear by rename, so a command may be killed at
-any moment: finished tasks are skipped, by datatrove's markers, and an unfinished one goes on behind its last piece. When the
-pieces hold what is asked for, one process makes the shards.
+A task reads, drops what evaluation files hold, tokenises, and leaves a piece (prepare.assemble.Piece) in out/NAME/parts/. A
+piece appears by rename, so a command may be killed at any moment: finished tasks are skipped, an unfinished one begins its
+file again. When the pieces hold what is asked for, one process makes the shards.
 """
 
 import fcntl
@@ -18,29 +18,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from hashlib import blake2b
-from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
-from datatrove.data import Document
-from datatrove.executor.local import LocalPipelineExecutor
-from loguru import logger
 
-from prepare.assemble import HASH_STEPS, Piece, commit, lay_out, read_layout, write_bytes, write_shards
+from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_json, write_shards, writing
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
-from runtime.progress import ProgressLine, si
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
-PIECE_TOKENS = 20_000_000       # 40 MB or 80, seconds to minutes of work: that much a kill loses
 ROW = struct.Struct("<QII")     # prepare.assemble.DOCUMENT
 BORDER = b"\0"                  # between prompt and response where the two are hashed as one
 TELL_S = 0.5                    # between two words of a task about its progress
@@ -67,9 +63,8 @@ class Job:
     @property
     def common(self) -> dict:
         """What index.json says of every source of this command."""
-        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256,
-                "split_rule": f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} "
-                              f"< {self.val_per_10k}, else train",
+        rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
+        return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256, "split_rule": f"{rule}, else train",
                 "decontaminated_against": self.grams.files if self.grams else []}
 
     def dtype(self, source: Source) -> str:
@@ -77,323 +72,171 @@ class Job:
         return "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
 
 
-# ---------------------------------------------------------------------------------------------------------------- steps
+# ----------------------------------------------------------------------------------------------------------------- tasks
 
 @dataclass(frozen=True)
-class Read:
-    """The documents of input file `rank` after those that lie in pieces."""
-    files: list
+class Task:
+    """A step of datatrove's: input file `rank` to its piece, with `most` tokens or, if it ends before, fewer."""
+    files: dict[int, object]        # prepare.sources
     folder: Path
-
-    def __call__(self, data, rank: int, world_size: int) -> Iterator[Document]:
-        pieces = read_pieces(self.folder, rank)
-        yield from self.files[rank].read(pieces[-1].rows if pieces else 0)
-
-
-@dataclass(frozen=True)
-class Decontaminate:
-    """Marks documents that share 13 words in a row with evaluation texts."""
-    grams: Path
-
-    def __call__(self, data, rank: int, world_size: int) -> Iterator[Document]:
-        grams = _grams(self.grams)
-        for document in data:
-            prompt = document.metadata.get("prompt")
-            text = document.text if prompt is None else f"{prompt} {document.text}"
-            document.metadata["contaminated"] = grams.found_in(text)
-            yield document
-
-
-@dataclass(frozen=True)
-class Tokenise:
-    """Documents to (document, ids in parts, hash, bytes of text); no parts where it is left out.
-
-    A document of prompt and response becomes prefix, prompt, response; LOSS_MASK_BIT marks what is no target: all but the
-    prefix's first token, with which the document before ends, and the response. The two are encoded by themselves, so no
-    token reaches over the border."""
     tokenizer: str
-
-    def __call__(self, data, rank: int, world_size: int) -> Iterator[tuple[Document, list[np.ndarray], int, int]]:
-        tokenizer = cached_tokenizer(self.tokenizer)
-        prefix = np.array(tokenizer.prefix, tokenizer.dtype)
-        for document in data:
-            text, prompt = document.text, document.metadata.get("prompt")
-            if not text or text.isspace():
-                yield document, [], 0, 0
-                continue
-            raw = text.encode()
-            whole = raw if prompt is None else prompt.encode() + BORDER + raw
-            digest = int.from_bytes(blake2b(whole, digest_size=8).digest(), "little")
-            if document.metadata.get("contaminated"):
-                parts = []
-            elif prompt is None:
-                parts = [prefix, tokenizer.encode(text)]
-            else:
-                context = np.concatenate([prefix[1:], tokenizer.encode(prompt)])
-                parts = [prefix[:1].astype("<u4"), LOSS_MASK_BIT | context.astype("<u4"), tokenizer.encode(text).astype("<u4")]
-            yield document, parts, digest, len(raw)
-
-
-@dataclass(frozen=True)
-class WritePieces:
-    """Appends to the pieces of input file `rank` until it ends or has `most` tokens; yields now and then."""
-    folder: Path
-    token_bytes: int
     most: float
+    grams: Path | None
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
-        try:
-            yield from self._write(data, rank)
-        except BadFile as error:
-            write_bytes(self.folder / f"{rank:05d}.failed", json.dumps({"reason": str(error)}).encode())
-
-    def _write(self, data, rank: int) -> Iterator[None]:
-        pieces, told = read_pieces(self.folder, rank), 0.0
-        rows = pieces[-1].rows if pieces else 0
-        sums = [sum(getattr(piece, key) for piece in pieces) for key in ("documents", "tokens", "bytes")]
-        ids, table, size = bytearray(), bytearray(), 0
-        if sums[1] >= self.most:
+        """Yields now and then."""
+        piece = read_piece(self.folder, rank)
+        if piece and (piece.is_whole or piece.failed or piece.tokens >= self.most):
             return
+        stem, sums = self.folder / f"{rank:05d}", [0, 0, 0]
+        try:
+            with writing(stem.with_suffix(".bin")) as ids, writing(stem.with_suffix(".docs")) as table:
+                for share in self._write(self.files[rank], ids, table, sums):
+                    stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
+                    yield
+            facts = dict(zip(("documents", "tokens", "bytes"), sums, strict=True)) | {"is_whole": sums[1] < self.most}
+            stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
+        except BadFile as error:
+            facts = {"failed": str(error)}
+        write_json(stem.with_suffix(".json"), facts)
 
-        def save(is_last: bool) -> None:
-            stem = self.folder / f"{rank:05d}_{len(pieces):04d}"
-            piece = Piece(stem, rank, rows, len(table) // ROW.size, len(ids) // self.token_bytes, size, is_last)
-            facts = {key: value for key, value in vars(piece).items() if key != "stem"}
-            for suffix, content in (".bin", ids), (".docs", table), (".json", json.dumps(facts).encode()):
-                write_bytes(Path(f"{stem}{suffix}"), content)
-            pieces.append(piece)
-
-        for document, parts, digest, text_bytes in data:
-            tokens = sum(map(len, parts))
-            for part in parts:
-                ids += part.tobytes()
-            table += ROW.pack(digest, tokens, text_bytes)
-            rows, size = document.metadata["row"], size + text_bytes
-            sums = [sums[0] + 1, sums[1] + tokens, sums[2] + text_bytes]
-            if len(ids) >= PIECE_TOKENS * self.token_bytes:
-                save(is_last=False)
-                ids, table, size = bytearray(), bytearray(), 0
+    def _write(self, file, ids, table, sums: list[int]) -> Iterator[float]:
+        """Yields the share of the file that was read, now and then; sums: documents, tokens, bytes of text so far."""
+        tokenizer, told = cached_tokenizer(self.tokenizer), 0.0
+        prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
+        for texts, share in file.read():
+            raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
+            if not texts[-1].isspace() and texts[-1]:
+                digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
+                if not (grams and grams.found_in(" ".join(texts))):
+                    for part in _masked(tokenizer, texts) if len(texts) > 1 else (prefix, tokenizer.encode(texts[0])):
+                        ids.write(part)
+                        tokens += len(part)
+            table.write(ROW.pack(digest, tokens, size))
+            sums[:] = sums[0] + 1, sums[1] + tokens, sums[2] + size
             if sums[1] >= self.most:
-                break
+                return
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
-                (self.folder / f"{rank:05d}.now").write_text(json.dumps([*sums, document.metadata["read"]]))
-                yield
-        else:
-            save(is_last=True)
-            (self.folder / f"{rank:05d}.now").write_text(json.dumps([*sums, 1.0]))
-            return
-        if table:
-            save(is_last=False)
+                yield share
+
+
+def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
+    """Prefix, prompt, response; LOSS_MASK_BIT marks what is no target: all but the prefix's first token, with which the document
+    before ends, and the response. The two are encoded by themselves, so no token reaches over the border."""
+    context, response = (tokenizer.encode(text).astype("<u4") for text in texts)
+    start = np.array(tokenizer.prefix, "<u4")
+    return [start[:1], LOSS_MASK_BIT | start[1:], LOSS_MASK_BIT | context, response]
 
 
 cached_tokenizer = cache(load_tokenizer)
 
 
 @cache
-def _grams(path: Path) -> Grams:
-    return Grams([], np.load(path))
+def _read_grams(path: Path | None) -> Grams | None:
+    return path and Grams([], np.load(path))
 
 
-def read_pieces(folder: Path, file: int) -> list[Piece]:
-    """The finished pieces of an input file, in order."""
-    pieces = []
-    while (path := folder / f"{file:05d}_{len(pieces):04d}.json").exists():
-        pieces.append(Piece(path.with_suffix(""), **json.loads(path.read_bytes())))
-    return pieces
-
-
-# ------------------------------------------------------------------------------------------------------------ executors
-
-class LocalExecutor(LocalPipelineExecutor):
-    """datatrove's for this machine, with processes of our own: its pool waits for ever for a worker that was killed, for want of
-    memory mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
-
-    def __init__(self, *args, tick=lambda: None, **options):
-        super().__init__(*args, **options)
-        self.tick = tick
-
-    def __getstate__(self) -> dict:
-        return self.__dict__ | {"tick": None}
-
-    def run(self) -> None:
-        ranks = self.get_incomplete_ranks()
-        logger.disable("datatrove")
-        if self.workers == 1 or len(ranks) == 1:
-            self.pipeline = [*self.pipeline, lambda data, rank, world_size: (self.tick() for _ in data)]
-            for rank in ranks:
-                self._run_for_rank(rank)
-            return
-        context = multiprocessing.get_context("spawn")
-        faults, number = context.SimpleQueue(), context.Value("i", 0)
-        workers = [context.Process(target=self._work, args=(ranks, number, faults), daemon=True)
-                   for _ in range(min(self.workers, len(ranks)))]
+def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
+    """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
+    mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
+    if processes == 1 or len(ranks) <= 1:
+        for rank in ranks:
+            for _ in task(None, rank, 1):
+                tick()
+        return
+    workers = min(processes, len(ranks))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
-            for worker in workers:
-                worker.start()
-            while running := [worker.sentinel for worker in workers if worker.is_alive()]:
-                wait(running, TELL_S)
-                self.tick()
-                if not faults.empty():
-                    raise faults.get()
-                if dead := [worker for worker in workers if worker.exitcode]:
-                    raise MachineError(f"process {dead[0].pid} ended with exit code {dead[0].exitcode}" +
-                                       (" (killed, mostly for want of memory: fewer processes= need less)"
-                                        if dead[0].exitcode == -signal.SIGKILL else "") +
-                                       "; what was prepared stays, and the same command goes on")
-            if not faults.empty():
-                raise faults.get()
+            left = {pool.submit(_run_whole, replace(task, files={rank: task.files[rank]}), rank) for rank in ranks}
+            while left:
+                done, left = wait(left, TELL_S, FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+                tick()
+        except BrokenProcessPool as error:
+            raise MachineError("a process was killed, mostly for want of memory: fewer processes= need less; what was prepared "
+                               "stays, and the same command goes on") from error
         finally:
-            for worker in workers:
-                if worker.pid:
-                    worker.kill()       # it holds nothing that is not on disk
-                    worker.join()
-
-    def _work(self, ranks: list[int], number, faults) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's to answer
-        threading.Thread(target=_end_with_parent, daemon=True).start()
-        logger.disable("datatrove")
-        pipeline = self.pipeline
-        try:
-            while True:
-                with number:
-                    mine, number.value = number.value, number.value + 1
-                if mine >= len(ranks):
-                    return
-                self.pipeline = pipeline
-                self._run_for_rank(ranks[mine], local_rank=1)
-        except (UserError, OSError) as error:
-            faults.put(error)
+            for worker in multiprocessing.active_children():
+                worker.kill()       # it holds nothing that is not on disk
 
 
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's to answer
+
+    def end_with_parent() -> None:
+        multiprocessing.parent_process().join()
+        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _slurm(job: Job, name: str, pipeline: list, **options):
-    """An executor that submits an array; with dry_run it prints it."""
-    from datatrove.executor import slurm
-
-    def show(content: str, *_) -> str:
-        print(content)
-        return "DRY_RUN"
-    if job.dry_run:
-        slurm.launch_slurm_job = show
-    executor = slurm.SlurmPipelineExecutor(
-        pipeline, time=job.time, partition=job.partition, job_name=f"prepare_{name}", qos="", mem_per_cpu_gb=4,
-        env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH", **options)
-    executor.launch_merge_stats = int       # no job that merges datatrove's statistics
-    return executor
+def _run_whole(task: Task, rank: int) -> None:
+    for _ in task(None, rank, 1):
+        pass
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The step of the Slurm job that follows the arrays: the command itself, here, which finds all tasks done."""
-    command: tuple[str, ...]
-    folder: Path
-
-    def __call__(self, data, rank: int, world_size: int) -> None:
-        subprocess.run([sys.executable, ROOT / "prepare_data.py", *self.command, "on=local"], cwd=self.folder, check=True)
-
-
-# ---------------------------------------------------------------------------------------------------------------- parts
+# ----------------------------------------------------------------------------------------------------------------- parts
 
 class Parts:
-    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on, the input files), pieces,
-    <file>.failed and .now (its progress), and datatrove's folders. `identity` is JSON: what they depend on besides files."""
+    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on, the input files), pieces and
+    <file>.now, the progress of each."""
 
-    def __init__(self, folder: Path, identity: dict):
-        self.folder, self._identity, self.files = folder, json.loads(json.dumps(identity)), []
-
-    def known(self) -> list[tuple[str, int | None]] | None:
-        """Names and sizes of the input files of what was begun here under this identity."""
-        found = begun(self.folder)
-        return [(name, size) for name, size, _ in found["files"]] if found and found["identity"] == self._identity else None
-
-    def open(self, files: list) -> None:
-        """Go on in the folder, or begin. Of an input file that changed the pieces are removed, and a line says so; failed
-        files are tried again. Raises UserError: it was begun with other options or files."""
-        self.files, found = files, begun(self.folder) if any(self.folder.glob("*_0000.json")) else None
-        plan = {"identity": self._identity, "files": [[file.name, file.bytes, file.stamp] for file in files]}
-        if found and found != plan:
-            was, now = found["identity"], self._identity
-            changes = [f"{key} was {was.get(key)!r:.80}, now {now.get(key)!r:.80}" for key in {**was, **now}
-                       if was.get(key) != now.get(key)]
-            if [name for name, *_ in found["files"]] != [file.name for file in files]:
-                changes.append("other input files, or in another order")
-            changed = {old[0] for old, new in zip(found["files"], plan["files"], strict=False) if old != new}
-            if changes or read_layout(self.folder.parent):
-                raise UserError(f"{self.folder} was begun otherwise ({'; '.join(changes) or f'{min(changed)} was another'}): "
-                                f"give the same options and files again, or delete {self.folder}")
-            print(f"{self.folder}: what was made of {', '.join(sorted(changed))} is removed: changed since", file=sys.stderr)
-            for number, file in enumerate(files):
-                if file.name in changed:
-                    for path in sorted(self.folder.glob(f"{number:05d}[_.]*"), key=lambda path: path.suffix != ".json"):
-                        path.unlink()
-        elif not found:
-            shutil.rmtree(self.folder, ignore_errors=True)      # of an older version, or nothing to lose
+    def __init__(self, source: Source, job: Job):
+        """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
+        self.folder = job.out / source.name / "parts"
+        identity = json.loads(json.dumps({
+            "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
+            "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
+        found = begun(self.folder) or {"identity": identity, "files": []}
+        differs = [key for key in identity if found["identity"].get(key) != identity[key]]
+        self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
+        inputs = [[file.name, file.bytes, file.stamp] for file in self.files]
+        pieces = [read_piece(self.folder, number) for number in range(len(found["files"]))]
+        changed = [i for i, old in enumerate(found["files"]) if not differs and pieces[i] and old != inputs[i]]
+        is_something = any(piece and not piece.failed for piece in pieces)
+        if (differs and is_something) or ((differs or changed) and read_layout(self.folder.parent)):
+            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs) or 'other files'}): give the same options "
+                            f"and files again, or delete {self.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob("*.failed"):
-            path.unlink()
-        write_bytes(self.folder / "begun.json", json.dumps(plan).encode())
+        for i, piece in enumerate(pieces):
+            if i in changed or (piece and piece.failed):
+                print(f"{self.folder}: {found['files'][i][0]} changed or could not be read: it is read again", file=sys.stderr)
+                (self.folder / f"{i:05d}.json").unlink()
+        write_json(self.folder / "begun.json", {"identity": identity, "files": inputs})
+
+    def pieces(self) -> list[Piece | None]:
+        """Of each input file."""
+        return [read_piece(self.folder, number) for number in range(len(self.files))]
 
     def failures(self) -> dict[str, str]:
         """Name -> reason, in the order of the input files."""
-        found = {}
-        for path in sorted(self.folder.glob("*.failed")):
-            found.setdefault(self.files[int(path.stem)].name, json.loads(path.read_text())["reason"])
-        return found
+        return {file.name: piece.failed for file, piece in zip(self.files, self.pieces(), strict=True) if piece and piece.failed}
 
-    def prefix(self, skip_failed: bool) -> tuple[list[Piece], bool]:
-        """The pieces from the first input file on without a gap: of every file that is complete, then of the first that is not.
-        Failed files are left out where `skip_failed`. And whether that is all there is."""
-        failed, found = self.failures() if skip_failed else {}, []
-        for number, file in enumerate(self.files):
-            if file.name not in failed:
-                pieces = read_pieces(self.folder, number)
-                found += pieces
-                if not pieces or not pieces[-1].is_last:
-                    return found, False
-        return found, True
-
-    def wanted(self, target: float | None, source_tokens: float | None) -> int:
-        """How many of the first input files hold `target` tokens (None: all), by what the finished ones have, or by what is
-        known of the source, or by their size; the markers by which datatrove skips finished ones are set."""
-        done, tokens = [], []
-        for number in range(len(self.files)):
-            pieces = read_pieces(self.folder, number)
-            tokens.append(sum(piece.tokens for piece in pieces))
-            done.append(bool(pieces) and pieces[-1].is_last)
-        whole = [count for count, is_done in zip(tokens, done, strict=True) if is_done]
+    def ranks(self, target: float, source_tokens: float | None) -> list[int]:
+        """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
+        ones, and guessed by their mean, by the source's size or by the file's."""
+        pieces, found, held = self.pieces(), [], 0.0
+        whole = [piece.tokens for piece in pieces if piece and piece.is_whole]
         mean = sum(whole) / len(whole) if whole else source_tokens and source_tokens / max(1, len(self.files))
-        wanted, held = 0, 0.0
-        (self.folder / "completions").mkdir(exist_ok=True)
-        for number, file in enumerate(self.files):
-            marker = self.folder / "completions" / f"{number:05d}"
-            marker.touch() if done[number] else marker.unlink(missing_ok=True)
-            if target is None or held < target:
-                wanted = number + 1
-            guess = mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0) / file.parts
-            held += tokens[number] if done[number] else max(tokens[number], guess)
-        return wanted
+        for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
+            if held >= target:
+                break
+            if piece and (piece.is_whole or piece.failed or piece.tokens >= target):
+                held += piece.tokens
+            else:
+                found.append(rank)
+                held += mean if mean is not None else TOKENS_A_BYTE * (file.bytes or 0)
+        return found
 
     def progress(self) -> tuple[int, int, int, float]:
         """Documents, tokens, bytes of text and share of the input read, by all tasks so far."""
-        sums, read = [0, 0, 0], 0.0
-        sizes = [(file.bytes or 1) / file.parts for file in self.files]
+        sums, read, sizes = [0, 0, 0], 0.0, [file.bytes or 1 for file in self.files]
         for path in self.folder.glob("*.now"):
             with suppress(ValueError, OSError):         # it is being written
                 *found, share = json.loads(path.read_bytes())
                 sums, read = [a + b for a, b in zip(sums, found, strict=True)], read + share * sizes[int(path.stem)]
         return *sums, read / max(1, sum(sizes))
-
-
-def begun(folder: Path) -> dict | None:
-    """What was begun in parts/: identity and [name, size, stamp] of the input files; None without any."""
-    with suppress(FileNotFoundError):
-        return json.loads((folder / "begun.json").read_bytes())
-    return None
 
 
 @contextmanager
@@ -427,76 +270,83 @@ def prepare(sources: list[Source], job: Job) -> None:
             stack.enter_context(alone(folder, f"another process prepares {folder}: wait until it ends"))
             if is_complete(source, job):
                 shutil.rmtree(folder / "parts", ignore_errors=True)     # of a run that was killed between its index and its end
-                continue
-            parts = Parts(folder / "parts", {
-                "dataset": source.dataset, "revision": None if source.has_stamps else source.revision,
-                "selection": source.selection, "tokenizer_sha256": job.tokenizer.sha256,
-                "decontaminated_against": job.common["decontaminated_against"]})
-            parts.open(source.files(parts.known()))
-            opened.append((source, parts))
+            else:
+                opened.append((source, Parts(source, job)))
         _check_room(opened, job)
-        targets = {source.name: budget and SLACK * budget / (1 - job.val_per_10k / HASH_STEPS)
-                   for source in sources for budget in [job.budgets.get(source.name)]}
+        # Where a layout is, the shards are being written.
+        lacking = [(source, parts, SLACK * job.budgets.get(source.name, math.inf) / (1 - job.val_per_10k / HASH_STEPS))
+                   for source, parts in opened if not read_layout(job.out / source.name)]
         if job.on == "slurm":
             stack.close()       # the jobs take the locks
-            _submit(opened, targets, job)
+            _submit(lacking, job)
             return
-        for source, parts in opened:
-            if not read_layout(job.out / source.name):      # else its shards are being written
-                tokenise(source, parts, targets[source.name], job)
+        for source, parts, target in lacking:
+            tokenise(source, parts, target, job)
         for source, parts in opened:
             while (target := assemble(source, parts, job)) is not None:     # it falls short, copies dropped
                 tokenise(source, parts, target, job)
 
 
-def _tasks(source: Source, parts: Parts, target: float | None, job: Job) -> dict:
-    """What every executor takes: the first input files that hold `target` tokens."""
-    folder, tokenizer = parts.folder.resolve(), job.tokenizer.name
-    tokenizer = str(Path(tokenizer).resolve()) if job.tokenizer.kind == "folder" else tokenizer
-    steps = [Read(parts.files, folder), Tokenise(tokenizer),
-             WritePieces(folder, np.dtype(DTYPES[job.dtype(source)]).itemsize, math.inf if target is None else target)]
+def _task(parts: Parts, target: float, job: Job) -> Task:
+    name = str(Path(job.tokenizer.name).resolve()) if job.tokenizer.kind == "folder" else job.tokenizer.name
+    folder = parts.folder.resolve()
     if job.grams:
         np.save(folder / "grams.npy", job.grams.hashes)
-        steps.insert(1, Decontaminate(folder / "grams.npy"))
-    return {"pipeline": steps, "tasks": parts.wanted(target, source.tokens), "logging_dir": str(folder)}
+    return Task(dict(enumerate(parts.files)), folder, name, target, folder / "grams.npy" if job.grams else None)
 
 
-def tokenise(source: Source, parts: Parts, target: float | None, job: Job) -> None:
+def tokenise(source: Source, parts: Parts, target: float, job: Job) -> None:
     """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
+    from runtime.progress import ProgressLine, si
     line, began, first = ProgressLine(source.name, "tokens"), time.monotonic(), parts.progress()[2]
 
     def state() -> tuple:
         documents, tokens, text_bytes, share = parts.progress()
         rate = (text_bytes - first) / (time.monotonic() - began) / 1e6
-        is_whole = target is None or target == math.inf
-        return tokens, share if is_whole else min(1.0, tokens / target), f"{si(documents)} documents", f"{rate:.1f} MB/s"
-    tasks = _tasks(source, parts, target, job)
-    try:
-        if job.on == "ray":
-            try:
-                import ray
-            except ImportError as error:
-                raise UserError("on=ray needs the package ray: pip install ray") from error
+        return tokens, max(share, min(1.0, tokens / target)), f"{si(documents)} documents", f"{rate:.1f} MB/s"
+    task, ranks = _task(parts, target, job), parts.ranks(target, source.tokens)
+    if job.on == "ray" and ranks:
+        try:
+            import ray
             from datatrove.executor.ray import RayPipelineExecutor
-            ray.init(ignore_reinit_error=True)
-            RayPipelineExecutor(**tasks, workers=job.processes).run()
-            _tasks(source, parts, target, job)      # what failed there is tried here, and tells why
-        LocalExecutor(**tasks, workers=1 if job.on == "ray" else job.processes, tick=partial(line.show, state)).run()
+        except ImportError as error:
+            raise UserError("on=ray needs the package ray: pip install ray") from error
+        ray.init(ignore_reinit_error=True)
+        RayPipelineExecutor([task], tasks=ranks[-1] + 1, workers=job.processes, skip_completed=False,
+                            logging_dir=str(task.folder / "ray")).run()
+        ranks = parts.ranks(target, source.tokens)      # what ended there with an error ends so here, and tells why
+    try:
+        run_here(task, ranks, job.processes, partial(line.show, state))
     finally:
         line.clear()
 
 
-def _submit(opened: list[tuple[Source, Parts]], targets: dict, job: Job) -> None:
-    """An array of jobs for each source, and a job behind them all that makes the shards."""
+def _submit(lacking: list[tuple[Source, Parts, float]], job: Job) -> None:
+    """An array of jobs for each source, and a job behind them all that makes the shards. With dry_run they are printed."""
+    from datatrove.executor import slurm
     arrays = []
-    for source, parts in opened:
-        if not read_layout(job.out / source.name):
-            executor = _slurm(job, source.name, workers=job.processes, **_tasks(source, parts, targets[source.name], job))
-            executor.run()
-            arrays += [executor.job_id] if executor.job_id != -1 else []
-    if opened:
-        _slurm(job, "shards", [Finish(job.command, Path.cwd())], tasks=1, skip_completed=False, run_on_dependency_fail=True,
-               logging_dir=str((job.out / ".slurm").resolve()), depends_job_id=":".join(arrays) or None).run()
+
+    def launch(name: str, step: Callable, **options) -> None:
+        executor = slurm.SlurmPipelineExecutor(
+            [step], time=job.time, partition=job.partition, job_name=f"prepare_{name}", qos="", mem_per_cpu_gb=4,
+            logging_dir=str((job.out / ".slurm" / name).resolve()), skip_completed=False,
+            env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH", **options)
+        executor.launch_merge_stats = int       # no job that merges datatrove's statistics
+        executor.run()
+        arrays.append(executor.job_id)
+
+    if job.dry_run:
+        slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
+    for source, parts, target in lacking:
+        if ranks := parts.ranks(target, source.tokens):
+            launch(source.name, _task(parts, target, job), tasks=ranks[-1] + 1, workers=job.processes)
+    launch("shards", partial(_finish, job.command, Path.cwd()), tasks=1, run_on_dependency_fail=True,
+           depends_job_id=":".join(arrays) or None)
+
+
+def _finish(command: tuple[str, ...], folder: Path, data, rank: int, world_size: int) -> None:
+    """The step of the Slurm job behind the arrays: the command itself, which finds all tasks done."""
+    subprocess.run([sys.executable, ROOT / "prepare_data.py", *command, "on=local"], cwd=folder, check=True)
 
 
 def assemble(source: Source, parts: Parts, job: Job) -> float | None:
@@ -506,24 +356,33 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     folder, budget = job.out / source.name, job.budgets.get(source.name)
     with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
         if layout := read_layout(folder):
-            changes = [f"{key} was {was!r}, now {now!r}" for key, was, now in (
-                ("tokens", layout["budget"], budget), ("split_rule", layout["facts"]["split_rule"], job.common["split_rule"]))
-                if was != now]
-            if changes:
-                raise UserError(f"{folder} is being finished otherwise ({'; '.join(changes)}): give the same options again, or "
+            if (layout["budget"], layout["val_per_10k"]) != (budget, job.val_per_10k):
+                raise UserError(f"{folder} is being finished with another tokens= or val_share=: give the same options again, or "
                                 f"delete it and begin anew")
         else:
-            pieces, is_exhausted = parts.prefix(job.skip_bad)
+            failures = parts.failures()
+            found = [piece for piece in parts.pieces() if not (job.skip_bad and piece and piece.failed)]
+            # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
+            end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
+            pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
             layout, kept = lay_out(source.name, pieces, _earlier(source, job), job.val_per_10k, budget)
-            if not layout["is_full"] and not is_exhausted:
-                if failures := parts.failures():
-                    listed = "".join(f"\n  {name}: {reason}" for name, reason in sorted(failures.items()))
-                    raise MachineError(f"{source.name} is not finished: {len(failures)} of {len({f.name for f in parts.files})} "
-                                       f"input files could not be read; run the same command again to try them again, or add "
-                                       f"skip_bad=true to leave them out:{listed}")
-                return math.inf if budget is None else _next_target(pieces, layout)
-            _check_splits(source, parts, layout)
-            layout = commit(folder, pieces, layout, kept, _facts(source, parts, layout, job))
+            if not layout["is_full"] and end < len(found):
+                if failures:
+                    listed = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
+                    raise MachineError(f"{source.name} is not finished: {len(failures)} of {len(parts.files)} input files could "
+                                       f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
+                there, train = sum(piece.tokens for piece in pieces), layout["tokens"]["train"]
+                return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
+            _check_splits(source, failures, layout)
+            last = int(layout["in_use"][-1][0]) + 1 if layout["is_full"] else len(parts.files)
+            names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
+            layout = commit(folder, pieces, layout, kept, {
+                "dtype": job.dtype(source), "source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size,
+                "dataset": source.dataset, "revision": source.revision, "license": source.license, "selection": source.selection,
+                "duplicates": layout["duplicates"], "empty": layout["empty"], "contaminated": layout["contaminated"],
+                "files": [name for name in names if name not in failures],
+                "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
+                "budget": budget, "is_whole": not layout["is_full"], **({"is_masked": True} if source.is_masked else {})})
         print(f"{folder}: writing {sum(layout['tokens'].values()):,} tokens", file=sys.stderr)
         write_index(folder, {**layout["facts"], "splits": write_shards(folder, layout)})
         shutil.rmtree(parts.folder)
@@ -538,39 +397,17 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     return None
 
 
-def _next_target(pieces: list[Piece], layout: dict) -> float:
-    """How many tokens of pieces should hold the budget, by the share of training tokens in those there are."""
-    there, train = sum(piece.tokens for piece in pieces), layout["tokens"]["train"]
-    return there + SLACK * (layout["budget"] - train) * there / max(1, train) + 1
-
-
-def _facts(source: Source, parts: Parts, layout: dict, job: Job) -> dict:
-    """index.json without its splits."""
-    read = parts.files[:layout["last_file"] + 1] if layout["is_full"] else parts.files
-    names, failures = list(dict.fromkeys(file.name for file in read)), parts.failures() if job.skip_bad else {}
-    return {"dtype": job.dtype(source), "source": source.name, **job.common,
-            "vocab_size": job.tokenizer.vocab_size, "dataset": source.dataset,
-            "revision": source.revision, "license": source.license, "selection": source.selection,
-            "duplicates": layout["duplicates"], "empty": layout["empty"], "contaminated": layout["contaminated"],
-            "files": [name for name in names if name not in failures],
-            "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-            "budget": layout["budget"], "is_whole": not layout["is_full"], **({"is_masked": True} if source.is_masked else {})}
-
-
-def _check_splits(source: Source, parts: Parts, layout: dict) -> None:
-    total, failures = sum(layout["documents"].values()), parts.failures()
-    if not total and failures:
-        raise MachineError(f"{source.name} has no documents: {len(failures)} input files could not be read, {min(failures)} for "
-                           f"one: {failures[min(failures)]}")
-    if not total:
-        dropped = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
-        dropped += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
-        raise UserError(f"{source.name} has no documents: {source.dataset} holds " +
-                        (f"{', '.join(dropped)} alone; give other files, or another out=" if dropped else "no text"))
+def _check_splits(source: Source, failures: dict[str, str], layout: dict) -> None:
+    if not (total := sum(layout["documents"].values())):
+        told = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
+        told += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
+        told += [f"{name}, which could not be read ({reason})," for name, reason in failures.items()]
+        raise (MachineError if failures else UserError)(
+            f"{source.name} has no documents: {source.dataset} holds {', '.join(told) or 'no text'} alone: give other files")
     for name, count in layout["documents"].items():
         if not count:
-            raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more "
-                            f"documents, or another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
+            raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more documents, or "
+                            f"another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
 
 
 # ----------------------------------------------------------------------------------------------------- what is there already
@@ -583,19 +420,13 @@ def is_complete(source: Source, job: Job) -> bool:
     index, budget = read_index(folder), job.budgets.get(source.name)
     wanted = {"dataset": source.dataset, **job.common, "selection": source.selection, "revision": source.revision}
     for key, value in wanted.items():
-        found = getattr(index, key)
-        if found == value:
-            continue
-        if key == "revision" and source.may_age:
+        if (found := getattr(index, key)) != value:
+            if key != "revision" or not source.may_age:
+                raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
             print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
-        elif key == "revision":
-            raise UserError(f"{folder} was made when {source.dataset} held something else: delete it, or give another name=")
-        else:
-            raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
     there = index.splits["train"].tokens
-    if not index.is_whole and (budget is None or there < budget):
-        asked = "all there are" if budget is None else f"the {budget:,} asked for"
-        raise UserError(f"{folder} holds {there:,} training tokens, not {asked}: delete it, or give another out=")
+    if not index.is_whole and there < (budget or math.inf):
+        raise UserError(f"{folder} holds {there:,} training tokens, fewer than are asked for: delete it, or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
     print_rows(index)
@@ -615,19 +446,13 @@ def _earlier(source: Source, job: Job) -> dict[str, Path]:
     Raises UserError where a finished source has lost them."""
     found = {}
     for folder in sorted(path for path in job.out.iterdir() if path.is_dir() and path.name != source.name):
-        hashes = folder / "hashes.npy"
-        if not (folder / "index.json").exists():
-            if read_layout(folder):        # what an unfinished one holds is not known before
-                found[folder.name] = hashes
-            continue
-        index = read_index(folder)
-        its_sha256 = index.tokenizer_sha256 if index.tokenizer == "folder" else job.tokenizer.sha256
-        if (index.tokenizer, its_sha256) != (job.tokenizer.kind, job.tokenizer.sha256):    # the same text by another is no copy
-            continue
-        if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
-            raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder} and "
-                            f"prepare it again")
-        found[folder.name] = hashes
+        index, hashes = read_index(folder) if (folder / "index.json").exists() else None, folder / "hashes.npy"
+        if index and index.tokenizer_sha256 == job.tokenizer.sha256:        # the same text by another is no copy
+            if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
+                raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder}")
+            found[folder.name] = hashes
+        elif not index and read_layout(folder):     # what another unfinished one holds is not known before
+            found[folder.name] = hashes
     return found
 
 
@@ -636,10 +461,9 @@ def _check_room(opened: list[tuple[Source, Parts]], job: Job) -> None:
     lacking = 0.0
     for source, parts in opened:
         if not read_layout(job.out / source.name):         # else the shards take the room that their pieces give back
-            wanted = min(job.budgets.get(source.name) or math.inf, source.tokens or math.inf)
-            size = 4 if job.dtype(source) == "uint32" else 2
-            lacking += max(0.0, (0 if wanted == math.inf else wanted) * size - sum(
-                path.stat().st_size for path in parts.folder.glob("*.bin")))
+            wanted = min(job.budgets.get(source.name, math.inf), source.tokens or math.inf)
+            there = sum(path.stat().st_size for path in parts.folder.glob("*.bin"))
+            lacking += max(0, wanted * np.dtype(DTYPES[job.dtype(source)]).itemsize - there) if wanted < math.inf else 0
     if lacking > (free := shutil.disk_usage(job.out).free):
         raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                         f"free some, ask for fewer tokens=, or give another out=")

@@ -1,11 +1,8 @@
-"""Sources of text: each a list of input files, one task each, whose documents can be read from any row on.
+"""Where documents come from: files of this machine, data sets of the Hugging Face Hub.
 
-Here are local files: a .jsonl holds a document a line and a .parquet one a row, under the name of a column. A .txt is one
-document; a long one is often a whole corpus, so it is cut at blank lines. .txt and .jsonl may be packed as .gz, .xz or .zst.
-Instructions are .jsonl with a prompt and a response a line. hub.py reads the Hugging Face Hub, by the same two readers.
-
-datatrove's readers do not serve: they pass over damaged lines and files with a warning in a log, where here each is counted,
-listed and makes the command end with 1; and they cannot go on within a file.
+An input file has name, bytes (as it lies on disk or on the server; None where nobody knows), stamp (an int that changes with
+its content, or None) and read(), which yields (texts, share of the file read): texts is (text,), or (prompt, response) of
+instructions. It yields the same at each call, and raises BadFile where the file cannot be read, whatever was tried.
 """
 
 import codecs
@@ -14,45 +11,49 @@ import hashlib
 import io
 import json
 import lzma
+import os
 import re
+import sys
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path, PurePath
-
-from datatrove.data import Document
 
 from runtime.cli import UserError
 from runtime.tokenizer import clean
 
-FORMATS = (".txt", ".jsonl", ".parquet")
-PACKINGS = (".gz", ".xz", ".zst")
+FORMATS, PACKINGS = (".txt", ".jsonl", ".parquet"), (".gz", ".xz", ".zst")
+HUB_FORMATS = (".parquet", *(f"{suffix}{packing}" for suffix in (".jsonl", ".json") for packing in ("", ".gz", ".zst")))
 PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
-TASK_BYTES = 256 << 20          # a larger .jsonl or .parquet is read by several tasks, so that one file keeps many cores busy
 TEXT_TYPES = ("string", "large_string", "string_view", "null")
 BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte order mark) is no row
+TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
+ASK_WAITS = (1, 3)              # seconds before a question is asked again
+# Seconds before a file is opened again, while it comes no further: 18 minutes of silence cost no file. huggingface_hub's own
+# six tries add 23 s, to the first failure alone: the later ones fail when the file is opened, which it tries once.
+READ_WAITS = (1, 5, 25, 60, 120, 300, 600)
+BLOCK = 16 << 20                # bytes a request: the default of 5 MiB makes 15,000 requests of 70 GB, and the Hub counts them
+HEAD_BYTES, HEAD_LINES = 1 << 16, 1000      # of a file whose first record is looked at: bytes a request, lines at most
 
 
 class BadFile(Exception):
-    """An input file that cannot be read, whatever was tried; the message says why. It is skipped, counted and listed."""
+    """An input file that cannot be read; the message says why. It is skipped, counted and listed."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where documents come from; everything after `files` is common to all sources.
-
-    An input file has name, bytes (as it lies on disk or on the server; None where nobody knows), parts (the tasks that read
-    it), stamp (an int that changes with its content, or None) and read(skip_rows), which yields datatrove's Documents after
-    the first rows, the same at each call, with the metadata row (rows of the file up to its end), read (share of the file, 0
-    to 1) and, of instructions, prompt."""
     name: str
-    # The input files in the order they are taken in; one that several tasks read stands there several times. May ask a server,
-    # hence the argument: names and sizes of an earlier call, which the list is then made from; None at the first.
-    files: Callable[[list[tuple[str, int | None]] | None], list]
+    # The input files in the order they are taken in. May ask a server, hence the argument: names and sizes of an earlier call,
+    # which the list is then made from; [] at the first.
+    files: Callable[[list[tuple[str, int | None]]], list]
     dataset: str
     revision: str
     license: str
@@ -63,40 +64,6 @@ class Source:
     has_stamps: bool = False        # the revision sums up stamps of the files: of what is begun a changed file alone is made anew
 
 
-@dataclass(frozen=True)
-class LocalFile:
-    """An input file on this machine, or one part of it; `columns` names the text of .jsonl and .parquet.
-
-    Reading raises BadFile: it was cut short, or is malformed; UserError: another column is meant."""
-    name: str
-    path: Path
-    bytes: int
-    columns: tuple[str, ...]    # one, or PAIR
-    stamp: int                  # time of its last change, in ns
-    part: int = 0
-    parts: int = 1
-
-    def read(self, skip_rows: int) -> Iterator[Document]:
-        size = self.path.stat().st_size
-        begin, end = size * self.part // self.parts, size * (self.part + 1) // self.parts
-        with open(self.path, "rb") as file:
-            stream = unpacked(self.path, file)
-            try:
-                if self.part == 0 and stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-                    raise UserError(f"{self.path} is UTF-16: save it as UTF-8")
-                if self.path.suffix == ".parquet":
-                    yield from parquet_documents(file, str(self.path), self.columns[0], {}, skip_rows, self.part, self.parts)
-                    return
-                lines = stream if self.parts == 1 else _lines(stream, begin, end)
-                rows = (((text,), row) for row, text in enumerate(_texts(stream), 1)) if _format(self.path) == ".txt" else \
-                    json_rows(lines, str(self.path), self.columns, {}, skip_rows)
-                for texts, row in rows:
-                    if row > skip_rows:
-                        yield document(texts, self.path, row, (file.tell() - begin) / max(1, end - begin))
-            except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-                raise BadFile(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
-
-
 def folder_name(name: str) -> str:
     """The name, if it can be a source's. Raises UserError."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
@@ -104,22 +71,33 @@ def folder_name(name: str) -> str:
     return name
 
 
-def local_source(name: str, paths: list[str], columns: tuple[str, ...], license: str | None) -> Source:
-    """The files as a source, its text in one column, or in PAIR. Raises UserError."""
-    if not paths:
+# ---------------------------------------------------------------------------------------------------------- local files
+
+@dataclass(frozen=True)
+class LocalFile:
+    """An input file on this machine; `columns` names the text of .jsonl and .parquet."""
+    name: str
+    path: Path
+    bytes: int
+    columns: tuple[str, ...]    # one, or PAIR
+    stamp: int                  # time of its last change, in ns
+
+    def read(self) -> Iterator[tuple[tuple[str, ...], float]]:
+        """Raises BadFile: it was cut short, or is malformed; UserError: another column is meant."""
+        try:
+            with open(self.path, "rb") as file:
+                for texts, _ in rows_of(file, self.path, str(self.path), self.columns):
+                    yield texts, file.tell() / max(1, self.bytes)
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            raise BadFile(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
+
+
+def local_source(name: str, words: list[str], columns: tuple[str, ...], license: str | None) -> Source:
+    """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing, of another kind or named
+    twice."""
+    if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
-    files = local_files(paths, columns)
-    stats = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in map(Path, paths)]
-    dataset = f"local: {', '.join(p.name for p in map(Path, paths))}; column {' and '.join(columns)}"
-    return Source(name, lambda known: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
-                  license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR,
-                  has_stamps=True)
-
-
-def local_files(paths: list[str | Path], columns: tuple[str, ...]) -> list[LocalFile]:
-    """Each of `paths` as input files, its text in one column, or in PAIR. Raises UserError: one is missing, of another kind or
-    named twice."""
-    formats, paths, files = (".jsonl",) if columns == PAIR else FORMATS, [Path(path) for path in paths], []
+    formats, paths, files, stats = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], [], []
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
@@ -130,59 +108,76 @@ def local_files(paths: list[str | Path], columns: tuple[str, ...]) -> list[Local
         if paths.count(path) > 1:
             raise UserError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
-        name, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
-        parts = parts_of(path.name, stat.st_size)
-        files += [LocalFile(name, path, stat.st_size, columns, stat.st_mtime_ns, part, parts) for part in range(parts)]
-    return files
+        known_as, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
+        files.append(LocalFile(known_as, path, stat.st_size, columns, stat.st_mtime_ns))
+        stats.append((path.name, stat.st_size, stat.st_mtime_ns))
+    dataset = f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}"
+    return Source(name, lambda known: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
+                  license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR,
+                  has_stamps=True)
 
 
-def parts_of(name: str, size: int | None) -> int:
-    """How many tasks read a file: a function of its size alone, so that the pieces of a killed command are found again."""
-    return -(-size // TASK_BYTES) or 1 if size and name.endswith((".jsonl", ".parquet")) else 1
-
-
-def _format(path: Path) -> str:
-    return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
+def _format(path: PurePath) -> str:
+    return PurePath(path.stem).suffix if path.suffix in PACKINGS else path.suffix
 
 
 # -------------------------------------------------------------------------------------------------------------- readers
 
-def document(texts: tuple[str, ...], where: PurePath | str, row: int, read: float) -> Document:
-    """A text, or a prompt and a response."""
-    prompt = {"prompt": texts[0]} if len(texts) > 1 else {}
-    return Document(texts[-1], f"{where}/{row}", metadata={"row": row, "read": read, **prompt})
+def rows_of(file: io.BufferedIOBase, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
+            skip_rows: int = 0, is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], int]]:
+    """(texts of the columns, rows so far) of an open file in the format that `path` says, behind the first rows.
+
+    keep: column, nested by dots -> values of the rows wanted. is_strict: each line of JSON must have the columns, not the first
+    one alone. Raises BadFile and UserError, which call the file `where`; of a damaged packing also what it raises."""
+    if path.suffix == ".parquet":
+        yield from _parquet_rows(file, where, columns[0], keep or {}, skip_rows)
+        return
+    stream = _unpacked(file, path)
+    if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        raise UserError(f"{where} is UTF-16: save it as UTF-8")
+    rows = _stretches(stream) if _format(path) == ".txt" else _json_rows(stream, where, columns, keep or {}, is_strict)
+    yield from (found for found in rows if found[1] > skip_rows)
 
 
-def json_rows(lines: Iterable[bytes], where: str, columns: tuple[str, ...], keep: dict[str, tuple[str, ...]], skip_rows: int,
-              is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(texts of the columns, rows so far) of lines of JSON whose fields, nested by dots, have the values to `keep`; a null is an
-    empty text. is_strict: each row must have the columns, not the first one alone. Raises UserError, BadFile."""
+def _unpacked(file: io.BufferedIOBase, path: PurePath) -> io.BufferedIOBase:
+    """Reading raises EOFError, OSError, zlib.error or lzma.LZMAError where the file is damaged or has no end."""
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=file)
+    if path.suffix == ".xz":
+        return lzma.open(file)
+    if path.suffix == ".zst":       # by pyarrow: the reader of `zstandard` takes a file cut short for a whole one
+        import pyarrow
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"), 1 << 20)
+    return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 16)
+
+
+def _json_rows(lines: Iterable[bytes], where: str, columns: tuple[str, ...], keep: dict[str, tuple[str, ...]],
+               is_strict: bool) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Of lines of JSON; a null is an empty text."""
     row, decode, example = 0, json.JSONDecoder(strict=False).decode, json.dumps(dict.fromkeys(columns, "..."))
     for line in lines:
         if not line.strip(BLANK):
             continue
         row += 1
-        if row <= skip_rows:
-            continue
         try:
             found = decode(line.decode("utf-8-sig", errors="replace"))
+            if not isinstance(found, dict):
+                raise ValueError("no object")
         except (ValueError, RecursionError) as error:
             raise BadFile(f"{where}:{row} is no line of JSON ({error}): each must be an object, such as {example}") from error
-        if not isinstance(found, dict):
-            raise BadFile(f"{where}:{row} is not an object: each line must look like {example}")
-        if not all(nested(found, path) in values for path, values in keep.items()):
+        if not all(_nested(found, path) in values for path, values in keep.items()):
             continue
         for column in columns:
             if column not in found and (is_strict or row == 1):
-                raise _no_column(f"{where}:{row}", column, columns, list(found))
+                raise _no_column(f"{where}:{row}", column, list(found))
             if not isinstance(found.get(column), str | None):
                 raise _no_text(f"{where}:{row}", column, type(found[column]).__name__)
         yield tuple(clean(found.get(column) or "") for column in columns), row
 
 
-def parquet_documents(file, where: str, column: str, keep: dict[str, tuple[str, ...]], skip_rows: int, part: int = 0,
-                      parts: int = 1) -> Iterator[Document]:
-    """The documents of some row groups of a parquet file, `part` of `parts` of all. Raises UserError, BadFile."""
+def _parquet_rows(file: io.BufferedIOBase, where: str, column: str, keep: dict[str, tuple[str, ...]],
+                  skip_rows: int) -> Iterator[tuple[tuple[str], int]]:
+    """Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
     import pyarrow
     import pyarrow.parquet
     try:
@@ -190,14 +185,12 @@ def parquet_documents(file, where: str, column: str, keep: dict[str, tuple[str, 
         table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
         names, columns = table.schema_arrow.names, [column, *{path.split(".")[0] for path in keep} - {column}]
         if missing := [name for name in columns if name not in names]:
-            raise _no_column(where, missing[0], (column,), names)
+            raise _no_column(where, missing[0], names)
         kind = table.schema_arrow.field(column).type
         if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
             raise _no_text(where, column, str(kind))
-        groups, row = table.num_row_groups, 0
-        groups = range(groups * part // parts, groups * (part + 1) // parts)
-        total = sum(table.metadata.row_group(group).num_rows for group in groups)
-        for group in groups:
+        row = 0
+        for group in range(table.num_row_groups):
             if row + table.metadata.row_group(group).num_rows <= skip_rows:
                 row += table.metadata.row_group(group).num_rows
                 continue
@@ -207,90 +200,261 @@ def parquet_documents(file, where: str, column: str, keep: dict[str, tuple[str, 
                 kept = {path: batch.column(path.split(".")[0]).to_pylist() for path in keep}
                 for i, text in enumerate(texts):
                     row += 1
-                    if row > skip_rows and all(nested({path.split(".")[0]: kept[path][i]}, path) in keep[path] for path in keep):
-                        yield document(((text or b"").decode(errors="replace"),), where, row, row / total)
+                    if row > skip_rows and all(_nested({path.split(".")[0]: kept[path][i]}, path) in keep[path] for path in keep):
+                        yield ((text or b"").decode(errors="replace"),), row
     except pyarrow.ArrowException as error:
         raise BadFile(f"{where} is no sound parquet file ({str(error).splitlines()[0]}): fetch it again") from error
 
 
-def nested(record: dict, path: str):
-    for name in path.split("."):
-        record = record.get(name) if isinstance(record, dict) else None
-    return record
-
-
-def _no_column(where: str, column: str, columns: tuple[str, ...], there: list[str]) -> UserError:
-    found = ", ".join(there) or "(none)"
-    return UserError(f"{where} has no {column!r}, only {found}: with instruct=true each line must look like "
-                     f"{json.dumps(dict.fromkeys(PAIR, '...'))}" if columns == PAIR else
-                     f"{where} has no column {column!r}: set column= to one of {found}")
-
-
-def _no_text(where: str, column: str, kind: str) -> UserError:
-    return UserError(f"{where}: column {column!r} holds {kind}, not text: set column=")
-
-
-def _lines(stream: io.BufferedIOBase, begin: int, end: int) -> Iterator[bytes]:
-    """The lines that begin before `end`, after the one in which `begin` lies."""
-    if begin:
-        stream.seek(begin - 1)
-        stream.readline()
-    while stream.tell() < end and (line := stream.readline()):
-        yield line
-
-
-def _texts(stream: io.BufferedIOBase) -> Iterator[str]:
-    """The stretches of a text file."""
-    parts, chars = [], 0
+def _stretches(stream: io.BufferedIOBase) -> Iterator[tuple[tuple[str], int]]:
+    """Of a text file."""
+    parts, chars, row = [], 0, 1
     # Line ends of any system become \n; bytes that are not UTF-8 become U+FFFD.
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
     while line := lines.readline(TXT_CHARS_MOST):
         parts.append(line)
         chars += len(line)
         if chars >= TXT_CHARS_MOST or (chars >= TXT_CHARS and line.isspace()):
-            yield "".join(parts)
-            parts, chars = [], 0
-    yield "".join(parts)
+            yield ("".join(parts),), row
+            parts, chars, row = [], 0, row + 1
+    yield ("".join(parts),), row
 
 
-def unpacked(path: PurePath, file: io.BufferedIOBase) -> io.BufferedIOBase:
-    """The content of the open binary `file`, packed as its name `path` says.
-
-    Reading raises EOFError, OSError, zlib.error or lzma.LZMAError where it is damaged or has no end."""
-    if path.suffix == ".gz":
-        return gzip.GzipFile(fileobj=file)
-    if path.suffix == ".xz":
-        return lzma.open(file)
-    return io.BufferedReader(_Zst(file), 1 << 20) if path.suffix == ".zst" else file
+def _nested(record: dict, path: str):
+    for name in path.split("."):
+        record = record.get(name) if isinstance(record, dict) else None
+    return record
 
 
-class _Zst(io.RawIOBase):
-    """The content of a .zst file. The package's own reader takes a file cut short for a whole one; this one does not."""
+def _no_column(where: str, column: str, there: list[str]) -> UserError:
+    needs = f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"
+    return UserError(f"{where} has no column {column!r}, only {', '.join(there) or '(none)'}: {needs}")
 
-    def __init__(self, file: io.BufferedIOBase):
-        import zstandard
-        self._file, self._new_frame, self._error = file, zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
-        self._frame = None                  # the frame being unpacked; a file may hold several
-        self._packed, self._content = b"", memoryview(b"")      # read, of the next frame; unpacked, not yet handed out
 
-    def readable(self) -> bool:
-        return True
+def _no_text(where: str, column: str, kind: str) -> UserError:
+    return UserError(f"{where}: column {column!r} holds {kind}, not text: set column=")
 
-    def readinto(self, buffer) -> int:
-        while not self._content:
-            packed = self._packed or self._file.read(1 << 16)
-            if not packed:
-                if self._frame is not None:
-                    raise EOFError("the last zstd frame has no end")
-                return 0
-            self._frame = self._frame or self._new_frame()
+
+# -------------------------------------------------------------------------------------------------------------- the Hub
+
+@dataclass(frozen=True)
+class HubSource:
+    """A selection of one data set's files and rows, at one commit."""
+    dataset: str
+    revision: str                   # a commit: a branch would change under a resume
+    files: str | tuple[str, ...]    # pattern of paths within the repository, or the paths themselves
+    column: str                     # of the text
+    license: str
+    tokens: float | None            # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
+    keep: dict[str, tuple[str, ...]] = field(default_factory=dict)     # column, nested by dots -> values of the rows wanted
+    grouped_by: str | None = None   # a column of `keep` by whose values the files are grouped, to read only those that matter
+
+
+@dataclass(frozen=True)
+class HubFile:
+    name: str               # its path within the repository
+    bytes: int | None
+    source: HubSource
+    stamp: None = None      # a commit does not change
+
+    def read(self) -> Iterator[tuple[tuple[str], float]]:
+        """Raises BadFile where the file stays unreadable, UserError: no such column or data set, or no right to it."""
+        rows, failures = 0, 0
+        while True:
             try:
-                self._content = memoryview(self._frame.decompress(packed))
-            except self._error as error:
-                raise OSError(str(error)) from error
-            self._packed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        n = min(len(buffer), len(self._content))
-        buffer[:n], self._content = self._content[:n], self._content[n:]
-        return n
+                with _opened(self.source, self.name, BLOCK) as file:
+                    for texts, row in rows_of(file, PurePath(self.name), f"{self.source.dataset}/{self.name}",
+                                              (self.source.column,), self.source.keep, rows, is_strict=False):
+                        rows, failures = row, 0
+                        yield texts, file.tell() / max(1, file.size)
+                return
+            except (*_faults(), BadFile) as error:
+                if refusal := _refused(error, self.source, is_reading=True):
+                    raise refusal from error
+                waits = READ_WAITS[:1] if _is_content(error) else READ_WAITS    # the network may mend, the file hardly
+                if failures >= len(waits):
+                    raise BadFile(f"{_brief(error)}, after {rows:,} rows") from error
+                print(f"{self.name}: {_brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
+                time.sleep(waits[failures])
+                failures += 1
+
+
+def hub_source(name: str, value: HubSource) -> Source:
+    """The source as the rest of the command knows it. The Hub is asked when its files() are, not before."""
+    selection = {"column": value.column, "files": value.files if isinstance(value.files, str) else list(value.files),
+                 "keep": {column: list(values) for column, values in value.keep.items()}}
+    return Source(name, lambda known: [HubFile(path, size, value) for path, size in known or _listing(value)], value.dataset,
+                  value.revision, value.license, selection, value.tokens)
+
+
+def any_dataset(dataset: str, column: str, revision: str | None, files: str | None, license: str | None) -> HubSource:
+    """A data set that configs/sources.py does not name: its train split, or what the pattern `files` matches.
+
+    The revision becomes the commit it means now. Raises UserError: no such data set, one with a script."""
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", dataset):
+        raise UserError(f"hf:{dataset}: the name must look like hf:OWNER/NAME")
+    value = HubSource(dataset, revision or "main", files or "", column, license or "", None)
+    info = _ask(lambda api: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), value)
+    licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
+    return HubSource(dataset, info.sha, files or _train_split(dataset, info.sha), column,
+                     license or ", ".join(licenses) or "not stated", None)
+
+
+def _train_split(dataset: str, revision: str) -> tuple[str, ...]:
+    """The paths of the train split, as datasets itself finds it. Raises UserError."""
+    import datasets
+    datasets.disable_progress_bars()
+    datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
+    advice = "give files= a pattern, such as files=data/*.parquet"
+    try:
+        builder = _ask(lambda api: datasets.load_dataset_builder(dataset, revision=revision),
+                       HubSource(dataset, revision, "", "", "", None))
+    except (RuntimeError, ValueError, FileNotFoundError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{dataset}: {_brief(error)}: {advice}, or take revision=refs/convert/parquet") from error
+    paths = [path.partition(f"@{revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
+    if not paths or not all(paths):     # files of another repository have no path here
+        raise UserError(f"{dataset} has no train split of its own: {advice}")
+    return tuple(sorted(paths))
+
+
+def check(name: str, value: HubSource) -> Iterator[str]:
+    """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
+    OSError where the Hub cannot be asked."""
+    yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
+    files = hub_source(name, value).files([])
+    yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
+    texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
+    if (first := next(filter(None, texts), None)) is None:
+        raise UserError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
+    # A terminal's escape, or one that turns the writing around, would spoil the lines about it.
+    yield "  " + "".join(c if c.isprintable() else " " for c in first.splitlines()[0][:100]).rstrip()
+
+
+def _wanted(value: HubSource) -> str:
+    return " and ".join(f"{column} in {', '.join(values)}" for column, values in value.keep.items()) or "any text"
+
+
+def _listing(value: HubSource) -> list[tuple[str, int]]:
+    """Names and sizes of the files to read, in the order of a hash of their names: a prefix of the list, which is what a
+    budget takes, is then a random sample, where the first names may be one crawl."""
+    from fsspec.utils import glob_translate
+    from huggingface_hub.errors import EntryNotFoundError
+    patterns = (value.files,) if isinstance(value.files, str) else value.files
+    is_wanted = re.compile(glob_translate(value.files)).fullmatch if isinstance(value.files, str) else set(patterns).__contains__
+    # The folder that holds all matches: FineWeb-Edu has 2,410 files beside the 140 wanted.
+    folder = os.path.commonpath([re.split(r"[*?\[]", pattern)[0].rpartition("/")[0] for pattern in patterns])
+
+    def ask(api) -> list[tuple[str, int]]:
+        api.dataset_info(value.dataset, revision=value.revision, timeout=TIMEOUT_S)     # fails soon where the listing tries long
+        with suppress(EntryNotFoundError):      # no such folder
+            return [(entry.path, entry.size) for entry in api.list_repo_tree(
+                        value.dataset, folder or None, recursive=True, revision=value.revision, repo_type="dataset")
+                    if hasattr(entry, "size")]
+        return []
+
+    there = _ask(ask, value)
+    found = sorted((path, size) for path, size in there if is_wanted(path))
+    if not found:
+        raise UserError(f"{value.dataset}@{value.revision} has no file {', '.join(patterns[:3])}: correct the pattern; there are "
+                        f"{', '.join(path for path, _ in there[:5]) or 'none'}")
+    if odd := [path for path, _ in found if not path.endswith(HUB_FORMATS)]:
+        raise UserError(f"{value.dataset}@{value.revision}: {odd[0]} cannot be streamed; files= must match files that end in "
+                        f"{', '.join(HUB_FORMATS)}")
+    if value.grouped_by:
+        found = _of_group(value, found)
+    return sorted(found, key=lambda file: hashlib.blake2b(file[0].encode(), digest_size=8).digest())
+
+
+def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The files that may hold a wanted value: it begins them, or it begins the next one, as a group may begin in mid-file."""
+    def first_value(path: str) -> str | None:
+        """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
+        with _opened(value, path, HEAD_BYTES) as file:
+            for line in islice(_unpacked(file, PurePath(path)), HEAD_LINES):
+                with suppress(ValueError):
+                    if isinstance(first := _nested(json.loads(line), value.grouped_by), str):
+                        return first
+        return None
+
+    with ThreadPoolExecutor(8) as pool:
+        begins = list(pool.map(lambda file: _ask(lambda api: first_value(file[0]), value), found))
+    wanted = value.keep[value.grouped_by]
+    chosen = [n for n in range(len(found)) if begins[n] in wanted or (n + 1 < len(found) and begins[n + 1] in wanted)]
+    if not chosen:
+        raise UserError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
+                        f"{', '.join(sorted(map(str, set(begins))))}: correct configs/sources.py")
+    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {_wanted(value)}", file=sys.stderr)
+    return [found[n] for n in chosen]
+
+
+# ------------------------------------------------------------------------------------------------- the Hub over a network
+
+def _opened(source: HubSource, path: str, block: int):
+    """A file of the data set, of which `block` bytes are asked for at a time."""
+    from huggingface_hub import HfFileSystem
+    where = f"datasets/{source.dataset}@{source.revision}/{path}"
+    return HfFileSystem(skip_instance_cache=True).open(where, "rb", block_size=block)       # its size may have mended
+
+
+def _ask(question: Callable, source: HubSource):
+    """question(HfApi), asked again while the network fails. Raises UserError: a refusal; OSError: no answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import logging
+    logging.set_verbosity_error()
+    for wait in (*ASK_WAITS, None):
+        try:
+            return question(HfApi())
+        except _faults() as error:
+            if refusal := _refused(error, source):
+                raise refusal from error
+            if isinstance(error, FileNotFoundError):
+                raise
+            if wait is None:
+                raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {source.dataset} ({_brief(error)}): "
+                                      f"check the network, then the data set") from error
+            print(f"{source.dataset}: {_brief(error)}; asked again in {wait} s", file=sys.stderr)
+            time.sleep(wait)
+    raise AssertionError("the last wait is None")
+
+
+def _faults() -> tuple[type[Exception], ...]:
+    """What the network, the Hub and a damaged file raise."""
+    import httpx2
+    return OSError, EOFError, zlib.error, httpx2.HTTPError
+
+
+def _is_content(error: Exception) -> bool:
+    """Whether the file is to blame rather than the network."""
+    from huggingface_hub.errors import EntryNotFoundError
+    is_arrow = type(error) is OSError and error.errno is None
+    return is_arrow or isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile, BadFile, FileNotFoundError, EntryNotFoundError))
+
+
+def _refused(error: BaseException | None, source: HubSource, is_reading: bool = False) -> UserError | None:
+    """The sentence for an answer of the Hub that no second try will change; None for any other error.
+
+    is_reading: the data set was there before, so only the Hub's own word counts. A 401 or 403 without it, or by the servers
+    that hold the large files, may come of a link that ran out or a server that is unwell."""
+    from huggingface_hub import errors
+    at, login = f"{source.dataset}@{source.revision}", "log in with `hf auth login` or set HF_TOKEN"
+    page = f"https://huggingface.co/datasets/{source.dataset}"
+    sentences = {
+        errors.GatedRepoError: f"is gated: accept its terms at {page}, then {login}",
+        errors.RepositoryNotFoundError: f"is not on the Hub, or private: correct its name, or {login}",
+        errors.RevisionNotFoundError: f"has no such revision: see {page}/commits/main",
+        errors.HfHubHTTPError: f"is refused by the Hub: {login}"}
+    while error:
+        if isinstance(error, errors.HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers):
+            kind = next(kind for kind in sentences if isinstance(error, kind))
+            if kind is not errors.HfHubHTTPError or error.response.status_code in (401, 403):
+                return UserError(f"{at} {sentences[kind]}")
+        error = error.__cause__
+    return None
+
+
+def _brief(error: Exception) -> str:
+    """An error in a few words on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 160 else text[:157] + "..."

@@ -288,6 +288,8 @@ class Config:
         free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
+        if self.optim.kind == "adamw":      # older runs have no key for it
+            free |= {"optim.kind", "optim.momentum"}
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies

@@ -378,8 +378,6 @@ def pair_id(config: Config) -> str:
     Where a branch starts from does not enter: it ends in the weights of the same run from scratch. An imported model does."""
     is_branch = config.parent is None or config.parent[1] > 0
     shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and not (k == "start_from" and is_branch)}
-    if config.optim.kind == "adamw":        # which older runs have without a key for it
-        del shared["optim.kind"], shared["optim.momentum"]
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
 
 

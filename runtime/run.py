@@ -464,7 +464,7 @@ def is_finished(config: Config) -> bool:
     if "config.json" not in names:
         raise UserError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
     before, now = read_config(run_dir).identity(), config.identity()
-    if changes := [f"{key} was {before[key]}, now {now[key]}" for key in now if before[key] != now[key]]:
+    if changes := [f"{key} was {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]:
         raise UserError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
     return "summary.json" in names
 

@@ -6,7 +6,6 @@ Flipped bits, full disks, SIGTERM, two runs of one folder, other numbers of rank
 import os
 import random
 import signal
-import subprocess
 import time
 from dataclasses import replace
 
@@ -14,10 +13,10 @@ import pytest
 
 from runtime.config import Config, FP8Config
 from tests import faults
-from tests.conftest import ROOT
 from tests.faults import leftovers, record, saved_steps
 from tests.test_faults import EVERY, base, finish, whole2  # noqa: F401
-from tests.test_prepare import big, content, environment  # noqa: F401
+from tests.test_prepare import big, content  # noqa: F401
+from tests.test_prepare import finish as finish_command
 
 
 def storm(config: Config, kills: int, ranks: int) -> None:
@@ -112,5 +111,5 @@ def test_finished_jobs_exit_cleanly(base):     # noqa: F811
 
 def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811
     pytest.importorskip("ray")
-    subprocess.run(big.command(tmp_path, 2, "on=ray"), check=True, cwd=ROOT, env=environment())
+    finish_command(big.command(tmp_path, 2, "on=ray"))
     assert content(tmp_path) == big.calm

@@ -3,13 +3,11 @@
 import subprocess
 import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
 
 from prepare import harvest
-
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT
 
 
 @pytest.mark.parametrize("source", harvest.LICENSES)
@@ -36,11 +34,10 @@ def test_odd_files_are_read_or_noted(tmp_path):
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
     notes = []
-    assert list(harvest.read_files(tmp_path, ["*.py"], notes.append)) == ["x = 1\n", "y", "caf\ufffd"]
+    assert list(harvest.read_files(tmp_path, "*.py", notes.append)) == ["x = 1\n", "y", "caf\ufffd"]
     assert len(notes) == 2 and "gone.py is left out: No such file" in notes[1]
-    assert sorted(harvest.read_files(tmp_path, ["*.py"], notes.append, mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
-    assert list(harvest.read_files(None, ["*.py"], notes.append)) == []
-    assert list(harvest.read_files(tmp_path / "nowhere", ["*.py"], notes.append)) == []
+    assert sorted(harvest.read_files(tmp_path, "*.py", notes.append, mixed=True)) == ["caf\ufffd", "x = 1\n", "y"]
+    assert list(harvest.read_files(None, "*.py", notes.append)) == []
 
 
 def test_docstrings_come_from_the_syntax_tree():

@@ -1,6 +1,9 @@
 """Muon against its definition in fp64 and against torch's, by parts, over shards, after a resume."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,7 +14,7 @@ from runtime import optim
 from runtime.cli import UserError
 from runtime.config import FP8Config, OptimConfig, ParallelConfig
 from runtime.rows import read_rows
-from tests.conftest import call_train, run_train
+from tests.conftest import ROOT, call_train, write_config
 
 MODEL = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, n_ctx=8, vocab_size=100)
 C = OptimConfig(lr=0.02, kind="muon", momentum=0.9, weight_decay=0.1)
@@ -83,7 +86,9 @@ def test_a_resumed_run_ends_in_the_same_bits_and_the_loss_falls(tiny, tmp_path, 
 def test_two_ranks_train_what_one_process_trains(tiny, tmp_path, capsys):
     one, two = (replace(tiny, run=run, optim=replace(tiny.optim, kind="muon")) for run in ("one", "two"))
     assert call_train(capsys, one, tmp_path).returncode == 0
-    done = run_train(two, tmp_path, ranks=2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(ROOT / "train.py"),
+               str(write_config(two, tmp_path / "two.py"))]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for (loss, norm), (other, its_norm) in zip(rows(one), rows(two), strict=True):
         assert other == pytest.approx(loss, rel=2e-3) and its_norm == pytest.approx(norm, rel=2e-2)

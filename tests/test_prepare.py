@@ -1,6 +1,7 @@
 """prepare_data.py from text to shards: what lies in them, cut off, in any number of processes, with wrong input."""
 
 import gzip
+import io
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from hashlib import blake2b, sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,9 +18,9 @@ import numpy as np
 import pytest
 
 import prepare_data
-from prepare import harvest, pipeline, sources
+from prepare import assemble, harvest, pipeline, sources
 from prepare_data import main
-from runtime import shards
+from runtime import progress, shards
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT
 from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents, write_tokenizer
@@ -31,17 +33,18 @@ def split_of(data: bytes, val_per_10k=2000):
     return "val" if int.from_bytes(blake2b(data, digest_size=8).digest(), "little") % 10_000 < val_per_10k else "train"
 
 
-def due(documents, tokenizer="byte"):
+def due(documents, tokenizer="byte", val_per_10k=2000):
     """The ids that must lie in each split: of each text the first copy, in order."""
     tok, ids = load_tokenizer(tokenizer), {"train": [], "val": []}
     for text in dict.fromkeys(documents):
         if text.strip():
-            ids[split_of(text.encode())] += [tok.eot, *tok.encode(text).tolist()]
+            ids[split_of(text.encode(), val_per_10k)] += [tok.eot, *tok.encode(text).tolist()]
     return ids
 
 
-def tokens(folder, split):
-    return np.concatenate([np.fromfile(path, "<u2") for path in sorted(folder.glob(f"{split}_*.bin"))]).tolist()
+def found(folder):
+    return {split: np.concatenate([np.fromfile(path, "<u2") for path in sorted(folder.glob(f"{split}_*.bin"))]).tolist()
+            for split in ("train", "val")}
 
 
 def content(folder):
@@ -65,21 +68,21 @@ def write(path, documents):
 def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     assert local(file, out=tmp_path, tokenizer=tokenizer, license="CC0-1.0") == 0
-    index, tok = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer)
-    for split, ids in due(DOCUMENTS, tokenizer).items():
-        assert tokens(tmp_path / "mine", split) == ids
+    index, tok, ids = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer), due(DOCUMENTS, tokenizer)
+    assert found(tmp_path / "mine") == ids
+    for split in ids:
         chosen = [d for d in DOCUMENTS if split_of(d.encode()) == split]
-        assert ids.count(tok.eot) == len(chosen), "text that spells <|endoftext|> stays text"
+        assert ids[split].count(tok.eot) == len(chosen), "text that spells <|endoftext|> stays text"
         data = (tmp_path / "mine" / f"{split}_00000.bin").read_bytes()
-        shard = {"file": f"{split}_00000.bin", "tokens": len(ids), "sha256": sha256(data).hexdigest()}
+        shard = {"file": f"{split}_00000.bin", "tokens": len(ids[split]), "sha256": sha256(data).hexdigest()}
         assert index["splits"][split] == {"documents": len(chosen), "text_bytes": sum(len(d.encode()) for d in chosen),
-                                          "tokens": len(ids), "shards": [shard]}
+                                          "tokens": len(ids[split]), "shards": [shard]}
     hashes = sorted(int.from_bytes(blake2b(d.encode(), digest_size=8).digest(), "little") for d in DOCUMENTS)
     assert np.load(tmp_path / "mine/hashes.npy").tolist() == hashes
-    assert (index["format_version"], index["dtype"], index["source"], index["duplicates"]) == (2, "uint16", "mine", {})
-    assert (index["files"], index["skipped"], index["is_whole"], index["budget"]) == (["a.jsonl"], [], True, None)
-    assert (index["tokenizer"], index["tokenizer_sha256"], index["vocab_size"]) == (tokenizer, tok.sha256, tok.vocab_size)
-    assert index["license"] == "CC0-1.0" and "% 10000 < 2000" in index["split_rule"] and "a.jsonl" in index["dataset"]
+    wanted = {"format_version": 2, "dtype": "uint16", "source": "mine", "duplicates": {}, "files": ["a.jsonl"], "skipped": [],
+              "is_whole": True, "budget": None, "tokenizer": tokenizer, "tokenizer_sha256": tok.sha256, "license": "CC0-1.0",
+              "vocab_size": tok.vocab_size, "dataset": "local: a.jsonl; column text"}
+    assert wanted.items() <= index.items() and "% 10000 < 2000" in index["split_rule"]
 
 
 def test_all_formats_and_packings_give_the_same_shards(tmp_path):
@@ -92,8 +95,15 @@ def test_all_formats_and_packings_give_the_same_shards(tmp_path):
             for file, one in zip(files, contents, strict=True):
                 file.write_bytes(pack(one))
             assert local(*files, out=folder) == 0
-            wanted = due(DOCUMENTS if data else DOCUMENTS[:12])
-            assert {split: tokens(folder / "mine", split) for split in wanted} == wanted, folder
+            assert found(folder / "mine") == due(DOCUMENTS if data else DOCUMENTS[:12]), folder
+
+
+@pytest.mark.parametrize("name, data", [("a.parquet", parquet(DOCUMENTS)), ("a.jsonl.gz", gzip.compress(jsonl(DOCUMENTS)))])
+def test_reading_goes_on_behind_rows_that_were_read(name, data):
+    """After a connection that was lost; the parquet file has row groups of 7."""
+    for skip in 0, 5, 7, 20, 40:
+        rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path(name), name, ("text",), skip_rows=skip)
+        assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
 
 
 def test_odd_text(tmp_path, monkeypatch, capsys):
@@ -102,37 +112,22 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
     (tmp_path / "a.jsonl").write_bytes(rows + b'{"text": " \\n"}\n{"text": "\xff"}\n' + jsonl(DOCUMENTS))
     assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
     assert "0 documents dropped that came before, 2 empty ones" in capsys.readouterr().out
-    wanted = due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
-    assert {split: tokens(tmp_path / "mine", split) for split in wanted} == wanted
+    assert found(tmp_path / "mine") == due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
     monkeypatch.setattr(sources, "TXT_CHARS", 100)
     paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
     (tmp_path / "b.txt").write_bytes("".join(paragraphs).replace("\n", "\r\n").encode())
     assert local(tmp_path / "b.txt", out=tmp_path, name="cut") == 0
-    wanted = due(paragraphs)
-    assert {split: tokens(tmp_path / "cut", split) for split in wanted} == wanted
-
-
-def test_a_large_file_is_read_by_several_tasks_and_gives_the_same(tmp_path, monkeypatch):
-    even = write(tmp_path / "even.jsonl", [f"{n:03d}" for n in range(100, 200)]).read_bytes()
-    even = b"".join(line.replace(b" ", b"")[:-1].rjust(39) + b"\n" for line in even.splitlines(True))    # 40 bytes each
-    files = [write(tmp_path / "a.jsonl", some_documents(200, 1)), tmp_path / "b.parquet", tmp_path / "even.jsonl"]
-    files[1].write_bytes(parquet(some_documents(200, 2)))
-    files[2].write_bytes(even)
-    assert local(*files, out=tmp_path / "whole") == 0
-    for size in 2_000, 13_000:
-        monkeypatch.setattr(sources, "TASK_BYTES", size)
-        assert local(*files, out=tmp_path / str(size)) == 0
-        assert content(tmp_path / str(size)) == content(tmp_path / "whole")
+    assert found(tmp_path / "cut") == due(paragraphs)
 
 
 def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
+    monkeypatch.setattr(assemble, "BLOCK_TOKENS", 70)
     assert local(file, out=tmp_path / "cut") == 0
-    index = shards.read_index(tmp_path / "cut/mine")
-    for split, ids in due(DOCUMENTS).items():
-        assert tokens(tmp_path / "cut/mine", split) == ids
-        sizes = [shard.tokens for shard in index.splits[split].shards]
+    assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
+    for split in shards.read_index(tmp_path / "cut/mine").splits.values():
+        sizes = [shard.tokens for shard in split.shards]
         assert len(sizes) > 2 and set(sizes[:-1]) == {100} and 0 < sizes[-1] <= 100
     assert main(["--verify", str(tmp_path)]) == main(["verify", str(tmp_path / "cut/mine")]) == 0
     assert capsys.readouterr().out.count("OK  ") == 2
@@ -146,7 +141,8 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
     assert "there is no" in refused(capsys, "--verify", tmp_path / "nowhere")
 
 
-def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys):
+def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(assemble, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
     texts = {"one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
     for name, documents in texts.items():
         halves = [write(tmp_path / name / f"{i}.jsonl", documents[i * 15:(i + 1) * 15]) for i in range(2)]
@@ -154,58 +150,63 @@ def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys
     assert "5 documents dropped that came before (5 in one), 0 empty ones" in capsys.readouterr().out
     duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
     assert duplicates == {"one": {"one": 3}, "two": {"one": 5}, "three": {"one": 5}}
-    assert tokens(tmp_path / "data/two", "train") == due(DOCUMENTS[25:])["train"]
+    assert found(tmp_path / "data/one") == due(texts["one"]) and found(tmp_path / "data/two") == due(DOCUMENTS[25:])
+    hashes = np.load(tmp_path / "data/one/hashes.npy")
+    assert len(hashes) == 25 and (hashes[1:] > hashes[:-1]).all()
     said = refused(capsys, "local", write(tmp_path / "b.jsonl", DOCUMENTS[:9]), "name=four", "tokenizer=byte", "val_share=0.2",
                    "processes=1", f"out={tmp_path / 'data'}")
     assert "9 copies of documents in one alone" in said
     assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
 
 
-def test_a_budget_counts_training_tokens(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 300)
+def test_a_budget_counts_training_tokens(tmp_path, capsys):
     files = [write(tmp_path / f"{i}.jsonl", DOCUMENTS[i * 10:i * 10 + 10] + DOCUMENTS[:2] * 20) for i in range(4)]
-    texts = [d for i in range(4) for d in DOCUMENTS[i * 10:i * 10 + 10]]        # each once
     for budget in 300, 2000, 5000:
         ended = {"train": [], "val": []}
-        for text in texts:
+        for text in DOCUMENTS:
             ended[split_of(text.encode())] += [256, *text.encode()]
             if len(ended["train"]) >= budget:
                 break
         out = tmp_path / str(budget)
-        assert local(*files, out=out, tokens=budget) == 0
-        assert {split: tokens(out / "mine", split) for split in ended} == ended
+        assert local(*files, out=out, tokens=budget) == 0 and found(out / "mine") == ended
         index = shards.read_index(out / "mine")
         assert (index.is_whole, index.budget) == (False, budget) and (budget > 300 or index.files == ["0.jsonl"])
     capsys.readouterr()
     assert local(*files, out=out, tokens=900) == 0 and "is complete" in capsys.readouterr().out     # it holds as many
     again = ["local", *files, "name=mine", "tokenizer=byte", "val_share=0.2", f"out={out}"]
-    assert "training tokens, not the 9,000 asked for" in refused(capsys, *again, "tokens=9000")
+    assert "training tokens, fewer than are asked for" in refused(capsys, *again, "tokens=9000")
     files[0].write_bytes(files[0].read_bytes() + b"no json")
-    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 10**6)
     assert local(*files, out=tmp_path / "early", tokens=300) == 0, "nothing is read behind what fills the budget"
-    files[0].write_bytes(files[0].read_bytes()[:-7])
+    write(files[0], DOCUMENTS[:10])
     assert local(*files, out=tmp_path / "all", tokens=9e9) == 0
     assert "training tokens are all there are, 9,000,000,000 were asked for" in capsys.readouterr().err
+
+
+def test_a_budget_that_copies_fill_reads_a_file_anew_that_it_had_stopped_in(tmp_path):
+    assert local(write(tmp_path / "a.jsonl", [DOCUMENTS[0]] * 200 + DOCUMENTS), out=tmp_path, tokens=2000) == 0
+    ids = due(DOCUMENTS)["train"]
+    train = found(tmp_path / "mine")["train"]
+    assert 2000 <= len(train) < 2500 and train == ids[:len(train)]
 
 
 def test_documents_of_evaluation_files_are_left_out(tmp_path, capsys):
     gram = "which of these thirteen words in a row may no document of the set ever hold"
     (tmp_path / "eval.txt").write_text(gram)
-    file = write(tmp_path / "a.jsonl", [*DOCUMENTS[:20], f"so: {gram.upper()}!", *DOCUMENTS[20:]])
-    assert local(file, out=tmp_path, decontaminate=tmp_path / "eval.txt", processes=2) == 0
+    files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:20], f"so: {gram.upper()}!"]), write(tmp_path / "b.jsonl", DOCUMENTS[20:])]
+    assert local(*files, out=tmp_path, decontaminate=tmp_path / "eval.txt", processes=2) == 0
     assert "1 contaminated ones" in capsys.readouterr().out
     index = shards.read_index(tmp_path / "mine")
     assert index.contaminated == 1 and index.decontaminated_against[0]["file"] == "eval.txt"
-    assert tokens(tmp_path / "mine", "train") == due(DOCUMENTS)["train"]
+    assert found(tmp_path / "mine") == due(DOCUMENTS)
 
 
 def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(harvest, "documents", lambda source, note: iter(some_documents(300, len(source))))
+    texts = {source: some_documents(300, len(source)) for source in harvest.LICENSES}
+    monkeypatch.setattr(harvest, "documents", lambda source, note: iter(texts[source]))
     monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
     assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
-    assert sorted(path.name for path in (tmp_path / "demo").iterdir()) == ["c", "prose", "python", "science"]
-    index = shards.read_index(tmp_path / "demo/science")
-    assert (index.tokenizer, index.dataset, index.license) == ("byte", "installed", "BSD-3-Clause")
+    for source, seen in ("python", []), ("prose", texts["c"]):
+        assert found(tmp_path / "demo" / source) == due([t for t in texts[source] if t not in seen], val_per_10k=400)
     before = content(tmp_path)
     monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.12")
     capsys.readouterr()
@@ -226,7 +227,7 @@ def write_pairs(path, pairs):
     return path
 
 
-@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
+@pytest.mark.parametrize("kind", ["gpt2", "folder"])
 def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     name = str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind
     file = write_pairs(tmp_path / "chat.jsonl", PAIRS)
@@ -251,26 +252,13 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert "the responses and the ends of documents" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("line, sentence", [
-    ('{"instruction": "a", "output": "b"}', "a.jsonl:41 has no 'prompt', only instruction, output: with instruct=true each line"),
-    ('{"prompt": ["a"], "response": "b"}', "a.jsonl:41: column 'prompt' holds list, not text"),
-    ('["a", "b"]', 'a.jsonl:41 is not an object: each line must look like {"prompt": "...", "response": "..."}'),
-    ("no json", "a.jsonl:41 is no line of JSON")])
-def test_lines_that_are_no_pairs_are_sentences(tmp_path, capsys, line, sentence):
-    file = write_pairs(tmp_path / "a.jsonl", PAIRS[:40])
-    file.write_text(file.read_text() + line)
-    assert local(file, out=tmp_path / "out", instruct="true") in (1, 2)
-    said = capsys.readouterr().err
-    assert sentence in said and "Traceback" not in said and not list(tmp_path.rglob("index.json"))
-
-
 # ----------------------------------------------------------------------------------------------- processes, kills, faults
 
 CHILD = """
 import hashlib, os, sys, time
-from prepare import pipeline, sources
+from prepare import assemble, pipeline
 from runtime import shards
-pipeline.PIECE_TOKENS, pipeline.TELL_S, shards.SHARD_TOKENS, sources.TASK_BYTES = 30_000, 0.01, 20_000, 60_000
+pipeline.TELL_S, shards.SHARD_TOKENS, assemble.BLOCK_TOKENS = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
     pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
 """
@@ -278,31 +266,32 @@ if "SLOW" in os.environ:
 
 @pytest.fixture(scope="module")
 def big(tmp_path_factory):
-    """Three files, some read by several tasks, with copies among them; what one process makes of them; the command."""
+    """Three files with copies among them; what one process makes of them; the command."""
     base = tmp_path_factory.mktemp("big")
     texts = [some_documents(900, seed) for seed in range(3)]
-    write(base / "a.jsonl", texts[0] + texts[2][:50])
-    (base / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(texts[1] + texts[0][:100])))
-    (base / "c.parquet").write_bytes(parquet(texts[2]))
+    files = [write(base / "a.jsonl", texts[0] + texts[2][:50]), base / "b.jsonl.gz", base / "c.parquet"]
+    files[1].write_bytes(gzip.compress(jsonl(texts[1] + texts[0][:100])))
+    files[2].write_bytes(parquet(texts[2]))
     (base / "small.py").write_text(
         CHILD + "import prepare_data\nif __name__ == '__main__':\n    sys.exit(prepare_data.main(sys.argv[1:]))")
 
     def command(out, processes=1, *more):
-        return [sys.executable, base / "small.py", "local", *(base / name for name in ("a.jsonl", "b.jsonl.gz", "c.parquet")),
-                "name=mine", "tokenizer=byte", "val_share=0.1", f"out={out}", f"processes={processes}", *more]
-    subprocess.run(command(base / "calm"), check=True, cwd=ROOT, env=environment(), capture_output=True)
+        return [sys.executable, base / "small.py", "local", *files, "name=mine", "tokenizer=byte", "val_share=0.1", f"out={out}",
+                f"processes={processes}", *more]
+    finish(command(base / "calm"))
     calm = content(base / "calm")
     assert {"mine/train_00002.bin", "mine/val_00000.bin"} <= calm.keys() and not any("parts" in name for name in calm)
-    every = [text for some in (texts[0] + texts[2][:50], texts[1], texts[2]) for text in some]
-    ids = {"train": [], "val": []}
-    for text in dict.fromkeys(every):
-        ids[split_of(text.encode(), 1000)] += [256, *text.encode()]
-    assert {split: tokens(base / "calm/mine", split) for split in ids} == ids
-    return SimpleNamespace(command=command, calm=calm, files=[base / "a.jsonl", base / "b.jsonl.gz", base / "c.parquet"])
+    assert found(base / "calm/mine") == due(texts[0] + texts[2][:50] + texts[1] + texts[2], val_per_10k=1000)
+    return SimpleNamespace(command=command, calm=calm, files=files)
 
 
 def environment(**more):
     return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
+
+
+def finish(command):
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def start(command, **more):
@@ -313,7 +302,7 @@ def start(command, **more):
 
 @pytest.mark.parametrize("processes", [2, 5])
 def test_any_number_of_processes_makes_the_same_bytes(big, tmp_path, processes):
-    subprocess.run(big.command(tmp_path, processes), check=True, cwd=ROOT, env=environment(), capture_output=True)
+    finish(big.command(tmp_path, processes))
     assert content(tmp_path) == big.calm
 
 
@@ -332,12 +321,12 @@ def storm(big, out, kills, seed):
         run.kill()
         run.communicate()
         if (out / "mine/index.json").exists():
-            subprocess.run(big.command(out), check=True, cwd=ROOT, env=environment(), capture_output=True)
+            finish(big.command(out))
             assert content(out) == big.calm
             for path in (out / "mine").glob("*.*"):
                 path.unlink()
-    code = subprocess.run(big.command(out, 2), cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert code.returncode == 0 and content(out) == big.calm, code.stderr
+    finish(big.command(out, 2))
+    assert content(out) == big.calm
     return phases
 
 
@@ -348,6 +337,7 @@ def test_kills_at_random_moments_change_nothing(big, tmp_path):
 FAULT = """
 import errno, os, signal
 from tests.changes import on_change
+pipeline.TELL_S = 1000      # the changes are those of every run
 def fault(count, what):
     if count == int(sys.argv[1]):
         if sys.argv[2] == "kill": os.kill(os.getpid(), signal.SIGKILL)
@@ -367,16 +357,17 @@ def changes(big, out, tmp_path, at, kind):
                           capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("kind, moments", [("kill", (30, 260, 330)), ("full", (40, 300))])
-def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind, moments):
+@pytest.mark.parametrize("kind", ["kill", "full"])
+def test_a_kill_or_a_full_disk_at_a_change_on_disk(big, tmp_path, kind):
     """At moments among the pieces, the layout, the shards; a full disk is a sentence, and the same command goes on."""
-    for at in moments:
+    for at in 30, 50, 60, 25:
         done = changes(big, tmp_path / "out", tmp_path, at, kind)
         assert done.returncode == (-signal.SIGKILL if kind == "kill" else 1), done.stderr
         assert kind == "kill" or ("No space left" in done.stderr and "the same command goes on" in done.stderr)
         assert "Traceback" not in done.stderr
-    code = subprocess.run(big.command(tmp_path / "out"), cwd=ROOT, env=environment(), capture_output=True, text=True)
-    assert code.returncode == 0 and content(tmp_path / "out") == big.calm, code.stderr
+    assert (tmp_path / "out/mine/train_00001.bin").exists() and not (tmp_path / "out/mine/index.json").exists()
+    finish(big.command(tmp_path / "out"))
+    assert content(tmp_path / "out") == big.calm
 
 
 def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_path):
@@ -397,22 +388,16 @@ def test_a_killed_process_is_a_sentence_and_none_outlives_its_parent(big, tmp_pa
         else:
             raise AssertionError("a worker outlives its parent")
         said = run.communicate()[1]
-        assert not victim or "(killed, mostly for want of memory" in said and "the same command goes on" in said
-    subprocess.run(big.command(out, 2), check=True, cwd=ROOT, env=environment(), capture_output=True)
+        assert not victim or "killed, mostly for want of memory" in said and "the same command goes on" in said
+    finish(big.command(out, 2))
     assert content(out) == big.calm
 
 
-def test_two_commands_on_one_source_do_not_mix(big, tmp_path, capsys):
-    run = start(big.command(tmp_path))
+def test_two_commands_on_one_source_do_not_mix_and_sigterm_ends_one(big, tmp_path, capsys):
+    run = start(big.command(tmp_path), SLOW="1")
     while not (tmp_path / "mine/parts/begun.json").exists():
         time.sleep(0.005)
-    os.kill(run.pid, signal.SIGSTOP)
-    assert "another process prepares" in refused(capsys, *map(str, big.command(tmp_path)[2:]))
-    os.kill(run.pid, signal.SIGCONT)
-    assert run.communicate() and run.returncode == 0 and content(tmp_path) == big.calm
-    run = start(big.command(tmp_path / "stopped"))
-    while not (tmp_path / "stopped/mine/parts/begun.json").exists():
-        time.sleep(0.005)
+    assert "another process prepares" in refused(capsys, *big.command(tmp_path)[2:])
     run.terminate()
     assert "interrupted: what was prepared stays" in run.communicate()[1] and run.returncode == 143
 
@@ -421,37 +406,39 @@ def test_two_commands_on_one_source_do_not_mix(big, tmp_path, capsys):
 def test_a_damaged_file_is_listed_retried_and_skipped_only_on_request(tmp_path, capsys, packing):
     packed, bad = PACK[packing](jsonl(some_documents(500, 5))), f"b.jsonl{packing}"
     (tmp_path / bad).write_bytes(packed[:len(packed) // 2])
-    files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / bad, write(tmp_path / "c.jsonl", some_documents(40, 6))]
-    for processes in 1, 2:
+    others = DOCUMENTS, some_documents(40, 6)
+    files = [write(tmp_path / "a.jsonl", others[0]), tmp_path / bad, write(tmp_path / "c.jsonl", others[1])]
+    for processes in 1, 2 if packing == ".zst" else 1:
         assert local(*files, out=tmp_path / "out", processes=processes) == 1
         said = capsys.readouterr().err
         assert "1 of 3 input files could not be read" in said and f"{bad} is damaged or was cut short" in said
         assert "skip_bad=true" in said and not (tmp_path / "out/mine/index.json").exists()
     assert main(["--show", str(tmp_path / "out")]) == 0
-    assert "of 3 input files 2 read to the end" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of 3 input files 2 are read" in said and f"failed      {bad}" in said
     assert local(*files, out=tmp_path / "out", skip_bad="true") == 0
     index = shards.read_index(tmp_path / "out/mine")
     assert [entry["file"] for entry in index.skipped] == [bad] and index.files == ["a.jsonl", "c.jsonl"]
-    assert tokens(tmp_path / "out/mine", "train") == due([*DOCUMENTS, *some_documents(40, 6)])["train"]
+    assert found(tmp_path / "out/mine") == due([*others[0], *others[1]])
     assert local(*files, out=tmp_path / "new") == 1
     (tmp_path / bad).write_bytes(packed)        # fetched again: what was made of the others stays
     assert local(*files, out=tmp_path / "new") == 0
-    wanted = due([*DOCUMENTS, *some_documents(500, 5), *some_documents(40, 6)])
-    assert tokens(tmp_path / "new/mine", "train") == wanted["train"]
+    assert found(tmp_path / "new/mine") == due([*others[0], *some_documents(500, 5), *others[1]])
 
 
-def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys, monkeypatch):
+def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     (tmp_path / "b.jsonl").write_text("no json")
     files = [write(tmp_path / "a.jsonl", DOCUMENTS), tmp_path / "b.jsonl"]
     assert local(*files, out=tmp_path / "data") == 1
+    assert local(files[1], out=tmp_path / "other") == 1
+    assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
     common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
-    assert "was begun otherwise (tokenizer_sha256" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
-    assert "was begun otherwise (dataset was" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
+    assert "was begun otherwise (tokenizer_sha256)" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
+    assert "was begun otherwise (dataset)" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
     write(files[0], DOCUMENTS[:30])
     write(files[1], DOCUMENTS[20:])
-    assert local(*files, out=tmp_path / "data") == 0
-    assert "what was made of a.jsonl, b.jsonl is removed: changed since" in capsys.readouterr().err
-    assert tokens(tmp_path / "data/mine", "train") == due(DOCUMENTS)["train"]
+    assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
+    assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- again
@@ -468,7 +455,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     assert "column code" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2", "column=code")
     assert content(tmp_path) == before
     write(file, DOCUMENTS[1:])
-    assert "held something else: delete it" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
+    assert "holds shards of revision=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
 
 
 def test_show_tells_what_is_there(tmp_path, capsys):
@@ -477,18 +464,14 @@ def test_show_tells_what_is_there(tmp_path, capsys):
     (tmp_path / "data/one/val_00000.bin").write_bytes(b"")
     capsys.readouterr()
     assert main(["--show", str(tmp_path / "data")]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    index = shards.read_index(tmp_path / "data/two")
+    lines, split = capsys.readouterr().out.splitlines(), shards.read_index(tmp_path / "data/two").splits["train"]
     row = next(line.split() for line in lines if line.startswith("two") and " train " in line)
-    assert row[2:4] == [str(index.splits["train"].documents), f"{index.splits['train'].tokens:,}"]
+    assert row[2:4] == [str(split.documents), f"{split.tokens:,}"]
     assert any(line.startswith("one") and "damaged" in line for line in lines)
     assert any("copies 3 (first met in one 3), empty 0" in line for line in lines) and all(len(line) <= 130 for line in lines)
-    (tmp_path / "empty").mkdir()
-    assert "holds nothing prepared" in refused(capsys, "--show", tmp_path / "empty")
 
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
-    from runtime import progress
     monkeypatch.setattr(progress, "LOG_S", 0.0)
     monkeypatch.setattr(pipeline, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
@@ -498,9 +481,8 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 
 
 def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
-    import tracemalloc
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
-    monkeypatch.setattr(pipeline, "PIECE_TOKENS", 1_000_000)
+    monkeypatch.setattr(assemble, "BLOCK_TOKENS", 1_000_000)
     rng = random.Random(0)
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(400):
@@ -508,12 +490,10 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     tracemalloc.start()
     try:
         assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
-        assert tracemalloc.get_traced_memory()[1] < 25e6, "a piece of 2 MB and its mask, of a source of 40 MB, 80 on disk"
+        assert tracemalloc.get_traced_memory()[1] < 25e6, "a block of 2 MB and its mask, of a source of 40 MB, 80 on disk"
     finally:
         tracemalloc.stop()
 
-
-# ------------------------------------------------------------------------------------------------------------ Slurm, Ray
 
 SBATCH = """#!/bin/bash
 for last; do :; done
@@ -544,11 +524,11 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, c
     command = [sys.executable, "prepare_data.py", *words, "on=slurm", "partition=cpu"]
     dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
     assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
-    subprocess.run(command, cwd=ROOT, env=environment(), check=True)
+    finish(command)
     said = (tmp_path / "stub.log").read_text()
     assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
-    found = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
-    assert found == content(tmp_path / "calm"), said
+    made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
+    assert made == content(tmp_path / "calm"), said
     assert "needs partition=" in refused(capsys, *words, "on=slurm")
 
 
@@ -558,22 +538,15 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, c
     (["local", "nowhere.txt", "name=mine"], "there is no file nowhere.txt"),
     (["local", ".", "name=mine"], ". is a folder: name the files in it"),
     (["local", "name=mine"], "no file is named"),
-    (["local", "x.txt"], "name='' must be one folder name"),
     (["local", "x.txt", "name=../up"], "name='../up' must be one folder name"),
     (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
     (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
-    (["demo", "x.txt"], "demo takes no 'x.txt'"),
-    (["demo", "val_share=0.9"], "val_share=0.9 must be a number from 0.0001 to 0.5"),
+    (["demo", "val_share=0.9"], "val_share=0.9 must be"),
     (["tokens=31e9"], "tokens=31e9 does not say what to prepare: name a source"),
     (["dmo"], "there is no command 'dmo'; did you mean 'demo'"),
-    (["local", "x.txt", "name=mine", "tokens=-1"], "tokens=-1.0 must be a count, such as tokens=31e9"),
-    (["local", "x.txt", "name=mine", "processes=0"], "processes=0 must be a number from 1"),
     (["local", "x.txt", "name=mine", "on=slrum"], "on='slrum'"),
-    (["local", "x.txt", "name=mine", "instruct=true", "column=body"], "column=body names one text a row"),
     (["local", "x.txt", "name=mine", "decontaminate=nowhere.jsonl"], "nowhere.jsonl"),
     (["fineweb_edu", "pyhton"], "there is no source 'pyhton'; did you mean 'python'"),
-    (["python", "python"], "python is named twice"),
-    (["hf:owner/name", "other"], "one data set at a time"),
 ])
 def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, arguments, expected):
     monkeypatch.chdir(tmp_path)
@@ -581,20 +554,29 @@ def test_a_wrong_command_line_is_a_sentence(tmp_path, monkeypatch, capsys, argum
     assert not list(tmp_path.iterdir())
 
 
+PAIR_LINES = "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in PAIRS[:40]).encode()
+
+
 @pytest.mark.parametrize("name, data, expected", [
-    ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "set column= to one of body"),
+    ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
     ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"), ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
     ("a.parquet", parquet([1, 2]), "'text' holds int64, not text"), ("a.txt", b" \n", "holds 1 empty ones alone"),
-    ("a.parquet", parquet(["x"], "body"), "set column= to one of id, body"), ("a.txt", b"one", "fell to the")])
+    ("a.parquet", parquet(["x"], "body"), "only id, body: set column= to one"), ("a.txt", b"one", "fell to the"),
+    ("chat.jsonl", PAIR_LINES + b'{"instruction": "a", "output": "b"}', ":41 has no column 'prompt', only instruction, output"),
+    ("chat.jsonl", PAIR_LINES + b'{"prompt": ["a"], "response": "b"}', ":41: column 'prompt' holds list, not text"),
+    ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON")])
 def test_a_file_that_cannot_serve_is_a_sentence(tmp_path, capsys, name, data, expected):
     (tmp_path / name).write_bytes(data)
     for processes in 1, 2:
-        said = refused(capsys, "local", tmp_path / name, "name=mine", f"out={tmp_path / 'out'}", f"processes={processes}")
-        assert expected in said and (name in said or "mine" in said) and not list(tmp_path.rglob("index.json"))
+        instruct = "true" if name == "chat.jsonl" else "false"
+        assert local(tmp_path / name, out=tmp_path / "out", instruct=instruct, processes=processes) in (1, 2)
+        said = capsys.readouterr().err
+        assert expected in said and (name in said or "mine" in said) and "Traceback" not in said
+        assert not list(tmp_path.rglob("index.json"))
 
 
-def test_a_forbidden_disk_and_help(tmp_path, capsys):
+def test_a_path_that_cannot_serve_and_help(tmp_path, capsys):
     (tmp_path / "file").write_text("in the way")
     said = refused(capsys, "local", write(tmp_path / "a.jsonl", DOCUMENTS), "name=mine", f"out={tmp_path / 'file'}")
-    assert str(tmp_path / "file") in said and "the same command goes on" not in said
+    assert str(tmp_path / "file") in said
     assert main(["--help"]) == main([]) == 0 and prepare_data.__doc__ in capsys.readouterr().out

@@ -10,8 +10,7 @@ from eval_runs import build, build_lm, protect_environment, words
 
 from eval import harness, results, task_data, task_list
 from runtime.cli import UserError
-from tests.hub_layout import write_repository
-from tests.hub_server import HubServer, commit
+from tests.hub_server import HubServer, commit, write_repository
 
 PIQA = {"validation": [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]}
 SUBJECT = {split: [{"question": f"{split} {i}?", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": i % 4}
