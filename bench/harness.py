@@ -28,10 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from eval import task_list
-from eval.results import as_json, replace_file
-from eval.task_data import reading
+from eval import tasks
+from eval.harness import as_json
 from runtime.cli import UserError, read_options
+from runtime.rows import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             record = bench(options, Path(scratch))
         if options.out:
-            replace_file(Path(options.out), as_json(record))
+            write_atomically(Path(options.out), as_json(record))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> int:
 def bench(options: Options, scratch: Path) -> dict:
     """Run both commands in turns; {"wall_s", "cpu_s", "ratio", "scores", ..}. Raises UserError where scores differ."""
     run = Path(options.run) if options.run else random_run(scratch / "random")
-    names = task_list.expand(options.tasks)
+    names = tasks.expand(options.tasks)
     _call(["-m", "eval.export", str(run), str(scratch / "export"), "dtype=fp32"], options)
     limit = [f"limit={options.limit}"] if options.limit else []
     ours = ["-m", "eval.harness", str(run), f"tasks={','.join(names)}", f"offline={options.offline}", "dtype=float32",
@@ -155,7 +155,7 @@ def lm_eval_command(folder: str, arguments: list[str]) -> None:
     """lm-eval's own command line, the tasks' data from `folder`: what `lm_eval` does, and nothing else of ours."""
     from lm_eval.__main__ import cli_evaluate
     sys.argv = ["lm_eval", *arguments]
-    with reading(Path(folder)), contextlib.suppress(SystemExit):
+    with tasks.reading(Path(folder)), contextlib.suppress(SystemExit):
         cli_evaluate()
 
 
