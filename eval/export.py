@@ -16,7 +16,6 @@ Nothing here needs transformers. The weights are held in fp32 meanwhile: 4 bytes
 Source: configuration and modelling of both in transformers 5.23; both rotate RoPE by halves, as model.py does.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -287,11 +286,12 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
                  recipe: str) -> tuple[dict[str, torch.Tensor], dict[str, str], dict]:
     """Our tensors, the float8 ones with their rows' scales -> what lies in the files, the files' metadata, and the part of
     config.json by which transformers finds torchao."""
-    with _quiet():
-        from torchao.core.config import config_to_dict
-        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8Tensor, PerRow, PerTensor
-        from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+    logging.disable(logging.WARNING)        # torchao's of extensions for other hardware, of a deprecated call of its own
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8Tensor, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+    logging.disable(logging.NOTSET)
     is_row = RECIPES[recipe].weight.scaling == "row"
     settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow() if is_row else PerTensor())
     activations = QuantizeTensorToFloat8Kwargs(FLOAT8, settings.granularity[0])
@@ -308,19 +308,6 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
     return *flatten_tensor_state_dict(tensors), {
         "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
-
-
-@contextlib.contextmanager
-def _quiet():
-    """torchao warns, when it is imported, of compiled extensions for other hardware and of a deprecated call of its own."""
-    logs = {log: log.level for log in map(logging.getLogger, ("torchao", "torch.utils._pytree"))}
-    for log in logs:
-        log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for log, level in logs.items():
-            log.setLevel(level)
 
 
 # ------------------------------------------------------------------------------------------------------------ tokenizer

@@ -44,7 +44,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -131,12 +131,10 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
     tasks.quiet(options.offline is not None or options.public is None and tasks.is_local(names, options.include))
-    with _enough_memory("take a device with more, or dtype=bfloat16"):
-        lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
+    lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
-    with _enough_memory(f"give a smaller one than micro_batch={options.micro_batch}"):
-        scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
+    scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None] if inference else [],
@@ -145,18 +143,6 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     if world.is_main:
         write(options, record, samples)
     return record
-
-
-@contextlib.contextmanager
-def _enough_memory(advice: str) -> Iterator[None]:
-    """Turn what memory says when it is full, in as many ways as there are allocators, into an OSError with a sentence."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as error:      # an OSError is what another rank met, see _together()
-        if memory_error(error) is None:
-            raise
-        said = (str(error).splitlines() or ["no more to be had"])[0][:200]
-        raise OSError(f"the memory is full ({said}): {advice}") from error
 
 
 def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:

@@ -27,19 +27,9 @@ from typing import ClassVar
 
 import torch
 
-from eval import harness
+from eval import harness, sample
 from eval.loss import ValLoss, evaluate
-from eval.sample import (
-    Inference,
-    Recipe,
-    check_recipe,
-    command,
-    fp8_lines,
-    load_for_inference,
-    pick_device,
-    read_json,
-    read_tokenizer,
-)
+from eval.sample import Inference, Recipe, check_recipe, command, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, grid, read_options, run_command
@@ -79,7 +69,8 @@ def compare(options: Options) -> dict:
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
     data = open_data(config, read_tokenizer(config, options.run).sha256)
-    if read_json(Path(options.run) / "summary.json").get("val_sha256", data.val_sha256) != data.val_sha256:
+    known = sample.read_json(Path(options.run) / "summary.json").get("val_sha256", data.val_sha256)
+    if known != data.val_sha256:
         raise UserError(f"{data.config.data.dir} holds other validation tokens than {options.run} was measured on: restore the "
                         f"shards, so that losses here and there mean the same")
     micro_batch, arms = options.micro_batch or config.data.micro_batch, {}

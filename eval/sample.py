@@ -31,6 +31,7 @@ from runtime import fp8
 from runtime.checkpoint import DamagedError, latest, load_model
 from runtime.cli import UserError, read_options, run_command
 from runtime.config import Config, FP8Config, read_config
+from runtime.machine import memory_error
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
@@ -289,10 +290,14 @@ def command(doc: str, arguments: list[str], work: Callable[[], str | None], is_s
         said, code = work(), 0
     except UserError as error:
         said, code = str(error), 2
-    except BrokenPipeError:         # run_command() ends quietly then
-        raise
-    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-        said, code = f"{type(error).__name__}: {error}".splitlines()[0], 1
+    except (OSError, MemoryError, RuntimeError) as error:
+        if memory_error(error):         # told in as many ways as there are allocators
+            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch=, "
+                          f"dtype=bfloat16 or a device with more"), 1
+        elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
+            said, code = f"{type(error).__name__}: {error}", 1
+        else:
+            raise
     if said is not None and is_shown:
         print(said, file=sys.stderr if code else sys.stdout)
     return code

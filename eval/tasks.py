@@ -7,7 +7,6 @@ Only the splits that a task reads are saved: the one that is scored, and the one
 """
 
 import contextlib
-import difflib
 import json
 import logging
 import os
@@ -91,9 +90,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
                           metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None)
     for name in names:
         if name not in manager.all_tasks:
-            near = difflib.get_close_matches(name, [*GROUPS, *manager.all_tasks], 3, cutoff=0.5)
-            raise UserError(f"there is no task {name!r}; " + (f"did you mean {' or '.join(near)}?" if near else
-                                                              "`lm-eval ls tasks` lists them all"))
+            raise UserError(f"there is no task {name!r}{nearest(name, [*GROUPS, *manager.all_tasks])}")
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
     with reading(Path(offline) if offline else None):
         for name in names:

@@ -28,6 +28,18 @@ def build(config=TINY, seed=1, compute_dtype=torch.float32):
     return model.requires_grad_(False).eval()
 
 
+def rigged(logits_of):
+    """A model whose head is replaced by a function of the last hidden states."""
+    model = build()
+    model.head.forward = logits_of
+    return model
+
+
+def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **more):
+    """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
+    return torch.stack(list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1)
+
+
 def build_lm(model, micro_batch=4):
     return CheckpointLM(model, BYTES, micro_batch, torch.device("cpu"))
 
