@@ -60,6 +60,9 @@ class CheckpointLM(TemplateLM):
 
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
+    def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)       # ours shows its progress, lm-eval need not
+
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each continuation after its context."""
         return self._score([self._windows(context, continuation) for _, context, continuation in requests])

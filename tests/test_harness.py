@@ -1,153 +1,48 @@
-"""eval/lm.py and eval/harness.py on tiny models and made-up text, against log-likelihoods taken one token at a time."""
+"""eval/harness.py: scores against the models' own log-likelihoods, chance, what is written where, public models, mistakes."""
 
 import json
 import math
-import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, TINY, build, build_lm, build_run, bytes_of, directly, expected_pair, request, rolled, words
+from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
+from lm_eval.api.model import LM
+from task_layouts import LAYOUTS
+from task_layouts import write as write_layouts
+from tiny_llama import make_llama
 
-from eval import harness, held_out, results, sample, task_list
+from eval import harness, held_out, sample, tasks
+from eval.sample import Inference
+from eval.table import Column, Score, read_samples
 from runtime.cli import UserError
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parent.parent
 LOAD_MODEL = sample.load_model
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "latest", lambda run_dir: Path(run_dir) / "checkpoints" / "step_00000001")
+    monkeypatch.setattr(held_out, "QUESTIONS", 20)
     return build_run(tmp_path, monkeypatch)
 
 
-# -------------------------------------------------------------------------------------------------------- log-likelihood
-
-PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "starts a document"), ("trailing  ", "blank"),
-         ("long context " * 9, "tail"), ("0123456789" * 4, "the end"), ("é", "ü€𝄞"), ("q", "z" * 31), ("q", "w" * 32)]
-
-
-@pytest.mark.parametrize("micro_batch", [1, 3, 64])
-def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
-    model = build()
-    got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in PAIRS])
-    for (total, greedy), pair in zip(got, PAIRS, strict=True):
-        expected, expected_greedy = expected_pair(model, *pair)
-        assert total == pytest.approx(expected, abs=2e-4, rel=1e-5), pair
-        assert greedy == expected_greedy
-    assert np.std([total for total, _ in got]) > 10
-
-
-def test_order_and_batch_size_do_not_matter():
-    model = build()
-    forth = build_lm(model, 3).loglikelihood([request(*pair) for pair in PAIRS])
-    back = build_lm(model, 5).loglikelihood([request(*pair) for pair in reversed(PAIRS)])[::-1]
-    np.testing.assert_allclose([t for t, _ in forth], [t for t, _ in back], atol=1e-4)
-
-
-def test_the_head_sees_scored_positions_alone_and_few_at_a_time(monkeypatch):
-    model, rows = build(), []
-    model.head.register_forward_hook(lambda module, args, out: rows.append(len(out)))
-    build_lm(model).loglikelihood([request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")])
-    assert rows == [2 + 1 + 3]
-    monkeypatch.setattr("eval.lm.HEAD_ROWS", {"cpu": 4})
-    rows.clear()
-    pairs = [request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")]
-    assert build_lm(model).loglikelihood(pairs) == build_lm(build()).loglikelihood(pairs)
-    assert rows == [4, 2]
-
-
-def test_a_long_context_loses_its_beginning_and_is_counted():
-    model = build()
-    lm = build_lm(model)
-    (long, _), (short, _) = lm.loglikelihood([request("X" * 50 + "abcdefgh" * 4, "yz"),
-                                              request("Q" * 9 + "abcdefgh" * 4, "yz")])
-    assert long == short and lm.n_truncated == 2
-    lm.loglikelihood([request("a" * 31, "yz")])     # 33 tokens: the last needs no place in the context of 32
-    assert lm.n_truncated == 2
-
-
-def test_a_continuation_longer_than_the_context_is_scored_whole():
-    model, text = build(), words(random.Random(3), 30)
-    lm = build_lm(model)
-    (total, _), = lm.loglikelihood([request("ctx", text)])
-    assert total == pytest.approx(rolled(model, list(b"ctx")[-1:], list(text.encode())), rel=1e-5)
-    assert lm.n_truncated == 1      # all but the last token of its context
-    lm.loglikelihood([request("c", text), request("", text)])
-    lm.loglikelihood_rolling([request(text)])
-    assert lm.n_truncated == 1
-
-
-def test_a_context_of_blanks_alone_is_part_of_the_continuation():
-    model = build()
-    pairs = [("\n", "one shared beginning, A1"), ("\n", "one shared beginning, B22"), (" ", "a question?"), (" ", "z" * 40),
-             ("other", "xy")]
-    for (total, greedy), pair in zip(build_lm(model).loglikelihood([request(*pair) for pair in pairs]), pairs, strict=True):
-        whole = list("".join(pair).encode())
-        expected = expected_pair(model, *pair) if len(whole) < 32 else (rolled(model, [256], whole), False)
-        assert total == pytest.approx(expected[0], abs=2e-4, rel=1e-5) and greedy == expected[1], pair
-    with pytest.raises(UserError, match="has an empty context and the continuation '', in which there is no token to score"):
-        build_lm(model).loglikelihood([request("a", "b"), request("", "")])
-
-
-def test_a_long_context_does_not_make_a_forward_pass_long(monkeypatch):
-    model, seen = build(), []
-    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
-    monkeypatch.setattr("eval.lm.LONG_ROW", 8)
-    requests = [request(f"{i} and so on", " with it") for i in range(9)]
-    got, whole = build_lm(model, 4).loglikelihood(requests), build_lm(build(), 99).loglikelihood(requests)
-    assert max(seen) <= 4 * 8 and [total for total, _ in got] == pytest.approx([total for total, _ in whole], rel=1e-5)
-    seen.clear()
-    build_lm(model, 4).generate_until([request("ab" * 5, {"until": [], "max_gen_toks": 1})] * 9)
-    assert max(seen) == 3 * 10
-
-
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 64, 65, 150])
-def test_rolling_loglikelihood_is_the_direct_sum(n):
-    model, text = build(), words(random.Random(n), 60)[:n]
-    got = build_lm(model).loglikelihood_rolling([request(text), request("other text of another length")])
-    assert got[0] == pytest.approx(rolled(model, [256], list(text.encode())), rel=1e-5)
-
-
-def test_rolling_loglikelihood_is_minus_the_training_loss():
-    model, text = build(replace(TINY, n_ctx=64)), "exactly the loss that training would report for this document."
-    ids = torch.from_numpy(BYTES.encode_document(text).astype(np.int64))[None]
-    loss = model(ids[:, :-1], ids[:, 1:]).item()        # over the padded vocabulary of 384
-    assert build_lm(model).loglikelihood_rolling([request(text)])[0] == pytest.approx(-loss, rel=1e-6)
-
-
-def test_is_greedy_says_whether_greedy_decoding_gives_the_continuation():
-    model = build()
-    prompts = (list(f"prompt {i}".encode()) for i in range(256))
-    texts = ((prompt, bytes_of(sample.generate(model, torch.tensor([prompt]), 60)[0])) for prompt in prompts)
-    prompt, text = next(pair for pair in texts if pair[1][0] < 128)    # an ASCII beginning survives the way through str
-    k = next(k for k in range(8, 0, -1) if max(text[:k]) < 128)
-    good = text[:k].decode()
-    flags = [greedy for _, greedy in build_lm(model)._loglikelihood_tokens(
-        [(None, prompt, list(text[:8])), (None, prompt, [*text[:7], (text[7] + 1) % 256]), (None, prompt, list(good.encode()))])]
-    assert flags == [True, False, True]
-
-
-def test_empty_requests_are_no_error():
-    lm = build_lm(build())
-    assert lm.loglikelihood([]) == [] and lm.loglikelihood_rolling([request("")]) == [0.0]
-
-
-# ----------------------------------------------------------------------------------------------------------- the harness
+# ---------------------------------------------------------------------------------------------------------------- scores
 
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     assert harness.main([str(run), "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu"]) == 0
     out = capsys.readouterr().out
     record = json.loads((run / "eval" / "demo_float32_limit12.json").read_text())
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["run_id"] == "tiny" and summary["eval"]["old"] == {"acc": 0.5}      # nothing of the record is lost
-    assert set(summary) == {"run_id", "steps", "eval"} and set(summary["eval"]) == {"old"}     # a trial, and no BF16
+    assert set(json.loads((run / "summary.json").read_text())["eval"]) == {"old"}     # a trial, and no BF16
     assert not list(run.rglob("*.tmp"))
 
     model = build()
@@ -156,8 +51,7 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     sizes = np.array([len(text.encode()) for text in rows])
     ppl = record["tasks"]["val_ppl"]
     assert ppl["bits_per_byte"] == pytest.approx(nats.sum() / sizes.sum() / math.log(2), rel=1e-5)
-    rng = np.random.default_rng(0)
-    draws = rng.integers(12, size=(20_000, 12))
+    draws = np.random.default_rng(0).integers(12, size=(20_000, 12))
     bootstrap = (nats[draws].sum(1) / sizes[draws].sum(1) / math.log(2)).std()
     assert ppl["bits_per_byte_se"] == pytest.approx(bootstrap * math.sqrt(12 / 11), rel=0.05)
 
@@ -172,21 +66,98 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     assert "48 requests were longer than the context" in out
 
 
-def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model, tokenizer, device, _ = sample.load_for_inference(str(run), "cpu", "bfloat16")
-    x = torch.arange(20)[None]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
-    assert model.head.weight is model.wte.weight
-    assert torch.equal(model(x), build(compute_dtype=torch.bfloat16)(x))     # bit for bit what casting at each use gives
-    assert tokenizer.name == "byte" and device == torch.device("cpu")
+def test_tasks_of_the_users_own(run, capsys, tmp_path):
+    rows = [{"q": f"{a} + {b} =", "answers": [str(a + b), str(a + b + 1)], "gold": 0} for a in range(3) for b in range(3)]
+    folder = make_task(tmp_path / "mine", rows)
+    text = (folder / "sums.yaml").read_text()
+    (folder / "echo.yaml").write_text(
+        text.replace("task: sums", "task: echo").replace("multiple_choice", "generate_until")
+        .replace("doc_to_choice: answers\n", "").replace("doc_to_target: gold", 'doc_to_target: "{{answers[0]}}"')
+        .replace("metric: acc", "metric: exact_match")
+        + "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 5, do_sample: false}\n")
+    assert harness.main([str(run), "tasks=sums,echo", f"include={folder}", "dtype=float32"]) == 0
+    record = json.loads((run / "eval" / "sums+echo_float32.json").read_text())
+    model = build()
+    right = [directly(model, list(row["q"].encode()), list(b" " + row["answers"][0].encode()))[0]
+             > directly(model, list(row["q"].encode()), list(b" " + row["answers"][1].encode()))[0] for row in rows]
+    assert record["tasks"]["sums"]["acc"] == pytest.approx(np.mean(right)) and record["tasks"]["sums"]["chance"] == 0.5
+    assert record["tasks"]["echo"]["exact_match"] == 0.0 and record["tasks"]["echo"]["chance"] is None
+    (folder / "sums.jsonl").unlink()
+    assert harness.main([str(run), "tasks=sums", f"include={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert "could not be loaded (FileNotFoundError" in said and "its data lie in files that its YAML names" in said
 
 
-def test_an_unfinished_run_keeps_its_scores_beside(run, capsys):
-    (run / "summary.json").unlink()
-    assert harness.main([str(run), "tasks=val_cloze"]) == 0
-    assert "not finished" in capsys.readouterr().err
-    assert (run / "eval" / "val_cloze.json").exists() and not (run / "summary.json").exists()
+# ---------------------------------------------------------------------------------------------------------------- chance
 
+METRICS = ("acc", "acc_norm")
+
+
+@pytest.fixture(scope="module")
+def chance_run(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for task in LAYOUTS:
+            if task.startswith("mmlu_"):        # subjects of their own, found without reading lm-eval's whole index
+                patch.setitem(tasks.FOLDERS, task, tasks.FOLDERS["mmlu"])
+        yield build_run(tmp_path_factory.mktemp("chance"), patch)
+
+
+def score_layouts(run, folder, lm=None, patch=None):
+    """Scores of all layouts by the harness; `lm` answers instead of the tiny random model."""
+    if lm is not None:
+        patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
+    options = harness.Options(run=str(run), tasks=tuple(LAYOUTS), offline=str(folder), dtype="float32", device="cpu")
+    return harness.score(options, Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, []))["tasks"]
+
+
+class Oracle(LM):
+    """Gives the right answer `right` nats, the others `wrong`; it finds them by the question's id in the prompt."""
+
+    def __init__(self, truth, right, wrong):
+        super().__init__()
+        self.truth, self.right, self.wrong, self.asked = truth, right, wrong, set()
+
+    def loglikelihood(self, requests, **_):
+        return [(self.right if self.is_right(*request.args, request.task_name) else self.wrong, False) for request in requests]
+
+    def is_right(self, context, continuation, task):
+        *_, name = re.findall(r"q\d+x", context)        # the last: examples stand before the question
+        says = self.truth[task][name]
+        self.asked.add((task, name))
+        return context.endswith(says) if task == "winogrande" else continuation.strip() == says
+
+    def loglikelihood_rolling(self, requests, **_):
+        raise AssertionError("no such task here")
+
+    generate_until = loglikelihood_rolling
+
+
+def test_a_random_model_scores_chance(chance_run, tmp_path):
+    """To the last digit, where two standard errors would do: whatever the model prefers, one copy of each question agrees.
+
+    Any look at the label, or an answer that is read at another place than its neighbours, would show."""
+    write_layouts(tmp_path, 6, balanced=True)
+    for task, row in score_layouts(chance_run, tmp_path).items():
+        metrics = [metric for metric in METRICS if metric in row]
+        assert metrics
+        for metric in metrics:
+            assert row[metric] == pytest.approx(row["chance"], abs=1e-12), (task, metric)
+        if task in ("hellaswag", "piqa", "mmlu_anatomy"):       # else this would hold for a model that sees nothing
+            samples = read_samples(Column(task, "acc", row["docs_sha256"], None, 0, ""),
+                                   Score(row["acc"], None, None, [chance_run / "eval" / row["samples"]]))
+            preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
+            assert len(samples) == row["n"] and len(preferred) > 1
+
+
+@pytest.mark.parametrize("right, wrong, expected", [(0.0, -5.0, 1.0), (-5.0, 0.0, 0.0)])
+def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, tmp_path, monkeypatch, right, wrong, expected):
+    oracle = Oracle(write_layouts(tmp_path, 12, balanced=False), right, wrong)
+    scores = score_layouts(chance_run, tmp_path, oracle, monkeypatch)
+    assert oracle.asked == {(task, name) for task in LAYOUTS for name in oracle.truth[task]}      # each question was asked
+    assert all(scores[task][metric] == expected for task in LAYOUTS for metric in METRICS if metric in scores[task])
+
+
+# ---------------------------------------------------------------------------------------------------------------- on disk
 
 def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
     newest, loaded, real = [500], [], sample.load_model
@@ -203,120 +174,59 @@ def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
     assert (record["step"], loaded) == (750, [500, 750]) and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
 
 
-def test_only_whole_tasks_in_bf16_enter_the_summary_and_stay(run, monkeypatch, capsys):
+def test_only_whole_tasks_in_bf16_enter_the_summary_of_a_finished_run_and_stay(run, monkeypatch, capsys):
+    path = run / "summary.json"
+    first = json.loads(path.read_text())
     assert harness.main([str(run), "tasks=val_cloze"]) == 0
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["eval"]["val_cloze"] == json.loads((run / "eval" / "val_cloze.json").read_text())["tasks"]["val_cloze"]
+    summary = json.loads(path.read_text())
+    assert summary == first | {"eval": first["eval"] | json.loads((run / "eval" / "val_cloze.json").read_text())["tasks"]}
     for trial in (["limit=4"], ["dtype=float32"]):
         assert harness.main([str(run), "tasks=val_cloze", *trial]) == 0
-        assert json.loads((run / "summary.json").read_text()) == summary
+        assert json.loads(path.read_text()) == summary
     monkeypatch.setattr(harness, "latest", lambda run_dir: Path("step_00000007"))       # beside a summary of step 1
     assert harness.main([str(run), "tasks=val_ppl"]) == 0
-    assert json.loads((run / "summary.json").read_text()) == summary
-    assert "is of step 1, the checkpoint that was scored of step 7: the scores are in " in capsys.readouterr().err
+    assert json.loads(path.read_text()) == summary
+    assert "of step 1, the checkpoint that was scored of step 7" in capsys.readouterr().err
+    path.write_text('{"run_id": ')
+    assert harness.main([str(run), "tasks=val_cloze"]) == 2
+    assert "summary.json is damaged" in capsys.readouterr().err and path.read_text() == '{"run_id": '
+    path.unlink()
+    assert harness.main([str(run), "tasks=val_cloze"]) == 0
+    assert "not finished" in capsys.readouterr().err and not path.exists()
 
 
 def test_lists_of_tasks_that_begin_alike_have_files_of_their_own(tmp_path):
-    record = {"tasks": {}, "fp8": "off", "dtype": "bfloat16", "limit": None}
-    names = ["+".join(["mmlu_abstract_algebra"] * 9 + [last]) for last in ("piqa", "sciq")]
-    for name in names:
-        results.write(tmp_path, name, record | {"name": name}, {}, has_summary=False)
+    record = {"tasks": {}, "fp8": "off", "dtype": "float32", "limit": None}
+    for last in ("piqa", "sciq"):
+        options = harness.Options(run=str(tmp_path), tasks=(*(f"mmlu_abstract_algebra{i}" for i in range(9)), last))
+        harness.write(options, record | {"name": last}, {})
     files = list((tmp_path / "eval").glob("*.json"))
-    assert {json.loads(file.read_text())["name"] for file in files} == set(names) and all(len(f.name) < 110 for f in files)
+    assert {json.loads(file.read_text())["name"] for file in files} == {"piqa", "sciq"} and all(len(f.name) < 120 for f in files)
 
 
-@pytest.mark.parametrize("raised, code, sentence", [
-    (KeyboardInterrupt(), 130, "\n"),
-    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nmore"), 1,
-     "the memory is full (CUDA out of memory. Tried to allocate 2.00 GiB): give a smaller one than micro_batch=16\n"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), 1, "the memory is full ([enforce fail] DefaultCPU"),
-    (MemoryError(), 1, "the memory is full (no more to be had): give a smaller one than micro_batch=16\n")])
-def test_a_scoring_that_cannot_go_on_ends_with_a_sentence(run, monkeypatch, capsys, raised, code, sentence):
-    def fail(*_):
-        raise raised
-    monkeypatch.setattr(harness, "evaluate", fail)
-    assert harness.main([str(run), "tasks=demo"]) == code
-    said = capsys.readouterr().err
-    assert sentence in said and len(said.splitlines()) == 1 and not (run / "eval").exists()
-
-
-@pytest.mark.parametrize("raised, code, said", [
-    (KeyboardInterrupt(), 130, "\n"), (OSError(28, "No space left on device", "x.json"), 1, "x.json: No space left on device\n")])
-def test_the_bench_too_ends_without_a_traceback(monkeypatch, capsys, raised, code, said):
-    def fail(*_):
-        raise raised
-    monkeypatch.setattr("bench.harness.bench", fail)
-    from bench import harness as bench
-    assert bench.main(["tasks=piqa", "offline=saved"]) == code and capsys.readouterr().err == said
-
-
-def test_a_full_disk_is_told_with_the_files_name(run, monkeypatch, capsys):
+def test_a_full_disk_is_told_and_leaves_nothing(run, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr("os.fsync", full)
     assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 1
-    assert capsys.readouterr().err == f"{run}/eval/samples_val_cloze_limit4.jsonl.gz: No space left on device\n"
-    assert not list((run / "eval").iterdir())
+    assert "No space left on device" in capsys.readouterr().err and not list((run / "eval").iterdir())
 
 
-def test_a_damaged_summary_is_not_overwritten(run, capsys):
-    (run / "summary.json").write_text('{"run_id": ')
-    assert harness.main([str(run), "tasks=val_cloze"]) == 2
-    assert "summary.json is damaged" in capsys.readouterr().err
-    assert (run / "summary.json").read_text() == '{"run_id": '
-
-
-def test_tasks_of_the_users_own(run, capsys, tmp_path):
-    folder = tmp_path / "mine"
-    folder.mkdir()
-    rows = [{"q": f"{a} + {b} =", "answers": [str(a + b), str(a + b + 1)], "gold": 0} for a in range(3) for b in range(3)]
-    (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "sums.yaml").write_text(
-        f"task: sums\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / 'sums.jsonl'}}},"
-        f" cache_dir: {tmp_path / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
-        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetric_list:\n"
-        "  - {metric: acc, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n")
-    (folder / "echo.yaml").write_text(
-        (folder / "sums.yaml").read_text().replace("task: sums", "task: echo").replace("multiple_choice", "generate_until")
-        .replace("doc_to_choice: answers\n", "").replace("doc_to_target: gold", 'doc_to_target: "{{answers[0]}}"')
-        .replace("metric: acc", "metric: exact_match")
-        + "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 5, do_sample: false}\n")
-    assert task_list.local_tasks(str(folder)) == {"sums", "echo"}
-    assert harness.main([str(run), "tasks=sums,echo", f"include={folder}", "dtype=float32"]) == 0
-    record = json.loads((run / "eval" / "sums+echo_float32.json").read_text())
-    model = build()
-    right = [directly(model, list(row["q"].encode()), list(b" " + row["answers"][0].encode()))[0]
-             > directly(model, list(row["q"].encode()), list(b" " + row["answers"][1].encode()))[0] for row in rows]
-    assert record["tasks"]["sums"]["acc"] == pytest.approx(np.mean(right)) and record["tasks"]["sums"]["chance"] == 0.5
-    assert record["tasks"]["echo"]["exact_match"] == 0.0 and record["tasks"]["echo"]["chance"] is None
-    (folder / "sums.jsonl").unlink()
-    assert harness.main([str(run), "tasks=sums", f"include={folder}"]) == 2
-    said = capsys.readouterr().err
-    assert "the task 'sums' could not be loaded (FileNotFoundError" in said
-    assert "its data lie in files that its YAML names: check that they are there, and whole" in said and "Hub" not in said
-
+# --------------------------------------------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("arguments, sentence", [
-    ([], "tasks is missing: give tasks=VALUE"),
-    (["tasks=,"], "tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa"),
-    (["task=demo"], "there is no key 'task'; did you mean 'tasks'?"),
-    (["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
-    (["tasks=demo", "limit=ten"], "limit='ten' is not a whole number"),
-    (["tasks=demo", "micro-batch=-1"], "micro_batch=-1 must be at least 1"),
-    (["tasks=demo", "dtype=fp8"], "dtype='fp8' is not one of bfloat16, float32; there are: bfloat16, float32"),
+    ([], "tasks is missing: give tasks=VALUE"), (["tasks=,"], "tasks= names no task: give tasks=demo or a list such as"),
+    (["task=demo"], "there is no key 'task'; did you mean 'tasks'?"), (["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
+    (["tasks=demo", "dtype=fp8"], "dtype='fp8' is not one of bfloat16, float32"),
     (["tasks=demo", "device=cuda:9"], "device='cuda:9' is not usable here"),
-    (["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs"),
-    (["tasks=demo", "--limit"], "--limit needs a value: write limit=VALUE"),
-    (["tasks=demo", "tasks=demo"], "tasks is given twice"),
-    (["tasks=demo", "stray"], "'stray' is one word too many"),
-])
+    (["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, arguments, sentence):
     assert harness.main([str(run), *arguments]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.out == "" and not (run / "eval").exists()
 
 
-def test_unknown_task_names_the_nearest(run, capsys, monkeypatch):
+def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(run, capsys, monkeypatch):
     import lm_eval.tasks
     asked = []
 
@@ -326,37 +236,24 @@ def test_unknown_task_names_the_nearest(run, capsys, monkeypatch):
             super().__init__(include_defaults=False, **settings)
 
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", SmallManager)
-    for tasks, start in [("demo,val_close", "there is no task 'val_close'; did you mean val_cloze"),
-                         ("val_pp", "there is no task 'val_pp'; did you mean val_ppl"),
-                         ("dmeo", "there is no task 'dmeo'; did you mean demo"),
-                         ("qqqq", "there is no task 'qqqq'; `lm-eval ls tasks` lists them all")]:
-        assert harness.main([str(run), f"tasks={tasks}"]) == 2
-        assert capsys.readouterr().err.startswith(start)
-    assert asked == [True] * 4 and not (run / "eval").exists()
+    for name, near in [("demo,val_close", "val_cloze"), ("dmeo", "demo")]:
+        assert harness.main([str(run), f"tasks={name}"]) == 2
+        assert f"; did you mean {near!r}?" in capsys.readouterr().err
     assert harness.main([str(run), "tasks=demo", "limit=2"]) == 0
-    assert asked[-1] is False       # local names alone never wait for it
+    assert asked == [True, True, False]
 
 
 @pytest.mark.parametrize("entry, extra", [(harness, "tasks=demo"), (sample, "hello")])
 def test_a_folder_that_is_no_run_gets_a_sentence(run, capsys, monkeypatch, entry, extra):
     monkeypatch.setattr(sample, "load_model", LOAD_MODEL)       # the real one
     config = (run / "config.json").read_text()
-    for content, sentence in [(None, "is no run"), ('{"run": ', "is not JSON"), ("[]", "config"),
-                              (config, "has no finished checkpoint yet")]:
+    for content, sentence in [(None, "is no run"), ('{"run": ', "is not JSON"), (config, "has no finished checkpoint yet")]:
         (run / "config.json").unlink(missing_ok=True)
         if content is not None:
             (run / "config.json").write_text(content)
         assert entry.main([str(run), extra]) == 2
         captured = capsys.readouterr()
         assert sentence in captured.err and captured.out == "", content
-    assert entry.main(["out/absent", extra]) == 2
-    assert "out/absent is no run" in capsys.readouterr().err
-
-
-def test_the_process_itself_ends_with_code_2(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "eval.harness", str(tmp_path), "--tasks", "demo"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "is no run" in done.stderr, done.stderr
 
 
 def test_no_transformers_and_no_network(run):
@@ -372,7 +269,6 @@ def refuse(*args, **kwargs):
     raise AssertionError("network")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 sys.path.insert(0, {str(ROOT)!r})
-import torch
 from eval import harness, sample
 from runtime.config import read_config
 from model import GPT
@@ -386,5 +282,59 @@ code = harness.main([{str(run)!r}, "tasks=demo", "limit=3"])
 sys.exit(code if "transformers" not in sys.modules else 3)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=run.parent.parent, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "" and len(done.stdout.splitlines()) == 5, (done.stdout, done.stderr)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 5, (done.stdout, done.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------- public models
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("hub") / "tiny-llama")
+
+
+def log_likelihood(folder, context, continuation, dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
+    logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
+    return sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids)))
+
+
+@pytest.mark.parametrize("dtype, micro_batch", [("float32", 4), ("bfloat16", 1)])
+def test_a_public_models_log_likelihoods_are_its_own(public, dtype, micro_batch):
+    lm = harness.public_lm(str(public), CPU, dtype, micro_batch)     # of BF16 logits the softmax is taken in fp32, as of ours
+    pairs = [("The cat", " sat on the mat"), ("A", " dog"), ("One two", " three four")]
+    got = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
+    for (total, _), pair in zip(got, pairs, strict=True):
+        assert total == pytest.approx(log_likelihood(public, *pair, getattr(torch, dtype)), abs=1e-4)
+
+
+def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_task(tmp_path / "mine", [{"q": "the cat", "answers": ["sat on the mat", "ran"], "gold": i % 2} for i in range(6)])
+    assert harness.main([f"hf:{public}", "tasks=sums", "include=mine", "dtype=float32", "device=cpu"]) == 0
+    record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("hf_*_tiny-llama/eval/*.json"))
+    assert record["run"] == f"hf:{public}" and record["tasks"]["sums"]["acc"] == 0.5     # each answer is right three times
+    capsys.readouterr()
+    assert harness.main(["--table", "out", "out=table"]) == 0
+    assert "| tiny-llama, float32" in capsys.readouterr().out
+
+
+def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
+    def refused(name, words):
+        with pytest.raises(UserError, match=words):
+            harness.public_lm(str(name), CPU, "float32", 1)
+    (folder := tmp_path / "own").mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    refused(folder, r"has no \*\.safetensors.* can run code when read")
+    refused("no such name", "could not be loaded")
+    for file in public.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
+    refused(folder, "could not be loaded .* no code of its own")
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    refused(public, "pip install transformers accelerate")
