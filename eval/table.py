@@ -189,7 +189,7 @@ def majority(samples: list[dict]) -> float | None:
     """Share of the most frequent answer, where the possible answers are the same for every document: yes and no, letters.
 
     None elsewhere: an answer in the document's own words has no place that a model could see and prefer."""
-    choices = {tuple(continuation for _, continuation in s["arguments"]) for s in samples}
+    choices = {tuple(str(continuation) for _, continuation in s["arguments"]) for s in samples}
     if len(choices) != 1 or len(*choices) < 2:
         return None
     answers = [str(s["target"]) for s in samples]

@@ -175,12 +175,14 @@ def test_chance_and_the_most_frequent_answer(tmp_path):
     tasks = {name: mean_row(rows, samples=f"{name}.gz") for name, rows in
              (("boolq", boolean), ("commonsense_qa", letters), ("sciq", own_words))}
     tasks["boolq"]["chance"] = 0.5
-    write(tmp_path / "out" / "run", tasks, {"boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
+    said = [{**row, "exact_match": row["acc"], "arguments": [["question", {"until": ["\n"]}]]} for row in own_words]
+    tasks["echo"] = mean_row(said, "exact_match", samples="echo.gz")
+    write(tmp_path / "out" / "run", tasks, {"echo.gz": said, "boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
     text = page(tmp_path)
-    assert cells(text, "*chance*")[-3:] == ["25.0", "50.0", "25.0"]     # sciq, boolq, commonsense_qa
+    assert cells(text, "*chance*")[-4:] == ["50.0", "25.0", "25.0", ""]     # boolq, sciq, commonsense_qa, echo
     yes = sum(row["target"] for row in boolean) / N
     letter = max(sum(row["target"] == c for row in letters) for c in "ABCDE") / N
-    assert cells(text, "*most frequent answer*")[-3:] == ["", f"{100 * yes:.1f}", f"{100 * letter:.1f}"]
+    assert cells(text, "*most frequent answer*")[-4:] == [f"{100 * yes:.1f}", "", f"{100 * letter:.1f}", ""]
 
 
 # ------------------------------------------------------------------------------------------------- what is not to be mixed
