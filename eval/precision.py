@@ -53,11 +53,14 @@ class Options:
     def __post_init__(self):
         if not self.recipes or "off" in self.recipes:
             raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes; BF16 is always there to compare with")
-        self.scoring("off", self.micro_batch or 1)
+        if not self.tasks and (self.limit, self.include) != (None, None):
+            raise UserError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
 
     def scoring(self, recipe: str, micro_batch: int) -> harness.Options:
-        return harness.Options(run=self.run, tasks=self.tasks or ("none",), include=self.include, limit=self.limit,
-                               micro_batch=micro_batch, device=self.device, fp8=recipe)
+        return harness.Options(run=self.run, tasks=self.tasks, include=self.include, limit=self.limit, micro_batch=micro_batch,
+                               device=self.device, fp8=recipe)
 
 
 def compare(options: Options) -> dict:

@@ -177,7 +177,8 @@ def test_chance_and_the_most_frequent_answer(tmp_path):
     tasks["boolq"]["chance"] = 0.5
     said = [{**row, "exact_match": row["acc"], "arguments": [["question", {"until": ["\n"]}]]} for row in own_words]
     tasks["echo"] = mean_row(said, "exact_match", samples="echo.gz")
-    write(tmp_path / "out" / "run", tasks, {"echo.gz": said, "boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
+    write(tmp_path / "out" / "run", tasks, {
+        "echo.gz": said, "boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
     text = page(tmp_path)
     assert cells(text, "*chance*")[-4:] == ["50.0", "25.0", "25.0", ""]     # boolq, sciq, commonsense_qa, echo
     yes = sum(row["target"] for row in boolean) / N
