@@ -111,15 +111,18 @@ def export(options: Options) -> str:
             kind, size = about["architectures"][0], _write_weights(tmp, tensors, metadata)
             (tmp / "config.json").write_text(as_json(about))
             (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
-        for path in tmp.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(tmp)
-        os.replace(tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
-        sync_folder(target.parent)
+        publish(tmp, tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
     return f"step {manifest['step']}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
+
+
+def publish(folder: Path, what: Path, target: Path) -> None:
+    """Rename `what`, which is or lies in `folder`, when all in there is on the disk: whole or not there."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)
+    os.replace(what, target)
+    sync_folder(target.parent)
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
@@ -449,23 +452,18 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
         tuned=" and was tuned on prompts and responses" * any(index.get("is_masked") for index in sources.values()),
         training="\n\n".join([*training, *(["\n".join([f"Imported files of {base}:", *files])] if files else [])]),
-        scores=_scores(run_dir, step), n_ctx=config.model.n_ctx,
+        scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
         licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
 
 
-def _scores(run_dir: Path, step: int) -> str:
-    """What the harness wrote of these weights on whole tasks, the newest of each setting."""
-    records, rows = [read_json(path) for path in (run_dir / "eval").glob("*.json")], {}
-    for record in sorted(records, key=lambda record: record.get("time", "")):
-        for task, row in record.get("tasks", {}).items() if (record.get("step"), record.get("limit")) == (step, None) else ():
-            setting = ", ".join([task, *({record["dtype"], record["fp8"]} - {"bfloat16", "off"})])
-            for metric in (key for key in row if f"{key}_se" in row):
-                rows[setting, metric] = [f"{row[metric]:.4f}", *("" if row.get(key) is None else f"{row[key]:.4f}"
-                                                                 for key in (f"{metric}_se", "chance")), str(row.get("n"))]
-    if not rows:
-        return "Not scored: `python -m eval.harness out/RUN --tasks core` does."
-    return grid([["task", "metric", "score", "standard error", "chance", "documents"],
-                 *([*key, *cells] for key, cells in sorted(rows.items()))])
+def _scores(run_dir: Path, step: int, last: int) -> str:
+    """The table of what the harness wrote of these weights on whole tasks, FP8 inference beside BF16."""
+    from eval.table import read_rows, sort_columns, table_of
+    try:
+        rows = [row for row in read_rows([run_dir])[0] if (row.step or last) == step]
+    except UserError as error:
+        return f"None: {error}"
+    return grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
 
 
 if __name__ == "__main__":

@@ -22,16 +22,15 @@ import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
 
-from eval.export import layout
+from eval.export import layout, publish
 from model import GPTConfig
-from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of, sync_folder
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of
 from runtime.cli import UserError, type_problems
 from runtime.config import Config, DataConfig, OptimConfig
 from runtime.tokenizer import keep_tokenizer, load_tokenizer
@@ -76,18 +75,11 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
             raise OSError(f"the model takes {4 * model.params_total / 1e9:.1f} GB as fp32 in {target.parent}, and "
                           f"{free / 1e9:.1f} GB are free")
         keep_tokenizer(part, folder)
-        with ExitStack() as ending:
-            opened = {path: _open(path, ending) for path in set(files.values())}
-            weights = dict(from_hf(model, files, lambda name: opened[files[name]].get_tensor(name)))
+        opened = {path: _open(path) for path in set(files.values())}
+        weights = dict(from_hf(model, files, lambda name: opened[files[name]].get_tensor(name)))
         write_checkpoint(checkpoint, config, weights, {"imported": _facts(source, raw, files, tokenizer.sha256)})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-        for path in [*part.glob("tokenizer/*"), part / "config.json"]:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        for path in (part / "tokenizer", checkpoint.parent, part):
-            sync_folder(path)
-        os.rename(part, target)
-        sync_folder(target.parent)
+        publish(part, part, target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
@@ -126,28 +118,23 @@ def _weight_files(source: Path) -> dict[str, Path]:
     if (source / INDEX).is_file():
         place = _read_json(source / INDEX)["weight_map"]
     elif (source / WHOLE).is_file():
-        place = dict.fromkeys(_names(source / WHOLE), WHOLE)
+        place = dict.fromkeys(_open(source / WHOLE).keys(), WHOLE)
     else:
         raise UserError(f"{source} has neither {WHOLE} nor {INDEX}: get the model as safetensors, under these names; pickles "
                         f"(.bin, .pth) can run code and GGUF is no training format, so neither is read")
     for name in set(place.values()):
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
-        if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_names(source / name))):
+        if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_open(source / name).keys())):
             raise UserError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
     return {tensor: source / name for tensor, name in place.items()}
 
 
-def _names(path: Path) -> list[str]:
-    with ExitStack() as ending:
-        return list(_open(path, ending).keys())
-
-
-def _open(path: Path, ending: ExitStack):
-    """A safetensors file, closed by `ending`: its header is checked against its length, nothing is read yet."""
+def _open(path: Path):
+    """A safetensors file: its header is checked against its length, nothing is read yet."""
     from safetensors import SafetensorError, safe_open
     try:
-        return ending.enter_context(safe_open(path, framework="pt"))
+        return safe_open(path, framework="pt")
     except (FileNotFoundError, SafetensorError) as error:
         raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
 

@@ -243,7 +243,7 @@ def build(rows: list[Row], notes: list[str]) -> str:
     columns, parts = sort_columns(rows), ["# Scores"]
     for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
         parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
-        parts.append(grid(_table(rows, [c for c in columns if c.limit == limit])))
+        parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
     parts += [_legend(rows), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
     asked = {c.task for c in columns}
     if asked & set(FULL):
@@ -292,7 +292,8 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
     return lines
 
 
-def _table(rows: list[Row], columns: list[Column]) -> list[list[str]]:
+def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
+    """Cells: a heading, chance and the most frequent answer, each model, its difference from what it is compared with."""
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     lines = [["model", "parameters", "tokens", "precision", *("<br>".join(map(_cell, heading(c, columns))) for c in columns)]]
     marks = [levels(rows, c) for c in columns]
