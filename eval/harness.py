@@ -210,9 +210,10 @@ def join() -> World:
     """This process among those that torchrun started. Raises UserError where there are fewer GPUs than ranks."""
     size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
                               (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    if 0 < torch.cuda.device_count() <= local_rank:
-        raise UserError(f"torchrun started a process {local_rank} on this machine, which has {torch.cuda.device_count()} GPUs: "
-                        f"start no more than GPUs, --nproc_per_node={torch.cuda.device_count()}")
+    n_gpu, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if 0 < n_gpu < n_local:
+        raise UserError(f"torchrun started {n_local} processes on this machine, which has {n_gpu} GPUs: start no more than "
+                        f"GPUs, --nproc_per_node={n_gpu}")
     if size > 1 and not dist.is_initialized():
         store = own_keys(next(dist.rendezvous("env://"))[0])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)      # for objects, not tensors
