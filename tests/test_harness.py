@@ -195,23 +195,6 @@ def test_only_whole_tasks_in_bf16_enter_the_summary_of_a_finished_run_and_stay(r
     assert "not finished" in capsys.readouterr().err and not path.exists()
 
 
-def test_lists_of_tasks_that_begin_alike_have_files_of_their_own(tmp_path):
-    record = {"tasks": {}, "fp8": "off", "dtype": "float32", "limit": None}
-    for last in ("piqa", "sciq"):
-        options = harness.Options(run=str(tmp_path), tasks=(*(f"mmlu_abstract_algebra{i}" for i in range(9)), last))
-        harness.write(options, record | {"name": last}, {})
-    files = list((tmp_path / "eval").glob("*.json"))
-    assert {json.loads(file.read_text())["name"] for file in files} == {"piqa", "sciq"} and all(len(f.name) < 120 for f in files)
-
-
-def test_a_full_disk_is_told_and_leaves_nothing(run, monkeypatch, capsys):
-    def full(descriptor):
-        raise OSError(28, "No space left on device")
-    monkeypatch.setattr("os.fsync", full)
-    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 1
-    assert "No space left on device" in capsys.readouterr().err and not list((run / "eval").iterdir())
-
-
 # --------------------------------------------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("arguments, sentence", [

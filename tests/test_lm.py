@@ -13,8 +13,7 @@ import torch
 from eval_runs import BYTES, TINY, build, build_lm, bytes_of, expected_pair, generate, request, rigged, rolled, words
 
 from eval import lm as eval_lm
-from eval.lm import Batch, CheckpointLM, chunks, plan
-from model import KVCache
+from eval.lm import CheckpointLM, chunks, plan
 from tests.conftest import ROOT
 
 PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "starts a document"), ("trailing  ", "blank"),
@@ -146,22 +145,6 @@ def test_generate_until_is_greedy_and_stops_where_asked():
 
 # -------------------------------------------------------------------------------------------------------- shared contexts
 
-@pytest.mark.parametrize("kind", [{}, {"n_kv_head": 1}, {"qk_norm": True}])
-@torch.no_grad()
-def test_a_filled_cache_takes_several_tokens_of_several_rows(kind):
-    model = build(replace(TINY, **kind))
-    x = torch.randint(257, (3, 30), generator=torch.Generator().manual_seed(0))
-    want, cache = model(x), KVCache()
-    parts = [model(x[:, a:b], cache=cache) for a, b in ((0, 9), (9, 20), (20, 21), (21, 30))]
-    torch.testing.assert_close(torch.cat(parts, 1), want, atol=2e-4, rtol=1e-5)
-    cache = KVCache()
-    model(x[:2, :9], cache=cache)
-    own, rows = cache.rows(torch.tensor([1, 0, 1])), torch.tensor([1, 0, 1])
-    got = model(x[:, 9:], cache=own)        # other rows after those of the cache
-    torch.testing.assert_close(got, model(torch.cat((x[rows, :9], x[:, 9:]), 1))[:, 9:], atol=2e-4, rtol=1e-5)
-    torch.testing.assert_close(model(x[:2, 9:], cache=cache), want[:2, 9:], atol=2e-4, rtol=1e-5)      # its own is untouched
-
-
 def random_rows(rng):
     """Rows of the kinds that tasks make: a few-shot beginning for all, questions, choices; loners, prefixes of others."""
     few_shot = [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
@@ -187,17 +170,6 @@ def test_every_row_is_in_one_batch_with_those_it_begins_like():
             parts = chunks(lengths, batch.past, budget)
             assert sorted(i for chunk in parts for i in chunk) == list(range(len(lengths)))
             assert all(lengths[chunk[0]] == max(lengths[i] for i in chunk) for chunk in parts)
-
-
-def test_few_shot_examples_are_computed_once_and_choices_share_their_question():
-    shots = tuple(range(100))
-    questions = [shots + (200 + i,) * 10 for i in range(5)]
-    assert plan(questions, 10_000) == [Batch(100, [[0, 1, 2, 3, 4]])]
-    a, b = (1,) * 30, (2,) * 30
-    rows = [(*a, 5), (*b, 5), (*a, 6), (*b, 6, 6), (3,) * 31]
-    assert plan(rows, 10_000) == [Batch(0, [[4]]), Batch(30, [[0, 2], [1, 3]])]
-    opening = (7,) * 12         # "Question: how do I": less than a question has in common with itself
-    assert plan([opening + row for row in rows], 10_000) == [Batch(0, [[4]]), Batch(42, [[0, 2], [1, 3]])]
 
 
 @pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])

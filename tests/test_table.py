@@ -205,11 +205,11 @@ def test_limited_scores_and_other_documents_never_share_a_column(tmp_path):
     assert len(header) == 4 and all(mark in "".join(header) for mark in marks)
 
 
-def test_of_two_scorings_the_newest_counts(tmp_path):
+def test_of_two_scorings_the_newest_counts_and_imported_weights_have_no_step(tmp_path):
     """By the time in the records: a copy, or a checkout, gives files other times."""
     old, new = answers("piqa", 1), answers("piqa", 2)
     for name, rows, time in (("b_old", old, "2026-11-22T01:00:00+00:00"), ("a_new", new, "2026-11-22T01:00:01+00:00")):
-        write(tmp_path / "out" / "run", {"piqa": mean_row(rows)}, name=name, time=time)
+        write(tmp_path / "out" / "run", {"piqa": mean_row(rows)}, name=name, time=time, step=0)
     assert cells(page(tmp_path), "run")[-1].startswith(f"{100 * mean_row(new)['acc']:.1f} ±")
 
 
@@ -230,16 +230,6 @@ def test_scores_of_a_step_before_the_end_are_not_the_runs(tmp_path):
     (tmp_path / "out" / "tensorwise" / "eval" / "core1000.json").unlink()
     text = page(tmp_path)
     assert "| tensorwise |" not in text and "| *minus bf16* " not in text and "| *minus bf16, step 500* " in text
-
-
-@pytest.mark.parametrize("step, last, name", [(7, None, "run, step 7"), (9, 7, "run, step 9"), (7, 7, "run"), (None, 7, "run"),
-                                              (0, None, "run")])
-def test_which_step_is_the_runs_end(tmp_path, step, last, name):
-    """0: weights that were imported. Without a summary no step is the end."""
-    write(tmp_path / "out" / "run", {"piqa": mean_row(answers("piqa", 1))}, step=step,
-          summary=None if last is None else summary("bf16") | {"steps": last})
-    text = page(tmp_path)
-    assert cells(text, name)[-1] and ("Step: " in text) == (name != "run")
 
 
 def test_a_pair_is_one_dtype_and_one_pair_id(tmp_path, pair):
