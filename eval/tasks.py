@@ -7,6 +7,7 @@ Only the splits that a task reads are saved: the one that is scored, and the one
 """
 
 import contextlib
+import difflib
 import json
 import logging
 import os
@@ -90,7 +91,8 @@ def load(names: list[str], include: str | None, run_dir: str | None = None, offl
                           metadata={"run_dir": run_dir} if set(DEMO) & set(names) else None)
     for name in names:
         if name not in manager.all_tasks:
-            raise UserError(f"there is no task {name!r}{nearest(name, [*GROUPS, *manager.all_tasks])}")
+            near = difflib.get_close_matches(name, [*GROUPS, *manager.all_tasks], 3, cutoff=0.5)
+            raise UserError(f"there is no task {name!r}; `lm-eval ls tasks` lists them all; near: {', '.join(near) or 'none'}")
     loaded: dict = {"tasks": {}, "groups": {}, "group_map": {}}
     with reading(Path(offline) if offline else None):
         for name in names:
