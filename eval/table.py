@@ -389,6 +389,7 @@ def draw(rows: list[Row]) -> Figure | None:
             panel.remove()
         panels[0, 0].set_yticks(range(len(rows)), names, parse_math=False)
         panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
+        figure.set_dpi(200)     # as render() has it: the width of small text depends on it
         return settle(figure)
 
 
