@@ -14,7 +14,6 @@ from conftest import call_train
 from eval_runs import generate, protect_environment
 
 from eval import harness, precision, sample
-from eval.loss import ValLoss
 from model import GPTConfig, KVCache, Linear
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
@@ -238,12 +237,6 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, mon
     assert precision.main([str(runs / "bf16"), "recipes=rowwise"]) == 0
     arm = read_json(runs / "bf16" / "eval" / "precision.json")["fp8"]["rowwise"]
     assert arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
-
-
-def test_one_sequence_in_a_source_has_no_standard_error():
-    a, b = (ValLoss({"a": np.array([x])}, {"a": 1.0}, {"a": np.array([4])}) for x in (8.0, 6.0))
-    gap = precision.difference(a, b)
-    assert gap.loss == 0.5 and gap.standard_error is None
 
 
 @pytest.mark.parametrize("entry, arguments, sentence", [
