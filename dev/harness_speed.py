@@ -49,7 +49,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "--lm-eval":      # lm-eval's own command line, the tasks' data from a folder
         from lm_eval.__main__ import cli_evaluate
 
-        from eval.task_data import reading
+        from eval.tasks import reading
         folder, sys.argv = sys.argv[2], ["lm_eval", *sys.argv[3:]]
         with reading(Path(folder)), contextlib.suppress(SystemExit):
             cli_evaluate()

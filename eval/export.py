@@ -2,39 +2,49 @@
 
     python -m eval.export out/RUN DIR                   the newest sound checkpoint -> DIR
     python -m eval.export out/RUN DIR float8=rowwise    its Linears as float8 weights, for torchao's inference
+    python -m eval.export out/RUN FILE.safetensors      the weights alone, under the model's own names (model.py)
     python -m eval.export --from-hf DIR out/RUN         a Llama-family checkpoint -> a run, to sample, score, continue
 
     dtype       bf16 (default) or fp32, the weights' own: then the logits of both sides are equal bit by bit
-    float8      a recipe of training, tensorwise, rowwise, ..: which Linears, how they are rounded (eval/float8.py)
+    float8      a recipe of training, tensorwise, rowwise, ..: which Linears, and how they are rounded
     license     the model's, as the Hub names it (apache-2.0, mit, ..), for the card; the data's are listed there
 
 DIR must be new or empty. It gets the weights (model.safetensors, in several files beyond 5 GB), config.json, the tokenizer,
 generation_config.json and a model card, README.md; written under another name, synced and renamed: whole or not there.
 Nothing here needs transformers. The weights are held in fp32 meanwhile: 4 bytes a parameter.
+
+Source: configuration and modelling of both in transformers 5.23; both rotate RoPE by halves, as model.py does.
 """
 
+import json
+import logging
 import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 
-from eval import float8
-from eval.hf_layout import hf_config, to_hf
-from eval.hf_tokenizer import as_json, write_tokenizer
-from eval.model_card import write_model_card
-from eval.run_tokenizer import read_tokenizer
-from eval.sample import Recipe
-from eval.weights import DTYPES, newest_weights, write_safetensors, written
-from runtime.checkpoint import sync_folder
-from runtime.cli import UserError, read_options
-from runtime.config import config_from_dict, read_config
+from eval.sample import Recipe, check_recipe, command, read_json, read_tokenizer
+from model import GPT, GPTConfig
+from runtime import fp8
+from runtime.checkpoint import checkpoints, load, origin_of, read_manifest, sync_folder
+from runtime.cli import UserError, grid, read_options, run_command
+from runtime.config import Config, config_from_dict, read_config
+from runtime.fp8 import RECIPES, scale_of
+from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
 
 FILE_BYTES = 5 * 10**9      # of weights in one file, where one tensor is no larger
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3"}      # the format's
+ALIGNMENT = 64              # bytes, a cache line; torch allocates so
+FLOAT8 = torch.float8_e4m3fn
+LINEARS = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")
+MULTIPLE = 16               # rows and columns of a matrix that GPUs multiply in float8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,25 +59,18 @@ class Options:
     POSITIONAL: ClassVar = ("run", "folder")
 
     def __post_init__(self):
-        given = [f.name for f in fields(self) if f.name not in ("run", "from_hf") and getattr(self, f.name) != f.default]
-        if self.from_hf is not None and given:
+        if self.from_hf is not None and (self.folder, self.dtype, self.float8) != (None, "bf16", "off"):
             raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
-                              f"drop {', '.join(given)}; python -m eval.export --from-hf DIR out/RUN")
+                            "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
             raise UserError("the folder to write is missing: python -m eval.export out/RUN DIR")
         if self.float8 != "off" and self.dtype != "bf16":
             raise UserError(f"float8={self.float8} multiplies into BF16, so dtype={self.dtype} cannot be had with it: drop one "
-                              f"of the two")
-        if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", self.license):
-            raise UserError(f"license={self.license!r} is no name that the Hub knows: expected one like apache-2.0 or mit")
+                            f"of the two")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0 written, 1 the machine failed us, 2 the user's mistake."""
-    if not argv or {"-h", "--help"} & set(argv):
-        print(__doc__)
-        return 0 if argv else 2
-    return written("eval.export", lambda: _export_or_import(read_options(Options, argv)))
+    return command(__doc__, argv, lambda: _export_or_import(read_options(Options, argv)))
 
 
 def _export_or_import(options: Options) -> str:
@@ -78,45 +81,70 @@ def _export_or_import(options: Options) -> str:
 
 
 def export(options: Options) -> str:
-    """Writes the folder; returns the line that tells people of it. Raises UserError, OSError, MemoryError."""
-    run_dir, folder = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
-    if folder.is_symlink() or folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} is there already and not an empty folder: name a new one")
+    """Writes the folder or file; returns the line that tells people of it. Raises UserError, OSError, MemoryError."""
+    run_dir, target = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
+    is_file = target.suffix == ".safetensors"
+    if target.exists() and not (target.is_file() if is_file else target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target} is there already and not an empty folder: name a new one")
     config, recipe = read_config(run_dir), options.float8
-    chosen = float8.check(config, recipe) if recipe != "off" else []
+    chosen = linears_for(config, recipe) if recipe != "off" else []
     tokenizer = read_tokenizer(config, run_dir)
-    manifest, weights = newest_weights(run_dir, "eval.export")
+    manifest, weights = newest_weights(run_dir)
     config = config_from_dict(manifest["config"])
-    model = config.model
-    if tokenizer.vocab_size > model.vocab_padded:
-        raise UserError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, but its model {model.vocab_padded} rows: "
-                          f"they do not belong together")
-    tmp = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
+    tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
     try:
-        about = {**hf_config(model, options.dtype), **write_tokenizer(tokenizer, model.n_ctx, model.vocab_padded, tmp)}
-        scales = float8.quantise(weights, chosen, recipe) if chosen else {}
+        scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
-            if name not in scales:
-                weights[name] = weights[name].to(DTYPES[options.dtype])
-        if scales:
-            tensors, metadata, about["quantization_config"] = float8.store(model, weights, scales, recipe)
+            weights[name] = weights[name] if name in scales else weights[name].to(DTYPES[options.dtype])
+        if is_file:
+            kind, size = "weights", sum(t.nbytes for t in weights.values())
+            write_safetensors(tmp / target.name, weights, {
+                "format": "pt", "run": config.run, "step": str(manifest["step"]), "config": json.dumps(manifest["config"])})
         else:
-            tensors, metadata = to_hf(model, weights), {}
-        size = _write_weights(tmp, tensors, metadata)
-        (tmp / "config.json").write_text(as_json(about))
-        write_model_card(tmp, run_dir, config, manifest, tokenizer, options.dtype, recipe, chosen, options.license)
-        for path in tmp.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        sync_folder(tmp)
-        os.replace(tmp, folder)     # an empty folder may lie there
-        sync_folder(folder.parent)
-    except BaseException:
+            about = hf_config(config.model, options.dtype) | write_tokenizer(
+                tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
+            tensors, metadata = to_hf(config.model, weights), {}
+            if scales:
+                tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
+            kind, size = about["architectures"][0], _write_weights(tmp, tensors, metadata)
+            (tmp / "config.json").write_text(as_json(about))
+            (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
+        publish(tmp, tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
+    finally:
         shutil.rmtree(tmp, ignore_errors=True)
-        raise
-    form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
-    return f"step {manifest['step']}: {about['architectures'][0]}, {form}, {size / 2**20:.1f} MiB -> {folder}"
+    return f"step {manifest['step']}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
+
+
+def publish(folder: Path, what: Path, target: Path) -> None:
+    """Rename `what`, which is or lies in `folder`, when all in there is on the disk: whole or not there."""
+    for path in (*folder.rglob("*"), folder):
+        sync_folder(path)
+    os.replace(what, target)
+    sync_folder(target.parent)
+
+
+# -------------------------------------------------------------------------------------------------------------- weights
+
+def newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
+
+    Read alone, nothing is renamed: the run may be going on. What is skipped is told on stderr. Raises UserError where no
+    checkpoint is sound.
+    """
+    there = checkpoints(run_dir)
+    for path in reversed(there):
+        try:
+            manifest = read_manifest(path)
+            weights = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, dtype) in manifest["tensors"].items()
+                       if name.startswith("model.")}
+            load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
+            return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
+        except UserError as error:
+            print(error, file=sys.stderr)
+    raise UserError(f"{run_dir} has no sound checkpoint" + f", none of its {len(there)} is what was written" * bool(there) +
+                    ": give the folder of a run that has saved, such as out/<run>")
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
@@ -137,5 +165,306 @@ def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dic
     return total
 
 
+def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """One file: 8 bytes of header length, little-endian, a JSON header, the tensors' bytes, one after the other.
+
+    Source: the format's description at github.com/huggingface/safetensors. Written here because the package's own writer
+    aligns to 8 bytes: of one token's matmul the last bit depends on where in memory the weights begin, and readers map the
+    file.
+    """
+    tensors = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % ALIGNMENT != 0))  # odd ones push nobody out of line
+    header, end = {"__metadata__": metadata}, 0
+    for name, t in tensors.items():
+        begin, end = end, end + t.nbytes
+        header[name] = {"dtype": NAMES[t.dtype], "shape": list(t.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for t in tensors.values():
+            # The bytes as they lie: numpy knows no bfloat16.
+            file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
+
+
+def hf_config(config: GPTConfig, dtype: str) -> dict:
+    """The content of config.json for weights stored as `dtype` ("fp32" or "bf16"), without the roles of tokens.
+
+    The position encoding stands there twice: as transformers 5 writes it, and as the versions before read it.
+    """
+    scaling = None
+    if config.rope_factor is not None:
+        scaling = {"rope_type": "llama3", "factor": config.rope_factor, "low_freq_factor": config.rope_low_freq,
+                   "high_freq_factor": config.rope_high_freq, "original_max_position_embeddings": config.rope_original_ctx}
+    dtype = str(DTYPES[dtype]).removeprefix("torch.")
+    return {
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": "qwen3" if config.qk_norm else "llama",
+        "vocab_size": config.vocab_padded, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
+        "num_hidden_layers": config.n_layer, "num_attention_heads": config.n_head, "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size, "max_position_embeddings": config.n_ctx, "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+        "tie_word_embeddings": config.tied, "use_cache": True,
+        "rope_parameters": {**(scaling or {"rope_type": "default"}), "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta, "rope_scaling": scaling,
+        "dtype": dtype, "torch_dtype": dtype,
+    }
+
+
+def layout(config: GPTConfig) -> Parts:
+    """Our name -> names and shapes of the tensors that lie in it, one below the other; in the order of the modules."""
+    C, D, H, K, F, V = config.n_embd, config.head_size, config.n_head, config.kv_heads, config.n_ffn, config.vocab_padded
+    out: Parts = {"wte.weight": [("model.embed_tokens.weight", (V, C))]}
+    for i in range(config.n_layer):
+        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
+        block: Parts = {
+            "norm1.weight": [("input_layernorm.weight", (C,))],
+            "attn.qkv.weight": [(f"self_attn.{name}_proj.weight", (n * D, C)) for name, n in (("q", H), ("k", K), ("v", K))],
+            "attn.out.weight": [("self_attn.o_proj.weight", (C, H * D))],
+            "norm2.weight": [("post_attention_layernorm.weight", (C,))],
+            "mlp.gate_up.weight": [("mlp.gate_proj.weight", (F, C)), ("mlp.up_proj.weight", (F, C))],
+            "mlp.down.weight": [("mlp.down_proj.weight", (C, F))],
+        }
+        if config.qk_norm:
+            block |= {f"attn.{name}.weight": [(f"self_attn.{name}.weight", (D,))] for name in ("q_norm", "k_norm")}
+        out |= {ours + name: [(theirs + part, shape) for part, shape in parts] for name, parts in block.items()}
+    out["norm.weight"] = [("model.norm.weight", (C,))]
+    if not config.tied:
+        out["head.weight"] = [("lm_head.weight", (V, C))]
+    return out
+
+
+def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors under their names: views of `weights`, which has the names of GPT.named_parameters()."""
+    out = {}
+    for ours, parts in layout(config).items():
+        rows = [shape[0] for _, shape in parts]
+        out |= dict(zip((name for name, _ in parts), weights[ours].split(rows), strict=True))
+    return out
+
+
+# --------------------------------------------------------------------------------------------------------------- float8
+
+# Each fused matrix is rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's parts:
+# the float8 values and scales are those which the run's own matmuls saw (runtime/fp8.py). Activations are scaled while
+# running, per tensor or per row as the recipe does, by torchao's rule, which knows no powers of two. The head, like the
+# embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
+# quantization_config.
+
+def linears_for(config: Config, recipe: str) -> list[str]:
+    """Names of the Linears to store as float8: those that the run converts, or the recipe's defaults, without the head.
+
+    Raises UserError where torchao's inference has no such scaling or a part's sizes do not fit.
+    """
+    loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
+    if recipe not in loadable:
+        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
+    settings = check_recipe(config, recipe, torch.device("cpu"))
+    with torch.device("meta"):
+        layers = fp8.select(GPT(config.model), settings)
+    chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
+    for name in chosen:
+        for part, shape in layout(config.model)[f"{name}.weight"]:
+            if any(n % MULTIPLE for n in shape):
+                raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need "
+                                f"multiples of {MULTIPLE}; export without float8=")
+    return chosen
+
+
+def quantise(weights: dict[str, torch.Tensor], chosen: list[str], recipe: str) -> dict[str, torch.Tensor]:
+    """Replace the chosen fp32 matrices by float8 ones, in place; returns what each row is multiplied by, (N, 1) fp32."""
+    scales, largest = {}, torch.finfo(FLOAT8).max
+    for name in (f"{linear}.weight" for linear in chosen):
+        scale = scale_of(weights[name], RECIPES[recipe].weight)
+        weights[name] = (weights[name] * scale).clamp(-largest, largest).to(FLOAT8)
+        scales[name] = scale.reciprocal() * torch.ones(len(weights[name]), 1)
+    return scales
+
+
+def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: dict[str, torch.Tensor],
+                 recipe: str) -> tuple[dict[str, torch.Tensor], dict[str, str], dict]:
+    """Our tensors, the float8 ones with their rows' scales -> what lies in the files, the files' metadata, and the part of
+    config.json by which transformers finds torchao."""
+    logging.disable(logging.WARNING)        # torchao's of extensions for other hardware, of a deprecated call of its own
+    from torchao.core.config import config_to_dict
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8Tensor, PerRow, PerTensor
+    from torchao.quantization.quantize_.workflows import QuantizeTensorToFloat8Kwargs
+    logging.disable(logging.NOTSET)
+    is_row = RECIPES[recipe].weight.scaling == "row"
+    settings = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow() if is_row else PerTensor())
+    activations = QuantizeTensorToFloat8Kwargs(FLOAT8, settings.granularity[0])
+    tensors, kept = to_hf(config, weights), ["lm_head"]
+    for ours, parts in layout(config).items():
+        rows = [shape[0] for _, shape in parts]
+        for (name, shape), scale in zip(parts, scales[ours].split(rows) if ours in scales else parts, strict=True):
+            if ours in scales:
+                tensors[name] = Float8Tensor(
+                    tensors[name], scale.contiguous() if is_row else scale[:1].clone(), mm_config=settings.mm_config,
+                    block_size=[1 if is_row else shape[0], shape[1]], act_quant_kwargs=activations, dtype=torch.bfloat16)
+            elif ours.endswith(LINEARS):
+                kept.append(name.removesuffix(".weight"))
+    return *flatten_tensor_state_dict(tensors), {
+        "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
+        "include_input_output_embeddings": False, "untie_embedding_weights": False}
+
+
+# ------------------------------------------------------------------------------------------------------------ tokenizer
+
+def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict[str, int]:
+    """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
+
+    A built-in tokenizer becomes tokenizer.json (for the package tokenizers), vocab.json and merges.txt (for readers of GPT-2's
+    own format) and the tokens' roles; an imported one is copied. The ids of every text are those of runtime/tokenizer.py but
+    for one thing: a text that spells a special token is text here, and the token there (unless split_special_tokens=True is
+    set). vocab_padded: rows of the embedding; the ids behind the tokenizer's own are never generated, there as in eval/sample.py.
+    """
+    if tokenizer.kind == "folder":
+        for name in FOLDER_FILES:
+            if (Path(tokenizer.name) / name).is_file():
+                shutil.copyfile(Path(tokenizer.name) / name, folder / name)
+    else:
+        for name, content in _tokenizer_files(tokenizer, n_ctx).items():
+            (folder / name).write_text(content, encoding="utf-8")
+    roles, path = {"bos_token_id": tokenizer.start, "eos_token_id": tokenizer.eot}, folder / "generation_config.json"
+    generation = json.loads(path.read_bytes()) if path.is_file() else dict(roles)
+    if unused := set(range(tokenizer.vocab_size, vocab_padded)):
+        generation["suppress_tokens"] = sorted(unused | set(generation.get("suppress_tokens") or []))
+    path.write_text(as_json(generation))
+    return roles
+
+
+def as_json(content) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
+    """Name of each file -> its content, for gpt2 and byte."""
+    letters, roles = byte_letters(), {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if tokenizer.kind == "gpt2":
+        merges = vocab_bpe().decode()
+        tokens = ["".join(letters[b] for b in token) for token in token_bytes()]
+    else:
+        merges, tokens = "#version: 0.2\n", [letters[b] for b in range(256)]
+    vocab = {token: i for i, token in enumerate([*tokens, END_OF_TEXT])}
+    pieces = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    special = {"id": tokenizer.eot, "content": END_OF_TEXT, "single_word": False, "lstrip": False, "rstrip": False,
+               "normalized": False, "special": True}
+    rules = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [special], "normalizer": None,
+        # Bytes need no pieces: nothing is ever merged.
+        "pre_tokenizer": {**pieces, "use_regex": tokenizer.kind == "gpt2"},
+        "post_processor": {**pieces, "trim_offsets": False, "use_regex": True}, "decoder": {**pieces, "use_regex": True},
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "", "end_of_word_suffix": "",
+                  "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": vocab, "merges": merges.splitlines()[1:]},
+    }
+    kind = {"tokenizer_class": "GPT2Tokenizer", "unk_token": END_OF_TEXT} if tokenizer.kind == "gpt2" else {
+        # Else transformers 4 gives token_type_ids too, which generate() refuses.
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
+    settings = {**kind, **roles, "add_prefix_space": False, "clean_up_tokenization_spaces": False, "model_max_length": n_ctx,
+                "added_tokens_decoder": {str(tokenizer.eot): {k: v for k, v in special.items() if k != "id"}}}
+    return {"tokenizer.json": json.dumps(rules, ensure_ascii=False), "vocab.json": json.dumps(vocab, ensure_ascii=False),
+            "merges.txt": merges, "tokenizer_config.json": as_json(settings), "special_tokens_map.json": as_json(roles)}
+
+
+# ----------------------------------------------------------------------------------------------------------------- card
+
+CARD = """---
+{head}
+---
+
+# {run}
+
+A language model of {params:,} parameters, {made}. It continues text{tuned}. The weights here: {form}.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("DIR")      # this folder
+tokenizer = AutoTokenizer.from_pretrained("DIR")
+ids = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
+```
+
+## Data
+
+{data}
+
+## Training
+
+{training}
+
+## Scores
+
+{scores}
+
+## Limits
+
+- It may write what is false, offensive or private: nothing was done to prevent it, and bias was not measured.
+- Its context is {n_ctx:,} tokens. What it was not trained on, other languages above all, it does badly.
+- {licence} The data, and weights that it goes back to, keep theirs.
+"""
+
+
+def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license: str) -> str:
+    """README.md, of what config.json, summary.json, eval/*.json and the index.json of each source say, as far as they are there.
+
+    Without a choice of the user's the licence is that of the imported model that these weights go back to, if any.
+    """
+    from huggingface_hub import ModelCardData
+
+    origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
+    is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
+    sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
+    license = origin.get("license") or license if license == "other" else license
+    on_hub = {index["dataset"] for index in sources.values() if re.fullmatch(r"[\w.-]+/[\w.-]+", index.get("dataset", "")) and
+              re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}      # prepare/ writes a Hub's data set with its commit
+    head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation",
+                         tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], base_model=origin.get("model"),
+                         datasets=sorted(on_hub) or None)
+    base = origin.get("model") or origin.get("folder")
+    begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
+    made = (f"imported into nanoFP8 from {base} and not trained there" if is_import else
+            f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens each")
+    shown = [["source", "share", "data set", "revision", "licence"]]
+    for name, index in sources.items():
+        share = data.mixture[name] / sum(data.mixture.values())
+        shown.append([name, f"{share:.1%}", *(str(index.get(key, "not known")).replace("|", "\\|")
+                                              for key in ("dataset", "revision", "license"))])
+    training = [] if is_import else [
+        f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), peak "
+        f"learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of gradients and optimizer in fp32."]
+    if config.fp8.recipe != "off":
+        names = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in summary.get("precision", {}).get("layers_converted", ()))
+        training.append(f"Matmuls in FP8, recipe `{config.fp8.recipe}`, all else in BF16"
+                        f"{': ' * bool(names)}{', '.join(f'`{name}` ({n})' for name, n in names.items())}.")
+    if summary.get("steps") == step and not is_import:      # else it tells of other weights
+        training.append(f"{summary.get('n_gpu')} x {summary.get('device')}, {summary.get('wall_s', 0) / 3600:.2f} hours; code at "
+                        f"commit {summary.get('git_commit')}. Validation loss {summary.get('loss_as_trained')} as trained, "
+                        f"{summary.get('loss_bf16')} in BF16 (nats per token).")
+    files = [f"- {name}: SHA-256 {sha256}" for name, sha256 in (origin.get("files") or {}).items()]
+    return CARD.format(
+        head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
+        tuned=" and was tuned on prompts and responses" * any(index.get("is_masked") for index in sources.values()),
+        training="\n\n".join([*training, *(["\n".join([f"Imported files of {base}:", *files])] if files else [])]),
+        scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
+        licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
+
+
+def _scores(run_dir: Path, step: int, last: int) -> str:
+    """The table of what the harness wrote of these weights on whole tasks, FP8 inference beside BF16."""
+    from eval.table import read_rows, sort_columns, table_of
+    try:
+        rows = [row for row in read_rows([run_dir])[0] if (row.step or last) == step]
+    except UserError as error:
+        return f"None: {error}"
+    return grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -5,7 +5,7 @@
 DIR         config.json, model.safetensors (or its parts and their index), tokenizer.json, tokenizer_config.json
 out/RUN     config.json, tokenizer/, checkpoints/step_00000000/ with the weights as fp32 and without an optimizer
 
-What reads a run reads this one: eval.sample, eval.harness, eval.weights, eval.export. A new run trains it on with
+What reads a run reads this one: eval.sample, eval.harness, eval.export. A new run trains it on with
 start_from=out/RUN/checkpoints/step_00000000 and the same model section (configs/continue_llama.py). Of its config.json the
 model section and data.tokenizer alone say something: nothing was trained here.
 
@@ -21,23 +21,29 @@ import os
 import re
 import shutil
 import warnings
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException  # a BaseException: `except Exception` misses it
 
-from eval.hf_layout import from_hf, gpt_config
+from eval.export import layout, publish
 from model import GPTConfig
-from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of, sync_folder
-from runtime.cli import UserError
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of
+from runtime.cli import UserError, type_problems
 from runtime.config import Config, DataConfig, OptimConfig
 from runtime.tokenizer import keep_tokenizer, load_tokenizer
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-UNSAFE = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+EXACT = (torch.float32, torch.bfloat16, torch.float16)      # fp32 holds each of their values
+MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
+SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_ffn": "intermediate_size",
+         "n_ctx": "max_position_embeddings", "vocab_size": "vocab_size"}
+ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"}
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *ROPE.values()}
+NOT_EXACT = "this model cannot be held exactly"
 
 
 def import_checkpoint(folder: str, run_dir: str) -> Path:
@@ -51,9 +57,11 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         raise UserError(f"{source} is no folder: give the local folder of a downloaded model, the one that holds config.json")
     if os.path.lexists(target):
         raise UserError(f"{target} exists: choose another out/RUN, or remove that one")
-    model = gpt_config(_read_json(source / "config.json"))
-    files = _weight_files(source)
-    tokenizer_sha256 = _check_tokenizer(source, model)
+    raw = _read_json(source / "config.json")
+    model, files, tokenizer = gpt_config(raw), _weight_files(source), load_tokenizer(str(source))
+    if tokenizer.vocab_size > model.vocab_size:
+        raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
+                        f"{model.vocab_size}: the two do not belong together")
     config = Config(
         run=target.name, out=str(target.parent), model=model, steps=1, optim=OptimConfig(lr=2e-5),
         data=DataConfig(dir="data", mixture={"imported": 1.0}, tokens_per_step=model.n_ctx, micro_batch=1,
@@ -63,109 +71,19 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         shutil.rmtree(part, ignore_errors=True)     # what a killed import left
         checkpoint = part / "checkpoints" / name_of(0)
         checkpoint.mkdir(parents=True)
-        _check_space(part, 4 * model.params_total)
+        if (free := shutil.disk_usage(part).free) < 1.01 * 4 * model.params_total:
+            raise OSError(f"the model takes {4 * model.params_total / 1e9:.1f} GB as fp32 in {target.parent}, and "
+                          f"{free / 1e9:.1f} GB are free")
         keep_tokenizer(part, folder)
-        facts = _facts(source, files, tokenizer_sha256)
-        write_checkpoint(checkpoint, config, _read_weights(model, files), {"imported": facts})
+        opened = {path: _open(path) for path in set(files.values())}
+        weights = dict(from_hf(model, files, lambda name: opened[files[name]].get_tensor(name)))
+        write_checkpoint(checkpoint, config, weights, {"imported": _facts(source, raw, files, tokenizer.sha256)})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
-        for path in [*part.glob("tokenizer/*"), part / "config.json"]:
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        for path in (part / "tokenizer", checkpoint.parent, part):
-            sync_folder(path)
-        os.rename(part, target)
-        sync_folder(target.parent)
+        publish(part, part, target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return target / "checkpoints" / name_of(0)
-
-
-# ------------------------------------------------------------------------------------------------------- what is there
-
-def _read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no table")
-        return content
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} has no {path.name}: give the folder of a downloaded model") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON of a model ({error}): download it again") from error
-
-
-def _weight_files(source: Path) -> dict[str, Path]:
-    """The file of each tensor, by the index where there is one. Raises UserError: none, unsafe, damaged, not all there."""
-    if (source / INDEX).is_file():
-        place = _read_json(source / INDEX).get("weight_map")
-        if not isinstance(place, dict) or not place or not all(isinstance(name, str) for name in place.values()):
-            raise UserError(f"{source / INDEX} has no weight_map from tensors to files: download it again")
-    elif (source / WHOLE).is_file():
-        place = dict.fromkeys(_names(source / WHOLE), WHOLE)
-    else:
-        other = sorted(path.name for path in source.iterdir() if path.suffix in (*UNSAFE, ".gguf", ".safetensors"))
-        raise UserError(f"{source} has neither {WHOLE} nor {INDEX}" + (
-            f", but {', '.join(other[:3])}: pickles can run code and GGUF is no training format, so neither is read; get the "
-            f"model as safetensors, under these names" if other else ": download the model's safetensors"))
-    for name in set(place.values()):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
-        if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_names(source / name))):
-            raise UserError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
-    return {tensor: source / name for tensor, name in place.items()}
-
-
-def _names(path: Path) -> list[str]:
-    with ExitStack() as ending:
-        return list(_open(path, ending).keys())
-
-
-def _open(path: Path, ending: ExitStack):
-    """A safetensors file, closed by `ending`: its header is checked against its length, nothing is read yet."""
-    from safetensors import SafetensorError, safe_open
-    try:
-        return ending.enter_context(safe_open(path, framework="pt"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} is not there: the download is incomplete") from error
-    except SafetensorError as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}): download it again") from error
-
-
-def _check_tokenizer(source: Path, model: GPTConfig) -> str:
-    """The SHA-256 of the tokenizer in the folder, whose ids must all have a row in the model."""
-    tokenizer = load_tokenizer(str(source))
-    if tokenizer.vocab_size > model.vocab_size:
-        raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
-                          f"{model.vocab_size}: the two do not belong together")
-    return tokenizer.sha256
-
-
-def _facts(source: Path, files: dict[str, Path], tokenizer_sha256: str) -> dict:
-    """Where the weights come from, for the manifest and the model card."""
-    raw = _read_json(source / "config.json")
-    hashed = {path.name: path for path in (source / "config.json", source / "tokenizer.json", *files.values())}
-    readme = source / "README.md"
-    head = re.match(r"---\n(.*?)\n---", readme.read_text(errors="replace"), re.S) if readme.is_file() else None
-    licence = re.search(r"^license: *([\w.-]+) *$", head[1], re.M) if head else None
-    cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
-    return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
-            "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
-            "license": licence[1] if licence else None, "files": {name: sha256_of(path) for name, path in sorted(hashed.items())}}
-
-
-# -------------------------------------------------------------------------------------------------------------- writing
-
-def _read_weights(model: GPTConfig, files: dict[str, Path]) -> dict[str, torch.Tensor]:
-    """All weights by our names, fp32; of what is stored otherwise one tensor at a time is in memory."""
-    with ExitStack() as ending:
-        opened = {path: _open(path, ending) for path in set(files.values())}
-        try:
-            return dict(from_hf(model, files, lambda name: opened[files[name]].get_tensor(name)))
-        except RuntimeError as error:       # torch's allocator says so in words alone
-            if "allocate memory" in str(error):
-                raise MemoryError(f"the model takes {4 * model.params_total / 1e9:.1f} GB as fp32") from error
-            raise
 
 
 def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor], state: dict) -> None:
@@ -184,11 +102,163 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
 
-def _check_space(folder: Path, need: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < 1.01 * need:
-        raise OSError(f"the model takes {_size(need)} as fp32 in {folder.parent}, and {_size(free)} are free")
+# ------------------------------------------------------------------------------------------------------- what is there
+
+def _read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} has no {path.name}: give the folder of a downloaded model") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON of a model ({error}): download it again") from error
 
 
-def _size(n_bytes: int) -> str:
-    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.1f} MiB"
+def _weight_files(source: Path) -> dict[str, Path]:
+    """The file of each tensor, by the index where there is one. Raises UserError: none, unsafe, damaged, not all there."""
+    if (source / INDEX).is_file():
+        place = _read_json(source / INDEX)["weight_map"]
+    elif (source / WHOLE).is_file():
+        place = dict.fromkeys(_open(source / WHOLE).keys(), WHOLE)
+    else:
+        raise UserError(f"{source} has neither {WHOLE} nor {INDEX}: get the model as safetensors, under these names; pickles "
+                        f"(.bin, .pth) can run code and GGUF is no training format, so neither is read")
+    for name in set(place.values()):
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
+        if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_open(source / name).keys())):
+            raise UserError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
+    return {tensor: source / name for tensor, name in place.items()}
+
+
+def _open(path: Path):
+    """A safetensors file: its header is checked against its length, nothing is read yet."""
+    from safetensors import SafetensorError, safe_open
+    try:
+        return safe_open(path, framework="pt")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
+
+
+def _facts(source: Path, raw: dict, files: dict[str, Path], tokenizer_sha256: str) -> dict:
+    """Where the weights come from, for the manifest and the model card."""
+    hashed = {path.name: path for path in (source / "config.json", source / "tokenizer.json", *files.values())}
+    readme = source / "README.md"
+    head = re.match(r"---\n(.*?)\n---", readme.read_text(errors="replace"), re.S) if readme.is_file() else None
+    licence = re.search(r"^license: *([\w.-]+) *$", head[1], re.M) if head else None
+    cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
+    return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
+            "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
+            "license": licence[1] if licence else None, "files": {name: sha256_of(path) for name, path in sorted(hashed.items())}}
+
+
+# ------------------------------------------------------------------------------------------------------- configuration
+
+def gpt_config(raw: dict) -> GPTConfig:
+    """The model that a config.json describes. What the file leaves out has the default of its architecture.
+
+    Raises UserError in one sentence for whatever model.py cannot compute exactly, or where a size is missing.
+    """
+    named = raw.get("architectures")
+    if named not in [[name] for name in MODEL_TYPES]:
+        raise UserError(f"config.json has architectures={named!r}: only {' and '.join(MODEL_TYPES)} compute what model.py does")
+    is_qwen3 = named == ["Qwen3ForCausalLM"]
+    _refuse_what_computes_otherwise(raw, is_qwen3)
+    sizes = {ours: _number(raw, theirs, int) for ours, theirs in SIZES.items()}
+    heads = _number(raw, "num_key_value_heads", int, None if is_qwen3 else sizes["n_head"])
+    config = GPTConfig(
+        **sizes, n_kv_head=heads, qk_norm=is_qwen3, vocab_multiple=1 if sizes["vocab_size"] % 128 else 128,
+        tied=raw.get("tie_word_embeddings", False), norm_eps=_number(raw, "rms_norm_eps", float, 1e-6),
+        **_rope(raw, sizes["n_ctx"]))
+    if problems := type_problems("model", config) or config.problems():
+        raise UserError("config.json describes no model that can be built: " + "; ".join(problems))
+    if (size := raw.get("head_dim", 128 if is_qwen3 else None)) is not None and size != config.head_size:
+        raise UserError(f"config.json has head_dim={size!r}, but heads here are hidden_size / num_attention_heads = "
+                        f"{config.head_size} channels wide: {NOT_EXACT}")
+    return config
+
+
+def _refuse_what_computes_otherwise(raw: dict, is_qwen3: bool) -> None:
+    refused = [f"{key}={raw[key]!r} (no Linear here has a bias)" for key in ("attention_bias", "mlp_bias") if raw.get(key)]
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        refused.append(f"hidden_act={raw['hidden_act']!r} (only silu)")
+    if raw.get("pretraining_tp", 1) not in (1, None):
+        refused.append(f"pretraining_tp={raw['pretraining_tp']!r} (its sums are taken in slices)")
+    # Llama knows no window; Qwen3's applies where it is switched on.
+    if raw.get("use_sliding_window") or (not is_qwen3 and raw.get("sliding_window") is not None):
+        refused.append(f"sliding_window={raw.get('sliding_window')!r} (attention here sees the whole context)")
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        refused.append("layer_types other than full_attention (attention here sees the whole context)")
+    refused += [f"{key} (quantised weights are not what was trained)" for key in ("quantization_config", "compression_config")
+                if raw.get(key)]
+    refused += ["auto_map (code of its own, which is never run)"] if raw.get("auto_map") else []
+    if refused:
+        raise UserError(f"config.json has {', '.join(refused)}: {NOT_EXACT}")
+
+
+def _rope(raw: dict, n_ctx: int) -> dict:
+    """Ours of the position encoding, found where transformers looks for it and in the same order."""
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if strange := sorted(set(rope) - ROPE_KEYS):
+        raise UserError(f"config.json has rope parameters that are not known here ({_some(strange)}): {NOT_EXACT}")
+    if (share := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))) not in (None, 1):
+        raise UserError(f"config.json has partial_rotary_factor={share!r}, but whole heads are rotated here: {NOT_EXACT}")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = {"rope_theta": _number(rope if rope.get("rope_theta") is not None else raw, "rope_theta", float, 10_000.0)}
+    if kind == "default":
+        return theta
+    if kind != "llama3":
+        raise UserError(f"config.json has rope_type={kind!r}, but only default and llama3 are known here: {NOT_EXACT}")
+    original = "original_max_position_embeddings"
+    place = raw if raw.get(original) is not None else rope
+    return theta | {ours: _number(rope, theirs, float) for ours, theirs in ROPE.items()} | {
+        "rope_original_ctx": _number(place, original, int, n_ctx)}
+
+
+def _number(raw: dict, key: str, kind: type, default=None):
+    value = default if raw.get(key) is None else raw[key]
+    if type(value) not in (int, kind):
+        raise UserError(f"config.json has {key}={value!r}, but needs a number")
+    return kind(value)
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Our name and the fp32 tensor, one after the other, of a checkpoint that holds `names`; read(name) gives one.
+
+    Raises UserError, before anything is read, where a tensor is missing or has no place in the model, then where one has
+    another shape than config.json says, a dtype that fp32 cannot hold, or a tied head differs from the embedding.
+    """
+    parts_of, there = layout(config), set(names)
+    wanted = {name for parts in parts_of.values() for name, _ in parts}
+    head = "lm_head.weight"
+    if missing := sorted(wanted - there):
+        raise UserError(f"the checkpoint lacks {_some(missing)}: the download is incomplete, or config.json is another model's")
+    # Old checkpoints carry the frequencies of RoPE, which follow from config.json.
+    strange = sorted(name for name in there - wanted - {head} if not name.endswith("rotary_emb.inv_freq"))
+    if strange:
+        raise UserError(f"the checkpoint holds {_some(strange)}, which config.json's model has no place for: it cannot be held "
+                          f"exactly")
+    for ours, parts in parts_of.items():
+        whole = torch.empty((sum(shape[0] for _, shape in parts), *parts[0][1][1:]), dtype=torch.float32)
+        for (name, shape), place in zip(parts, whole.split([shape[0] for _, shape in parts]), strict=True):
+            place.copy_(_checked(name, read(name), shape))
+        if ours == "wte.weight" and config.tied and head in there and not torch.equal(
+                _checked(head, read(head), parts[0][1]).float(), whole):
+            raise UserError(f"config.json ties the head to the embedding, but {head} is another matrix: set "
+                              f"tie_word_embeddings to false there if the head is its own")
+        yield ours, whole
+
+
+def _checked(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    if tensor.dtype not in EXACT:
+        raise UserError(f"{name} is stored as {str(tensor.dtype).removeprefix('torch.')}, but only float32, bfloat16 and "
+                          f"float16 become fp32 exactly: take the checkpoint that was not quantised")
+    if tuple(tensor.shape) != shape:
+        raise UserError(f"{name} has the shape {tuple(tensor.shape)}, but by config.json it should have {shape}: the files do "
+                          f"not belong together")
+    return tensor
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

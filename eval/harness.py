@@ -1,7 +1,6 @@
 """Score a trained model on lm-eval tasks, directly from its checkpoint.
 
     python -m eval.harness out/RUN --tasks demo
-    python -m eval.harness out/RUN --tasks core
     torchrun --nproc_per_node=8 -m eval.harness out/RUN --tasks core
     python -m eval.harness hf:gpt2 --tasks core                         a public model, scored by the same command
     python -m eval.harness --table out/*                                all that was scored, as a table and a figure
@@ -26,31 +25,46 @@ Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document 
 for limit= and dtype=float32, the scores into the out/RUN/summary.json of a finished run under "eval" (with fp8=RECIPE:
 TASKS_fp8_RECIPE.json, "eval_fp8"). A run that is still training is scored at its newest checkpoint. Recipes with one
 activation scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little
-on micro_batch. Needs neither transformers nor a conversion. Probabilities are normalised over the padded vocabulary, as in
-training: with the tokenizers gpt2 and byte a perplexity here is the training loss of each document by itself. Where an
-imported tokenizer puts a token before every text, that token is scored too, as lm-eval does for transformers' models. What
-would be generated (is_greedy, generate_until) is looked for among the tokenizer's own ids.
+on micro_batch. Probabilities are normalised over the padded vocabulary, as in training: with the tokenizers gpt2 and byte a
+perplexity here is the training loss of each document by itself. Where an imported tokenizer puts a token before every text,
+that token is scored too, as lm-eval does for transformers' models. What would be generated (is_greedy, generate_until) is
+looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format) is read by
+transformers, needed here alone, from safetensors alone, without running code of its own; its scores lie in out/hf_NAME.
 """
 
 import contextlib
 import ctypes
+import functools
+import gzip
+import importlib.metadata
+import io
+import json
+import math
+import os
+import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from eval import task_list
-from eval.ranks import Ranks, is_first, joined, leave
-from eval.results import evaluate, table, write
-from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
-from eval.task_data import save_tasks
-from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, read_options
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from eval import tasks
+from eval.sample import Inference, Recipe, command, fp8_lines, load_for_inference, pick_device
+from runtime.checkpoint import gather, latest, step_of
+from runtime.cli import UserError, read_options, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error
+from runtime.parallel import World, finish, own_keys
+from runtime.rows import write_atomically
+
+PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,18 +85,28 @@ class Options:
         for name in ("limit", "micro_batch"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
-        check_tasks(self.tasks, self.include)
+        if not self.task_names:
+            raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
         if self.public and self.fp8 != "off":
             raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
+        if self.public and set(tasks.DEMO) & set(self.task_names):
+            raise UserError(f"the demo tasks are made from a run's own validation shards, which {self.run} has not")
 
     @property
     def task_names(self) -> list[str]:
-        return task_list.expand(self.tasks)
+        return tasks.expand(self.tasks)
 
     @property
     def public(self) -> str | None:
         """Name of the public model where the run is one: hf:NAME."""
         return self.run.removeprefix("hf:") if self.run.startswith("hf:") else None
+
+    @property
+    def folder(self) -> Path:
+        """Where the scores lie: of hf:NAME in out/hf_<name>, what no file name should hold replaced."""
+        if self.public is None:
+            return Path(self.run)
+        return Path("out", "hf_" + re.sub(r"[^\w.-]+", "_", self.public).strip("_")[-150:])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,79 +117,44 @@ class FetchOptions:
 
     POSITIONAL: ClassVar = ()
 
-    def __post_init__(self):
-        check_tasks(self.tasks, self.include)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableOptions:
-    paths: tuple[str, ...]                  # runs, or folders of runs
-    table: bool = True
-    out: str = "out/table"
-
-    POSITIONAL: ClassVar = ("paths",)
-
-
-def check_tasks(tasks: tuple[str, ...], include: str | None) -> None:
-    if include is not None and not Path(include).is_dir():
-        raise UserError(f"include={include!r} is no folder: give one that holds task YAMLs")
-    if not task_list.expand(tasks):
-        raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-
 
 # ---------------------------------------------------------------------------------------------------------------- score
 
-def score(options: Options, inference: Inference | None = None, ranks: Ranks | None = None) -> dict:
+def score(options: Options, inference: Inference | None = None, world: World | None = None) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    `inference`: the model that the options mean, where it is loaded already. With `ranks` they share the work, each returns
-    the record, and the first writes. Raises UserError: no such run or task, a damaged checkpoint, data that cannot be
-    had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
+    `inference`: the model that the options mean, where it is loaded already. The ranks of a `world` share the work, each
+    returns the record, and the first writes. Raises UserError: no such run or task, a damaged checkpoint, data that cannot
+    be had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
     """
-    start, ranks = time.perf_counter(), ranks or Ranks()
-    names = options.task_names
+    start, names, world = time.perf_counter(), options.task_names, world or World(0, 0, 1, torch.device("cpu"))
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    elif set(task_list.DEMO) & set(names):
-        raise UserError(f"the demo tasks are made from a run's own validation shards, which {options.run} has not")
-    task_list.quiet(options.offline is not None or options.public is None and task_list.is_local(names, options.include))
-    with _enough_memory("take a device with more, or dtype=bfloat16"):
-        lm, loaded, inference, step = ranks.together(lambda: _prepare(options, inference, ranks))
-    if len(set(ranks.gather(step))) > 1:
+    tasks.quiet(options.offline is not None or options.public is None and tasks.is_local(names, options.include))
+    lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
+    if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
-    with _enough_memory(f"give a smaller one than micro_batch={options.micro_batch}"):
-        scores, samples = ranks.together(lambda: evaluate(lm, loaded, options.limit))
+    scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
               "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None] if inference else [],
-              "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": lm.version,
-              "truncated_requests": lm.n_truncated, "wall_s": round(time.perf_counter() - start, 1)}
-    if ranks.is_main:
-        write(_folder(options), "+".join(dict.fromkeys(word.strip() for word in options.tasks)), record, samples,
-              has_summary=options.public is None)
+              "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
+              "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
+    if world.is_main:
+        write(options, record, samples)
     return record
 
 
-@contextlib.contextmanager
-def _enough_memory(advice: str) -> Iterator[None]:
-    """Turn what memory says when it is full, in as many ways as there are allocators, into an OSError with a sentence."""
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as error:      # an OSError is what another rank met, see Ranks.together
-        text = str(error)
-        if memory_error(error) is None:
-            raise
-        raise OSError(f"the memory is full ({(text.splitlines() or ['no more to be had'])[0][:200]}): {advice}") from error
-
-
-def _prepare(options: Options, inference: Inference | None, ranks: Ranks) -> tuple:
+def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the model where it is one of ours, and its checkpoint's step."""
-    loaded = task_list.load(options.task_names, options.include, options.run, options.offline)
-    device = ranks.device(options.device)
+    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
+    device = options.device
+    if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
+        torch.cuda.set_device(world.local_rank)
+        device = f"cuda:{world.local_rank}"
     if options.public is not None:
-        if ranks.size > 1:
+        if world.size > 1:
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-        from eval.public import public_lm
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
     from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
     step = _step(options.run)
@@ -173,11 +162,11 @@ def _prepare(options: Options, inference: Inference | None, ranks: Ranks) -> tup
         inference = load_for_inference(options.run, device, options.dtype, options.fp8)
         while step != (newest := _step(options.run)):       # the run is training: which of the two was read?
             step, inference = newest, load_for_inference(options.run, device, options.dtype, options.fp8)
-        if ranks.is_main:
+        if world.is_main:
             for line in fp8_lines(inference.layers, options.fp8, inference.device):
                 print(line, flush=True)
-    lm = CheckpointLM(inference.model, inference.tokenizer, options.micro_batch, inference.device, ranks)
-    return lm, loaded, inference, step
+    model, tokenizer, where, _ = inference
+    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, inference, step
 
 
 def _step(run_dir: str) -> int | None:
@@ -185,56 +174,218 @@ def _step(run_dir: str) -> int | None:
     return None if newest is None else step_of(newest)
 
 
-def _folder(options: Options) -> Path:
-    if options.public is None:
-        return Path(options.run)
-    from eval.public import public_dir
-    return public_dir(options.public)
+def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
+    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's format.
+
+    Raises UserError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
+    """
+    folder = Path(name).expanduser()
+    is_local = folder.is_dir() or name.startswith(("/", "./", "../", "~"))
+    if is_local and not any(folder.glob("*.safetensors")):
+        raise UserError(f"hf:{name} has no *.safetensors: give a folder as eval.export writes it; pickles (.bin, .pth) can run "
+                        f"code when read, convert them first")
+    try:
+        import accelerate  # noqa: F401  lm-eval imports it too; its absence would be told less well there
+        import transformers
+        from lm_eval.models.huggingface import HFLM
+    except ImportError as error:
+        raise UserError(f"hf:{name} is read by transformers, which our own runs do without ({error}): "
+                        f"pip install transformers accelerate") from error
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    try:    # lm-eval refuses a model's own code unless told otherwise
+        return HFLM(pretrained=str(folder) if is_local else name, device=str(device), dtype=dtype, batch_size=micro_batch,
+                    use_safetensors=True, softmax_dtype="float32")      # as ours: BF16 holds a log-likelihood to three digits
+    except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
+        if memory_error(error):
+            raise
+        said = (str(error).strip().splitlines() or [""])[0][:300]
+        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): check the name, that it has "
+                        f"safetensors and no code of its own, that the Hub is in reach, or give hf:/a/folder") from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- ranks
+
+def join() -> World:
+    """This process among those that torchrun started. Raises UserError where there are fewer GPUs than ranks."""
+    size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
+                              (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    n_gpu, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if 0 < n_gpu < n_local:
+        raise UserError(f"torchrun started {n_local} processes on this machine, which has {n_gpu} GPUs: start no more than "
+                        f"GPUs, --nproc_per_node={n_gpu}")
+    if size > 1 and not dist.is_initialized():
+        store = own_keys(next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)      # for objects, not tensors
+    return World(rank, local_rank, size, torch.device("cpu"))
+
+
+def _together(world: World, work: Callable):
+    """work()'s result; where it fails on any rank, all raise the same: a UserError for a mistake of the user's, else an
+    OSError, which names the rank and says what it met."""
+    if world.size == 1:
+        return work()
+    result = error = None
+    try:
+        result = work()
+    except Exception as met:    # whatever it is, the others must not wait for this rank for ever
+        error = met
+    try:
+        told = gather(error and (isinstance(error, UserError), str(error) or type(error).__name__), world)
+    except RuntimeError as gone:
+        raise OSError(f"a process that shared the work is gone ({str(gone).splitlines()[0]})") from gone
+    for rank, other in enumerate(told):
+        if other:
+            is_mistake, sentence = other
+            raise (UserError if is_mistake else OSError)(("" if all(told) else f"rank {rank}: ") + sentence) from error
+    return result
+
+
+# -------------------------------------------------------------------------------------------------------------- records
+
+def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
+    """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: .., docs_sha256: ..}} and
+    lm-eval's log of each task's documents. A group's row also names its `subtasks`, the tasks at its leaves."""
+    from lm_eval import evaluator
+    from lm_eval.api import task as lm_eval_task
+
+    lm_eval_task.tqdm = functools.partial(tqdm, disable=True)       # "0/125": the building of requests, done in no time
+    with contextlib.redirect_stdout(io.StringIO()):     # "bootstrapping for stddev"
+        results = evaluator.evaluate(lm, loaded, limit=limit, bootstrap_iters=1000)
+    out: dict[str, dict] = {}
+    for name, metrics in results["results"].items():
+        samples = results["samples"].get(name, [])
+        row = out[name] = {}
+        for key, value in metrics.items():
+            metric, _, which = key.partition(",")       # "acc,none", "acc_stderr,none", "exact_match,strict-match"
+            if not which or not isinstance(value, (int, float)) or metric.endswith("_stderr"):
+                continue
+            label = metric if which == "none" else f"{metric}.{which}"
+            error = metrics.get(f"{metric}_stderr,{which}")
+            if not isinstance(error, (int, float)):
+                error = _ratio_error(metric, value, [s[metric] for s in samples if metric in s])
+            row[label], row[f"{label}_se"] = float(value), None if error is None else float(error)
+        row["version"] = results["versions"].get(name)
+        if task := loaded["tasks"].get(name):
+            row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
+                    "chance": _chance(task, samples), "docs_sha256": _hash(s["doc_hash"] for s in samples)}
+    for name, group in loaded["groups"].items():
+        if name in out:
+            out[name] |= _group_row([(task.task_name, out[task.task_name]) for task in group.get_all_tasks()])
+    return out, results["samples"]
+
+
+def _group_row(leaves: list[tuple[str, dict]]) -> dict:
+    """What a group's row takes from the tasks at its leaves, which are weighted by their questions."""
+    n = sum(row["n"] for _, row in leaves)
+    chances, shots = [row["chance"] for _, row in leaves], {row["num_fewshot"] for _, row in leaves}
+    mean = sum(row["chance"] * row["n"] for _, row in leaves) / n if n and None not in chances else None
+    return {"n": n, "num_fewshot": shots.pop() if len(shots) == 1 else None, "chance": mean,
+            "docs_sha256": _hash(row["docs_sha256"] for _, row in leaves), "subtasks": [name for name, _ in leaves]}
+
+
+def _ratio_error(metric: str, value: float, pairs: list) -> float | None:
+    """Standard error of a perplexity metric, a ratio of sums over documents; lm-eval gives none. None where unknown.
+
+    Ratio estimator R = sum(ll) / sum(size): variance n / (n - 1) * sum((ll - R size)^2) / sum(size)^2 (Cochran,
+    Sampling Techniques, chapter 6), carried through exp() for a perplexity by its derivative.
+    """
+    n = len(pairs)
+    if metric not in ("bits_per_byte", "byte_perplexity", "word_perplexity") or n < 2:
+        return None
+    size = sum(s for _, s in pairs)
+    ratio = sum(ll for ll, _ in pairs) / size
+    error = math.sqrt(n / (n - 1) * sum((ll - ratio * s) ** 2 for ll, s in pairs)) / size      # nats per unit
+    return error / math.log(2) if metric == "bits_per_byte" else error * value
+
+
+def _chance(task, samples: list[dict]) -> float | None:
+    """Accuracy of guessing, for multiple choice with one right answer; None elsewhere."""
+    if task.OUTPUT_TYPE != "multiple_choice" or not samples:
+        return None
+    choices = [len(task.doc_to_choice(s["doc"])) for s in samples]
+    return sum(1 / n for n in choices) / len(choices)
+
+
+def _hash(hashes) -> str:
+    """Of the documents scored, in order: equal for two runs whose scores may be compared."""
+    return sha256("".join(hashes).encode()).hexdigest()
+
+
+def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
+    """Put record and logs into the run's eval/ and its scores into summary.json.
+
+    The summary takes whole tasks in bfloat16 of its own step alone: no trial may stand where a score stood. The file names
+    tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises
+    UserError where summary.json is damaged; it stays as it is.
+    """
+    kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
+    kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
+    kind += f"_limit{record['limit']}" if record["limit"] else ""
+    folder, names = options.folder / "eval", "+".join(dict.fromkeys(word.strip() for word in options.tasks))
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, rows in samples.items():
+        name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
+        lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_atomically(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
+    if len(names) > 100:        # file names end at 255 bytes
+        names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
+    path, summary = folder / f"{names}{kind}.json", options.folder / "summary.json"
+    write_atomically(path, as_json(record))
+    if options.public or record["dtype"] != "bfloat16" or record["limit"]:
+        return
+    if not summary.is_file():
+        print(f"the run is not finished, so there is no {summary}: the scores are in {path} only", file=sys.stderr)
+        return
+    try:
+        known = json.loads(summary.read_text())
+    except ValueError as error:
+        raise UserError(f"{summary} is damaged ({error}): the scores are in {path} only") from error
+    if known.get("steps") != record["step"]:
+        print(f"{summary} is of step {known.get('steps')}, the checkpoint that was scored of step {record['step']}: the scores "
+              f"are in {path} only", file=sys.stderr)
+        return
+    scores = known.setdefault("eval", {}) if record["fp8"] == "off" else \
+        known.setdefault("eval_fp8", {}).setdefault(record["fp8"], {})
+    scores |= record["tasks"]
+    write_atomically(summary, as_json(known))
+
+
+def as_json(content: dict) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def table(record: dict) -> str:
+    """The scores for the console; of a group's tasks the group's row alone."""
+    lines = [f"{'task':24} {'metric':24} {'score':>9} {'+/- se':>9} {'chance':>7} {'n':>6}"]
+    hidden = {name for row in record["tasks"].values() for name in row.get("subtasks", ())}
+    for name, row in record["tasks"].items():
+        for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
+            error, chance = row[f"{metric}_se"], row.get("chance") if metric.startswith("acc") else None
+            error, chance = "-" if error is None else f"{error:.4f}", "-" if chance is None else f"{chance:.2f}"
+            lines.append(f"{name:24} {metric:24} {row[metric]:9.4f} {error:>9} {chance:>7} {row['n'] or '-':>6}")
+    if record["limit"]:
+        lines.append(f"limit={record['limit']}: a part of each task, not to be compared with published scores")
+    if record["truncated_requests"]:
+        lines.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------------- entry point
 
-def fetch(options: FetchOptions) -> list[str]:
-    """Save the data of the tasks; a line for each. Raises UserError, OSError."""
-    task_list.quiet(offline=False)
-    names = task_list.expand(options.tasks)
-    made = [name for name in names if name in task_list.DEMO]
-    lines = [f"{name}: nothing to save, it is made from a run's own validation shards" for name in made]
-    if names := [name for name in names if name not in made]:
-        lines += save_tasks(Path(options.fetch), task_list.load(names, options.include)["tasks"])
-    if not (Path(options.fetch) / "manifest.json").is_file():
-        lines.append(f"{options.fetch} was not made: score these tasks without offline=")
-    return lines
-
-
-def _main(arguments: list[str], ranks: Ranks) -> list[str]:
-    """Do what the arguments ask for; lines for the console."""
+def _main(arguments: list[str]) -> str:
+    """Do what the arguments ask for; what there is to say."""
+    if "--table" in arguments:
+        from eval import table as scores_table
+        return scores_table.write(read_options(scores_table.Options, arguments))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        return fetch(read_options(FetchOptions, arguments))
-    return table(score(read_options(Options, arguments), ranks=ranks))
+        options = read_options(FetchOptions, arguments)
+        return "\n".join(tasks.fetch(Path(options.fetch), options.tasks, options.include))
+    return table(score(read_options(Options, arguments), world=join()))
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments) or not arguments:
-        print(__doc__)
-        return 0 if arguments else 2
-    code = 0
-    try:
-        if "--table" in arguments:
-            from eval import table as results_table
-            options = read_options(TableOptions, arguments)
-            return results_table.main(list(options.paths), options.out)
-        with joined() as ranks:
-            lines = _main(arguments, ranks)
-    except UserError as error:
-        lines, code = [str(error)], 2
-    except OSError as error:        # the machine's fault: a full disk, a process that is gone
-        lines, code = [f"{error.filename}: {error.strerror or error}" if error.filename else str(error)], 1
-    except KeyboardInterrupt:
-        lines, code = [""], 130
-    if is_first():
-        print("\n".join(lines), file=sys.stderr if code else sys.stdout)
-    return code
+    return command(__doc__, arguments, lambda: _main(arguments), is_shown=os.environ.get("RANK", "0") == "0")
 
 
 def keep_memory() -> None:
@@ -247,4 +398,5 @@ def keep_memory() -> None:
 
 if __name__ == "__main__":
     keep_memory()
-    leave(main(sys.argv[1:]))
+    code = run_command(main, sys.argv[1:])
+    finish(World(0, 0, int(os.environ.get("WORLD_SIZE", 1)), torch.device("cpu")), code)

@@ -104,23 +104,14 @@ class Texts:
 
 def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:
     data = read_config(run_dir).data
-    try:
-        tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
     for source in sorted(data.mixture):
         yield source, Texts(Path(data.dir) / source, tokenizer)
 
 
 def _shards(folder: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
-    try:
-        index = read_index(folder)
-    except ValueError as error:
-        raise UserError(str(error)) from error
-    if index.tokenizer != tokenizer.kind:
-        raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r}, the run was trained with "
-                          f"{tokenizer.name!r}: prepare the data with data.tokenizer={tokenizer.name}")
-    if index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
-        raise UserError(f"{folder} was made with another tokenizer than the run's own ({index.tokenizer_sha256[:9]}..., not "
-                          f"{tokenizer.sha256[:9]}...): prepare the data with tokenizer={tokenizer.name}")
+    index = read_index(folder)
+    if index.tokenizer != tokenizer.kind or index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
+        raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r} ({index.tokenizer_sha256[:9]}...), the run "
+                        f"was trained with {tokenizer.name!r} ({tokenizer.sha256[:9]}...): prepare the data with that one")
     return [np.memmap(shard.path, dtype=index.dtype, mode="r") for shard in index.splits["val"].shards if shard.tokens]

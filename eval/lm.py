@@ -1,17 +1,16 @@
-"""Answer lm-eval's requests with our own model."""
+"""Answer lm-eval's requests with our own model: in batches that compute a shared beginning once, on all ranks."""
 
-import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows
 
-from eval import batches
-from eval.ranks import Ranks
 from eval.sample import stream
 from model import GPT, KVCache
-from runtime.cli import UserError
+from runtime.checkpoint import gather
+from runtime.parallel import World
 from runtime.progress import ProgressLine
 from runtime.tokenizer import Tokenizer
 
@@ -22,22 +21,29 @@ SOFTMAX_ROWS = {"cpu": 64, "gpu": 2048}
 # A context beyond this counts as this long in a forward pass's budget: 16 x 131,072 tokens would fit into no memory.
 LONG_ROW = 2048
 CPU_TOKENS = 4096       # the budget's limit on a CPU, which larger batches make slower
+LEAST_SHARED = 8        # tokens: below, the second forward pass costs more than it saves
+LIKE = 0.75             # sequences share a beginning while it is at least this part of what their neighbours share
+
+
+class Batch(NamedTuple):
+    """Rows for one forward pass; with `past`, for one over each group's first `past` tokens and some over what follows."""
+    past: int
+    groups: list[list[int]]     # indices of rows; the rows of a group are alike in their first `past` tokens
 
 
 class CheckpointLM(TemplateLM):
     """lm-eval's view of a model: log-likelihoods of token sequences, and greedy continuations.
 
     n_truncated counts the requests that did not fit the context and lost their beginning. micro_batch is in sequences of a
-    full context. With `ranks` the batches are shared out: each rank is asked everything, and answers the same.
+    full context. In a `world` of several ranks they share the batches: each is asked everything, and answers the same.
     """
 
-    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, ranks: Ranks | None = None):
+    def __init__(self, model: GPT, tokenizer: Tokenizer, micro_batch: int, device: torch.device, world: World | None = None):
         super().__init__()
         self.model, self.tokenizer_ours, self.micro_batch, self._device = model, tokenizer, micro_batch, device
-        self.ranks = ranks or Ranks()
+        self.world = world or World(0, 0, 1, device)
         self.n_ctx = model.config.n_ctx
         self.n_truncated = 0
-        self.version = importlib.metadata.version("lm_eval")
 
     @property
     def eot_token_id(self) -> int:
@@ -55,11 +61,7 @@ class CheckpointLM(TemplateLM):
     # ------------------------------------------------------------------------------------------------- log-likelihood
 
     def loglikelihood(self, requests, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        for context, continuation in (request.args for request in requests):
-            if context == "" and not self.tok_encode(continuation, add_special_tokens=False):     # lm-eval's IndexError
-                raise UserError(f"a document of a task has an empty context and the continuation {continuation!r}, in which "
-                                  f"there is no token to score: take it out of the task's data")
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)       # ours shows its progress, lm-eval need not
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = True, **kwargs) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, whether greedy decoding would say it) of each continuation after its context."""
@@ -89,10 +91,10 @@ class CheckpointLM(TemplateLM):
             for tokens, n in request:
                 rows.setdefault(tuple(tokens[:-1]), []).append((tokens[-n:], i))
         inputs, windows = list(rows), list(rows.values())
-        batch_list = batches.plan(inputs, self.budget)
+        batch_list = plan(inputs, self.budget)
         totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
 
-        def score(batch: batches.Batch) -> list[tuple[int, float, bool]]:
+        def score(batch: Batch) -> list[tuple[int, float, bool]]:
             return self._score_batch(batch, inputs, windows)
         for answers in self._shared_out(batch_list, score, [sum(map(len, batch.groups)) for batch in batch_list]):
             for i, total, greedy in answers:
@@ -108,19 +110,19 @@ class CheckpointLM(TemplateLM):
 
     def _shared_out(self, batch_list: list, work: Callable, sizes: list[int]) -> list:
         """work(batch) of every batch, in order, each done by one rank: what a batch holds does not depend on their number."""
-        ranks, own = self.ranks, {}
-        mine = range(ranks.rank, len(batch_list), ranks.size)
-        total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", ranks.is_main)
+        world, own = self.world, {}
+        mine = range(world.rank, len(batch_list), world.size)
+        total, progress = sum(sizes[i] for i in mine), ProgressLine("scored", "sequences", world.is_main)
         progress.show(lambda: (0, 0.0))
         for i in mine:
             own[i] = work(batch_list[i])
             progress.show(lambda: ((so_far := sum(sizes[j] for j in own)), so_far / total))
         progress.clear()
-        done = {i: answer for answers in ranks.gather(own) for i, answer in answers.items()}
+        done = {i: answer for answers in gather(own, world) for i, answer in answers.items()}
         return [done[i] for i in range(len(batch_list))]
 
     @torch.no_grad()        # see eval/sample.py's stream()
-    def _score_batch(self, batch: batches.Batch, inputs: list[tuple[int, ...]], windows: list) -> list[tuple[int, float, bool]]:
+    def _score_batch(self, batch: Batch, inputs: list[tuple[int, ...]], windows: list) -> list[tuple[int, float, bool]]:
         """(request, log-likelihood, whether greedy) of every window of the batch's rows."""
         past, device = batch.past, self._device
         first = {row: len(inputs[row]) - max(len(scored) for scored, _ in windows[row])     # place of the first scored state
@@ -143,7 +145,7 @@ class CheckpointLM(TemplateLM):
             keep(self.model.hidden(x, cache), [(("group", g), g, min(past, *(first[row] for row in group)), past, 0)
                                                for g, group in enumerate(batch.groups)])
         rest = [(row, g) for g, group in enumerate(batch.groups) for row in group if len(inputs[row]) > past]
-        for chunk in batches.chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
+        for chunk in chunks([len(inputs[row]) - past for row, _ in rest], past, self.budget):
             rows = [rest[i][0] for i in chunk]
             x = torch.zeros(len(rows), len(inputs[rows[0]]) - past, dtype=torch.int64)
             for i, row in enumerate(rows):      # padded on the right: causal attention never looks there
@@ -235,3 +237,59 @@ def _cut_at(text: str, until: list[str]) -> str:
     for stop in until:
         text = text.split(stop)[0] if stop else text
     return text
+
+
+# -------------------------------------------------------------------------------------------------------------- batches
+
+def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
+    """Batches of all rows (different from each other, none empty), padded to at most `budget` tokens where one row has no
+    more. Those without a shared beginning go first, the longest leading: memory runs out at once or never."""
+    groups = _groups(rows)
+    alone = sorted((group[0] for _, group in groups if len(group) == 1), key=lambda row: -len(rows[row]))
+    batches, start = [], 0
+    while start < len(alone):
+        n = max(1, budget // len(rows[alone[start]]))
+        batches.append(Batch(0, [[row] for row in alone[start:start + n]]))
+        start += n
+    shared = sorted(((past, group) for past, group in groups if len(group) > 1), key=lambda pair: -pair[0])
+    taken: list[tuple[int, list[int]]] = []
+    for past, group in shared:
+        if taken and ((len(taken) + 1) * taken[0][0] > budget or past < LIKE * taken[0][0]):
+            batches.append(Batch(taken[-1][0], [rows_ for _, rows_ in taken]))
+            taken = []
+        taken.append((past, group))
+    return batches + ([Batch(taken[-1][0], [rows_ for _, rows_ in taken])] if taken else [])
+
+
+def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
+    """(length of the shared beginning, rows that share it), of neighbours in alphabetical order; a row alone: (0, [row])."""
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    shared = [_alike(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)] + [0]      # each with the next
+    groups, i = [], 0
+    while i < len(order):
+        start, past = i, 0
+        while shared[i] >= LEAST_SHARED:
+            joined = min(past, shared[i]) if past else shared[i]
+            if joined < LIKE * max(past, shared[i + 1]):    # the next has more in common with those behind it
+                break
+            past, i = joined, i + 1
+        groups.append((past, order[start:i + 1]))
+        i += 1
+    return groups
+
+
+def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """How many tokens the two begin with in common."""
+    n = min(len(a), len(b))
+    return next((i for i in range(n) if a[i] != b[i]), n)
+
+
+def chunks(lengths: Sequence[int], past: int, budget: int) -> list[list[int]]:
+    """Places of `lengths`, longest first, in chunks that hold little padding and at most `budget` tokens, the past included."""
+    order, out = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
+    for i in order:
+        if out and (longest := lengths[out[-1][0]]) * LIKE <= lengths[i] and (len(out[-1]) + 1) * (past + longest) <= budget:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out

@@ -19,7 +19,6 @@ quantisation does to the weights and activations of each Linear on one validatio
 """
 
 import json
-import math
 import sys
 import time
 from dataclasses import dataclass
@@ -28,15 +27,15 @@ from typing import ClassVar
 
 import torch
 
-from eval import harness
+from eval import harness, sample
 from eval.loss import ValLoss, evaluate
-from eval.results import as_json, replace_file
-from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
+from eval.sample import Inference, Recipe, check_recipe, command, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
-from runtime.checkpoint import latest
-from runtime.cli import UserError, read_options
+from runtime.checkpoint import latest, step_of
+from runtime.cli import UserError, grid, read_options, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data, open_data
+from runtime.rows import to_line, write_atomically
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +51,12 @@ class Options:
     POSITIONAL: ClassVar = ("run",)
 
     def __post_init__(self):
-        if not self.recipes or "off" in self.recipes or len(set(self.recipes)) < len(self.recipes):
-            raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes, each once; BF16 is always there to "
-                              f"compare with")
+        if not self.recipes or "off" in self.recipes:
+            raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes; BF16 is always there to compare with")
+        if not self.tasks and (self.limit, self.include) != (None, None):
+            raise UserError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
-        if self.tasks:
-            self.scoring("off", self.micro_batch or 1)
-        elif self.limit is not None or self.include is not None:
-            raise UserError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
 
     def scoring(self, recipe: str, micro_batch: int) -> harness.Options:
         return harness.Options(run=self.run, tasks=self.tasks, include=self.include, limit=self.limit, micro_batch=micro_batch,
@@ -76,10 +72,12 @@ def compare(options: Options) -> dict:
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
     data = open_data(config, read_tokenizer(config, options.run).sha256)
-    _check_identity(Path(options.run), data)
-    micro_batch = options.micro_batch or config.data.micro_batch
+    known = sample.read_json(Path(options.run) / "summary.json").get("val_sha256", data.val_sha256)
+    if known != data.val_sha256:
+        raise UserError(f"{data.config.data.dir} holds other validation tokens than {options.run} was measured on: restore the "
+                        f"shards, so that losses here and there mean the same")
+    micro_batch, arms = options.micro_batch or config.data.micro_batch, {}
     bf16, reference = _arm("off", options, config, data, micro_batch)
-    arms = {}
     for recipe in options.recipes:
         arm, val = _arm(recipe, options, config, data, micro_batch)
         gap = difference(val, reference)
@@ -88,7 +86,8 @@ def compare(options: Options) -> dict:
     record = {"run": str(options.run), "step": _step(options.run), "device": str(device), "micro_batch": micro_batch,
               "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
               "weights": data.weights, "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
-    replace_file(Path(options.run) / "eval" / "precision.json", as_json(_finite(record)))
+    strict = json.loads(to_line(record))        # null for a loss that overflowed
+    write_atomically(Path(options.run) / "eval" / "precision.json", harness.as_json(strict))
     return record
 
 
@@ -100,7 +99,7 @@ def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
 
 def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:
     """Load, evaluate, score, probe; the model is gone before the next arm's is loaded."""
-    start = time.perf_counter()
+    start, folder = time.perf_counter(), Path(options.run) / "eval"
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe)
     print("".join(f"{line}\n" for line in fp8_lines(inference.layers, recipe, inference.device)[-2:]), end="")
     val_sets = {source: data.val(source) for source in data.sources}
@@ -109,12 +108,10 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
            "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}, "tasks": {}}
     print(f"{'bf16' if recipe == 'off' else recipe}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s",
           flush=True)
-    folder = Path(options.run) / "eval"
     folder.mkdir(exist_ok=True)
     if recipe != "off":
         rows = look(inference, *_batch(val_sets, micro_batch), _step(options.run), config.probe.tokens)
-        replace_file(folder / f"probe_{recipe}.jsonl",
-                             "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+        write_atomically(folder / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
         arm["operands"] = summary(rows)
     if options.tasks:
         arm["tasks"] = harness.score(options.scoring(recipe, micro_batch), inference)["tasks"]
@@ -152,59 +149,37 @@ def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(x), torch.cat(y)
 
 
-def _check_identity(run_dir: Path, data: Data) -> None:
-    """Raise UserError where the validation tokens are not those that the finished run was measured on."""
-    path = run_dir / "summary.json"
-    try:
-        known = json.loads(path.read_text()).get("val_sha256") if path.is_file() else None
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error}): restore it, or move it away to go on without it") from error
-    if known not in (None, data.val_sha256):
-        raise UserError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore the "
-                          f"shards, so that losses here and there mean the same")
-
-
 def _step(run_dir: str) -> int:
-    return int(latest(Path(run_dir)).name.removeprefix("step_"))
-
-
-def _finite(value):
-    """The same with null for what JSON cannot say: a loss that overflowed."""
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return step_of(latest(Path(run_dir)))
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
 
-def tables(record: dict) -> list[str]:
-    """Two Markdown tables as lines: what FP8 costs, then what it does to weights and activations."""
-    bf16, arms = record["bf16"], record["fp8"]
-    lines = _row("measure", "n", "BF16", *arms) + _row(*["---"] * (3 + len(arms)))
-    n = sum(record["sequences"].values())
-    lines += _row("validation loss [nats/token]", n, f"{bf16['loss']:.4f}", *(f"{arm['loss']:.4f}" for arm in arms.values()))
-    lines += _row("minus BF16, paired", n, "", *(
-        _with_error(arm["difference"], arm["difference_se"], "+.5f") for arm in arms.values()))
-    lines += _row("minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values()))
+def tables(record: dict) -> str:
+    """Two Markdown tables: what FP8 costs, then what it does to weights and activations."""
+    bf16, arms, n = record["bf16"], record["fp8"], str(sum(record["sequences"].values()))
+    losses = [["measure", "n", "BF16", *arms],
+              ["validation loss [nats/token]", n, *(f"{arm['loss']:.4f}" for arm in (bf16, *arms.values()))],
+              ["minus BF16, paired", n, "", *(_with_error(a["difference"], a["difference_se"], "+.5f") for a in arms.values())],
+              ["minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values())]]
     for task, row in bf16["tasks"].items():
         for metric in (key for key in row if f"{key}_se" in row):
             scores = [arm["tasks"][task] for arm in (bf16, *arms.values())]
-            lines += _row(f"{task} {metric}", row["n"] or "-", *(
-                _with_error(score[metric], score[f"{metric}_se"], ".4f") for score in scores))
-    if record["limit"]:
-        lines.append(f"\nlimit={record['limit']}: a part of each task, not to be compared with published scores")
-    lines += ["", *_row("recipe", "operand", "scales", "underflow", "saturated", "error"), *_row(*["---"] * 6)]
+            losses.append([f"{task} {metric}", str(row["n"] or "-"), *(
+                _with_error(score[metric], score[f"{metric}_se"], ".4f") for score in scores)])
+    operands = [["recipe", "operand", "scales", "underflow", "saturated", "error"]]
     for recipe, arm in arms.items():
         for operand, s in arm["operands"].items():
             scales = "-" if s["scale_min"] is None else f"{s['scale_min']:.4g} to {s['scale_max']:.4g}"
-            lines += _row(recipe, operand, scales, *(_share(s[name]) for name in ("underflow", "saturated", "error")))
-    lines += ["", "± is one standard error: of losses over the validation sequences, of scores over documents. Underflow,",
-              "saturated: largest share of the values of a Linear; error: largest ||Q(x) - x|| / ||x||; where: the Linear."]
-    return lines
+            operands.append([recipe, operand, scales, *(_share(s[name]) for name in ("underflow", "saturated", "error"))])
+    limit = f"limit={record['limit']}: a part of each task, not to be compared with published scores" if record["limit"] else ""
+    return f"""
+{grid(losses)}
+{limit}
+{grid(operands)}
 
-
-def _row(*cells) -> list[str]:
-    return ["| " + " | ".join(map(str, cells)) + " |"]
+± is one standard error: of losses over the validation sequences, of scores over documents. Underflow,
+saturated: largest share of the values of a Linear; error: largest ||Q(x) - x|| / ||x||; where: the Linear."""
 
 
 def _with_error(value: float, error: float | None, form: str) -> str:
@@ -216,17 +191,8 @@ def _share(worst: dict) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments) or not arguments:
-        print(__doc__)
-        return 0 if arguments else 2
-    try:
-        record = compare(read_options(Options, arguments))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(["", *tables(record)]))
-    return 0
+    return command(__doc__, arguments, lambda: tables(compare(read_options(Options, arguments))))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

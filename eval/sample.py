@@ -15,56 +15,50 @@
 Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
 """
 
+import itertools
+import json
 import math
-import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
 
 import torch
 
-from eval.run_tokenizer import read_tokenizer
-from eval.streaming import Piece, pieces
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import DamagedError, latest, load_model
-from runtime.cli import UserError, read_options, type_problems
+from runtime.cli import UserError, read_options, run_command
 from runtime.config import Config, FP8Config, read_config
-from runtime.tokenizer import Tokenizer
+from runtime.machine import memory_error
+from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
+REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
-    """What is asked of a model. Raises UserError where a value has another type or lies beyond its bounds."""
+class Options:
+    run: str
     prompt: str = ""
     n: int = 1
     tokens: int = 200
     temperature: float = 0.8
     top_k: int | None = 200
     seed: int = 1337
-
-    def __post_init__(self):
-        if problems := type_problems("", self):
-            raise UserError("\n".join(problems))
-        for name, low, high in (("n", 1, 1024), ("tokens", 1, 2**31), ("top_k", 1, 2**31), ("seed", 0, 2**63 - 1)):
-            if (value := getattr(self, name)) is not None and not low <= value <= high:
-                raise UserError(f"{name}={value} must be between {low} and {high}")
-        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
-            raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Request):
-    run: str
     device: str = "auto"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     fp8: Recipe = "off"
 
     POSITIONAL: ClassVar = ("run", "prompt")
+
+    def __post_init__(self):
+        for name in ("n", "tokens", "top_k"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
+            raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
 
 # ----------------------------------------------------------------------------------------------------------- generation
@@ -97,13 +91,6 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         if ended.all():
             return
         x = token[:, None]      # (B, 1)
-
-
-def generate(model: GPT, ids: torch.Tensor, n_new: int, temperature: float = 0.0, top_k: int | None = None,
-             generator: torch.Generator | None = None, eot: int | None = None, n_ids: int | None = None) -> torch.Tensor:
-    """The new tokens alone, (B, at most n_new) int64; see stream() for when they are fewer."""
-    tokens = list(stream(model, ids, n_new, temperature, top_k, generator, eot, n_ids))
-    return torch.stack(tokens, dim=1) if tokens else ids[:, :0]
 
 
 def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generator) -> torch.Tensor:
@@ -139,9 +126,6 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
         raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
     settings = check_recipe(config, recipe, where)
     tokenizer = read_tokenizer(config, run_dir)
-    if tokenizer.vocab_size > config.model.vocab_size:
-        raise UserError(f"the tokenizer of {run_dir} has {tokenizer.vocab_size} ids, its model {config.model.vocab_size}: they "
-                          f"are no pair, put back the tokenizer that the model was trained with")
     model = _load_newest(run_dir, where, getattr(torch, dtype))
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
@@ -186,30 +170,68 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:       # its words name twenty backends
-        raise UserError(f"there is no device={name!r}: give auto, cpu or cuda") from error
-    try:
         torch.empty(0, device=device)
         return device
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0]
+        reason = str(error).splitlines()[0].partition(". ")[0].partition(" device type")[0]     # torch names twenty backends
         raise UserError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------- asking
+def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
+    """The tokenizer of a run; where it is a folder the run's own copy, or without one what the config names.
 
-def continuations(ready: Inference, request: Request) -> Iterator[list[Piece]]:
-    """After each token the pieces of all rows that go on, or end with it; at last those that a limit ends.
+    Raises UserError where it cannot be read, or its ids mean other text than in the training: the newest checkpoint's manifest
+    holds that tokenizer's SHA-256, an import's with its source, else summary.json does.
+    """
+    run_dir = Path(run_dir)
+    tokenizer, newest = load_tokenizer(tokenizer_of(run_dir, config.data.tokenizer)), latest(run_dir)
+    state = read_json(newest / "manifest.json").get("state", {}) if newest else {}
+    holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
+    trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
+    if trained not in (None, tokenizer.sha256):
+        raise UserError(f"the tokenizer {tokenizer.name} is not the one that the model of {run_dir} was trained with "
+                        f"({tokenizer.sha256[:9]}..., not {trained[:9]}...): put that one back as {run_dir / 'tokenizer'}")
+    return tokenizer
 
-    Raises UserError, at once, where the prompt does not fit the context."""
-    ids, n_ctx = prompt_ids(ready.tokenizer, request.prompt), ready.model.config.n_ctx
-    if len(ids) > n_ctx:
-        raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
-    generator = torch.Generator(ready.device).manual_seed(request.seed)
-    prompts = torch.tensor([ids] * request.n, device=ready.device)
-    steps = stream(ready.model, prompts, request.tokens, request.temperature, request.top_k, generator, ready.tokenizer.eot,
-                   ready.tokenizer.vocab_size)
-    return pieces(steps, ready.tokenizer, request.n, ids)
+
+def read_json(path: Path) -> dict:
+    """A JSON object; {} where there is none, or a damaged one: who needs the rest of the file says so."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+# ------------------------------------------------------------------------------------------------------------ streaming
+
+class Growing:
+    """The text of tokens that come one by one: never a character that a later token may still complete.
+
+    Only the last few tokens are decoded again: a decoder may treat the first token of all in its own way, so those told
+    last stay before the new ones, and a long text costs no more a token than a short one. `prompt` is told already."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
+        self.tokenizer, self.ids = tokenizer, list(prompt)
+        self.start, self.told = 0, len(self.ids)        # ids[start:told] are told whole and decoded again, those before never
+        self.shown = len(tokenizer.decode(self.ids)) if self.ids else 0     # characters of ids[start:] that are told
+
+    def add(self, token: int) -> str:
+        """What can be told of the text that has not been told."""
+        self.ids.append(token)
+        text = self.tokenizer.decode(self.ids[self.start:])
+        whole = text.rstrip(REPLACEMENT)
+        new = whole[self.shown:]
+        if new and whole == text:
+            self.start, self.told = self.told, len(self.ids)
+            self.shown = len(self.tokenizer.decode(self.ids[self.start:]))
+        else:
+            self.shown = max(self.shown, len(whole))
+        return new
+
+    def rest(self) -> str:
+        """What is left when no token follows: bytes that no character came of."""
+        return self.tokenizer.decode(self.ids[self.start:])[self.shown:]
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
@@ -219,65 +241,71 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     return [tokenizer.start, *ids] if tokenizer.adds_start or not ids else ids
 
 
-# ---------------------------------------------------------------------------------------------------------- entry point
-
-def show(steps: Iterator[list[Piece]], request: Request, out: TextIO) -> None:
-    """Print the continuations one below the other: the one that is next as it grows, so that all end in order."""
-    waiting, over, row = [""] * request.n, [False] * request.n, 0
-
-    def begin():
-        out.write((f"{'-' * 32} {row + 1} of {request.n}\n" if request.n > 1 else "") + request.prompt)
-
-    begin()
+def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
+    """Print n continuations one below the other, the one that is next as it grows. `steps`: the next token of each."""
+    rows = [Growing(tokenizer, prompt_ids(tokenizer, prompt)) for _ in range(n)]
+    waiting, over, current = [""] * n, [False] * n, 0
+    headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
+    out.write(headings[0])
     out.flush()
-    for step in steps:
-        for piece in step:
-            waiting[piece.row] += piece.text
-            over[piece.row] = piece.end is not None
-        while row < request.n:
-            out.write(waiting[row])
-            waiting[row] = ""
-            if not over[row]:
+    for tokens in itertools.chain(steps, [None]):       # None: `tokens` or the context are used up
+        for row in (row for row in range(n) if not over[row]):
+            over[row] = tokens is None or tokens[row] == tokenizer.eot
+            waiting[row] += rows[row].rest() if over[row] else rows[row].add(tokens[row])
+        while current < n:
+            out.write(waiting[current])
+            waiting[current] = ""
+            if not over[current]:
                 break
-            out.write("\n")
-            row += 1
-            if row < request.n:
-                begin()
+            current += 1
+            out.write("\n" + (headings[current] if current < n else ""))
         out.flush()
 
 
+# ---------------------------------------------------------------------------------------------------------- entry point
+
 def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
-    ready = load_for_inference(options.run, options.device, options.dtype, options.fp8)
-    for line in fp8_lines(ready.layers, options.fp8, ready.device)[-2:]:      # how many, and what this device makes of it
+    model, tokenizer, device, layers = load_for_inference(options.run, options.device, options.dtype, options.fp8)
+    for line in fp8_lines(layers, options.fp8, device)[-2:]:      # how many, and what this device makes of it
         print(line, file=sys.stderr)
-    show(continuations(ready, options), options, out)
-    n_ctx, n_prompt = ready.model.config.n_ctx, len(prompt_ids(ready.tokenizer, options.prompt))
-    if n_prompt + options.tokens > n_ctx + 1:
-        print(f"the context of {n_ctx} tokens allows {n_ctx - n_prompt + 1} new ones, not tokens={options.tokens}",
+    ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
+    if len(ids) > n_ctx:
+        raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")
+    steps = stream(model, torch.tensor([ids] * options.n, device=device), options.tokens, options.temperature, options.top_k,
+                   torch.Generator(device).manual_seed(options.seed), tokenizer.eot, tokenizer.vocab_size)
+    show(map(torch.Tensor.tolist, steps), tokenizer, options.prompt, options.n, out)
+    if len(ids) + options.tokens > n_ctx + 1:
+        print(f"the context of {n_ctx} tokens allows {n_ctx - len(ids) + 1} new ones, not tokens={options.tokens}",
               file=sys.stderr)
 
 
-def main(arguments: list[str]) -> int:
+def command(doc: str, arguments: list[str], work: Callable[[], str | None], is_shown: bool = True) -> int:
+    """Print what work() returns; the exit code: 0, or 2 for the user's mistake and 1 for the machine's, with a sentence on
+    stderr. Every command of this folder ends so. is_shown: whether this process speaks, one of several."""
     if {"-h", "--help"} & set(arguments) or not arguments:
-        print(__doc__)
+        print(doc)
         return 0 if arguments else 2
     try:
-        sample(read_options(Options, arguments), sys.stdout)
+        said, code = work(), 0
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:     # whoever read has read enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes once more at its end
-        return 1
-    except (OSError, MemoryError, torch.OutOfMemoryError) as error:
-        print(f"{type(error).__name__}: {error}".splitlines()[0], file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print()
-        return 130
-    return 0
+        said, code = str(error), 2
+    except (OSError, MemoryError, RuntimeError) as error:
+        if memory_error(error):         # told in as many ways as there are allocators
+            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch=, "
+                          f"dtype=bfloat16 or a device with more"), 1
+        elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
+            said, code = f"{type(error).__name__}: {error}", 1
+        else:
+            raise
+    if said is not None and is_shown:
+        print(said, file=sys.stderr if code else sys.stdout)
+    return code
+
+
+def main(arguments: list[str]) -> int:
+    return command(__doc__, arguments, lambda: sample(read_options(Options, arguments), sys.stdout))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -1,76 +1,234 @@
 """Set the scores of several models beside each other, as Markdown and as a figure.
 
-    python -m eval.harness --table out/* [out=DIR]
+    python -m eval.table out/* [out=DIR]            or python -m eval.harness --table out/*
 
 Paths are runs, or folders of runs. Writes DIR/table.md, scores.png and scores.svg (DIR is out/table) and prints the table:
 per task each model's score with one standard error, an FP8 run below its BF16 partner with their difference over the same
 documents, chance, and the share of the most frequent answer where every question has the same answers (letters, yes and
-no). Public models stand in it where the same command has scored them (hf:NAME); published numbers follow apart. Scores
-with limit=, or on other documents, never share a column; those of a step before the end stand in a row of their own.
+no). Public models stand in it where the same command has scored them (hf:NAME); published numbers follow apart. A score is
+compared with another only where both answered the same documents: a column is a task, a metric, a hash of the documents, the
+number of examples in the prompt, the task's version and the limit, if any. Scores of a step before the end have their own row.
 """
 
+import gzip
+import json
 import math
-import os
 import sys
+from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
+from typing import ClassVar, NamedTuple
 
-from eval.published import published
-from eval.scores import RATIOS, SETTINGS, Column, Row, majority, paired_difference, read_rows, read_samples
-from runtime.cli import UserError
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
-# The order of the columns: what a small model learns first stands first; other tasks follow by name.
-ORDER = ("val_ppl", "val_cloze", "wikitext", "lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "openbookqa",
-         "sciq", "boolq", "winogrande", "commonsense_qa", "mmlu")
+from eval.sample import command
+from eval.tasks import DEMO, FULL
+from runtime.cli import UserError, grid, read_options, run_command
+from runtime.rows import write_atomically
+from scaling.figures import RC, render, settle, sheet
+from scaling.pairs import human
 
-
-def build(rows: list[Row], notes: list[str]) -> str:
-    """The page: a table of whole tasks, one for each limit=, the published numbers, what the marks mean."""
-    from runtime.cli import grid
-
-    columns = sort_columns({column for row in rows for column in row.scores})
-    parts = ["# Scores"]
-    for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
-        shown = [c for c in columns if c.limit == limit]
-        title = f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command"
-        parts += [title, grid(_table(rows, shown))]
-    parts += [_legend(rows)]
-    if notes:
-        parts += ["\n".join(f"- {note}" for note in notes)]
-    asked = {c.task for c in columns}
-    if asked & set(ORDER[2:]):
-        parts += ["## Published by others", "Other harnesses, prompts and shots: for orientation, not for differences of a "
-                  "point. Each as its source has it.", grid(_published(asked))]
-    return "\n\n".join(parts) + "\n"
+RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
+USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
+ORDER = (*DEMO, *FULL)          # of the columns; other tasks follow by name
+BEYOND = 1e6                    # scores of models that exploded have no place on an axis
 
 
-def sort_columns(columns) -> list[Column]:
-    return sorted(columns, key=lambda c: (ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c),
-                                          c.metric, c.limit or 0, c.shots or 0, c.docs_sha256, c.version))
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    paths: tuple[str, ...]      # runs, or folders of runs
+    table: bool = True
+    out: str = "out/table"
+
+    POSITIONAL: ClassVar = ("paths",)
 
 
-def sort_rows(rows: list[Row]) -> list[Row]:
-    """Ours by size, each pair with BF16 first and other ways of inference after the usual one; then public models."""
-    return sorted(rows, key=lambda r: (r.is_public, r.params or 0, r.tokens or 0, r.pair_id or r.name, r.recipe != "bf16",
-                                       r.name, r.step or math.inf, (r.dtype, r.fp8) != SETTINGS, r.dtype, r.fp8))
+class Column(NamedTuple):
+    task: str
+    metric: str
+    docs_sha256: str
+    limit: int | None
+    shots: int | None
+    version: str
 
 
-def base_of(row: Row, rows: list[Row]) -> Row | None:
-    """What a row is compared with: FP8 inference with the same weights in BF16, an FP8 run with its BF16 partner."""
-    rows = [r for r in rows if r.step == row.step]
-    if row.fp8 != "off":
-        return next((r for r in rows if (r.folder, r.dtype, r.fp8) == (row.folder, row.dtype, "off")), None)
-    if row.pair_id is None or row.recipe in (None, "bf16"):
+class Score(NamedTuple):
+    value: float
+    se: float | None        # one standard error; None = not known
+    chance: float | None
+    logs: list[Path]        # one per task, of a group one per sub-task
+
+
+@dataclass
+class Row:
+    """One model as it was scored: a run at one step, or a public model, with its dtype and FP8 recipe of inference."""
+    folder: Path
+    name: str
+    dtype: str
+    fp8: str
+    step: int | None = None         # of the weights; None = those at the end of the training, or imported
+    is_public: bool = False
+    recipe: str | None = None       # of training; None = not known
+    pair_id: str | None = None
+    params: int | None = None
+    tokens: int | None = None
+    scores: dict[Column, Score] = field(default_factory=dict)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+def read_rows(paths) -> tuple[list[Row], list[str]]:
+    """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep), and notes on what was passed over.
+
+    Raises UserError: a path that does not exist, a damaged file, nothing scored."""
+    folders: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{path} does not exist: give folders of runs such as out/*")
+        for folder in _run_folders(path, 2):
+            folders.setdefault(folder.resolve(), folder)
+    found = {folder: _read_run(folder) for folder in folders.values()}
+    rows = [row for rows in found.values() for row in rows]
+    if not rows:
+        raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
+                        f"scored, with out/RUN/eval/*.json")
+    unscored = [str(folder) for folder, rows in found.items() if not rows]
+    owners: dict[str, set] = {}
+    for row in rows:
+        owners.setdefault(row.name, set()).add(row.folder)
+    for row in rows:
+        row.name = row.name if len(owners[row.name]) == 1 else str(row.folder)
+    return rows, [f"not scored yet, by python -m eval.harness RUN tasks=core: {', '.join(unscored)}"] if unscored else []
+
+
+def _run_folders(path: Path, depth: int) -> list[Path]:
+    if not path.is_dir():
+        return []
+    if _records(path) or (path / "config.json").is_file():
+        return [path]
+    return [run for folder in sorted(path.iterdir()) if depth and not folder.name.startswith(".")
+            for run in _run_folders(folder, depth - 1)]
+
+
+def _records(folder: Path) -> list[Path]:
+    return [path for path in sorted((folder / "eval").glob("*.json")) if path.name != "precision.json"]
+
+
+def _read_run(folder: Path) -> list[Row]:
+    rows: dict[tuple, Row] = {}
+    records = {path: _load(path) for path in _records(folder)}
+    summary = _load(folder / "summary.json") if records and (folder / "summary.json").is_file() else {}
+    last = summary.get("steps")
+    for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):      # the newest counts
+        try:
+            run, dtype, fp8, limit, tasks = (record[key] for key in ("run", "dtype", "fp8", "limit", "tasks"))
+            step = None if record.get("step") in (last, 0) else record.get("step")      # 0: imported weights
+            name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.name
+            row = rows.setdefault((dtype, fp8, step), Row(folder, name, dtype, fp8, step, run.startswith("hf:")))
+            leaves = {task: set(scores.get("subtasks", ())) for task, scores in tasks.items()}
+            inner = set().union(*leaves.values()) | {       # and mmlu_stem, a group within mmlu
+                task for task, mine in leaves.items() if mine and any(mine < others for others in leaves.values())}
+            for task in tasks.keys() - inner:
+                row.scores |= _scores(path.parent, task, tasks, limit)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is not what eval.harness writes ({type(error).__name__}: {error}): score the run again, or "
+                            f"remove the file") from error
+    for row in rows.values():
+        row.recipe, row.pair_id = summary.get("precision", {}).get("recipe"), summary.get("pair_id")
+        row.params, row.tokens = summary.get("params_total"), summary.get("tokens")
+        if row.step is not None and row.tokens is not None:
+            row.tokens = row.tokens * row.step // last if last else None
+    return list(rows.values())
+
+
+def _scores(folder: Path, task: str, tasks: dict, limit: int | None) -> dict[Column, Score]:
+    """At most one accuracy, normalised by length where the task does that, and one likelihood."""
+    scores, kinds = tasks[task], (("acc_norm", "acc", "exact_match"), ("word_perplexity", "perplexity", "bits_per_byte"))
+    shown = [next((m for m in kind if m in scores), None) for kind in kinds]
+    logs = [tasks[leaf].get("samples") for leaf in scores.get("subtasks") or [task]]
+    found = {}
+    for metric in [m for m in shown if m] or [m for m in scores if f"{m}_se" in scores][:1]:
+        column = Column(task, metric, scores["docs_sha256"], limit, scores.get("num_fewshot"), str(scores.get("version") or ""))
+        found[column] = Score(float(scores[metric]), scores.get(f"{metric}_se"), scores.get("chance") if metric.startswith("acc")
+                              else None, [folder / log for log in logs] if all(logs) else [])
+    return found
+
+
+def _load(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError("it holds no object")
+        return content
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({str(error)[:100]}): score the run again, or remove the file") from error
+
+
+# ----------------------------------------------------------------------------------------------- what the questions say
+
+def read_samples(column: Column, score: Score) -> list[dict]:
+    """The logged samples behind a score, in the order of the documents; [] where they are not there or are others'."""
+    found, hashes = [], []
+    for path in score.logs:
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                samples = [s for s in map(json.loads, file) if s.get("filter", "none") == "none"]
+            hashes.append(sha256("".join(s["doc_hash"] for s in samples).encode()).hexdigest())
+        except (OSError, EOFError, ValueError, KeyError):
+            return []
+        found += samples
+    whole = hashes[0] if len(hashes) == 1 else sha256("".join(hashes).encode()).hexdigest()
+    return found if hashes and whole == column.docs_sha256 else []
+
+
+def majority(samples: list[dict]) -> float | None:
+    """Share of the most frequent answer, where the possible answers are the same for every document: yes and no, letters.
+
+    None elsewhere: an answer in the document's own words has no place that a model could see and prefer."""
+    choices = {tuple(str(continuation) for _, continuation in s["arguments"]) for s in samples}
+    if len(choices) != 1 or len(*choices) < 2:
         return None
-    return next((r for r in rows if (r.pair_id, r.recipe, r.dtype, r.fp8) == (row.pair_id, "bf16", row.dtype, "off")), None)
+    answers = [str(s["target"]) for s in samples]
+    return max(answers.count(answer) for answer in set(answers)) / len(answers)
+
+
+def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, float | None]:
+    """(mine - base, its standard error over the documents that both answered); None where the logs do not tell."""
+    parts = []
+    for score in (mine, base):
+        samples = read_samples(column, score)
+        value, influence = _influence(column.metric, [s.get(column.metric) for s in samples])
+        if value is None or not math.isclose(value, score.value, rel_tol=1e-5, abs_tol=1e-9):
+            return mine.value - base.value, None
+        parts.append(influence)
+    n = len(parts[0])
+    return mine.value - base.value, float(np.sqrt(n / (n - 1) * np.sum((parts[0] - parts[1]) ** 2)))
+
+
+def _influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
+    """A metric over documents, and how much each of them moves it, to first order: what the delta method needs.
+
+    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits."""
+    table = np.array(values, dtype=float) if None not in values else np.empty(0)    # (n,) or (n, 2): nats' minus, size
+    if len(table) < 2 or not np.isfinite(table).all():
+        return None, np.empty(0)
+    if metric not in RATIOS:
+        return float(table.mean()), (table - table.mean()) / len(table)
+    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
+    ratio = nats.sum() / size.sum()
+    value, slope = (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
+    return float(value), slope * (nats - ratio * size) / size.sum()
 
 
 def levels(rows: list[Row], column: Column) -> tuple[float | None, float | None]:
     """Chance and majority level of a column, in the score's own unit."""
     scores = [row.scores[column] for row in rows if column in row.scores]
     chance = next((score.chance for score in scores if score.chance is not None), None)
-    if not is_accuracy(column):
-        return chance, None
-    samples = next((found for score in scores if (found := read_samples(column, score))), [])
+    samples = next((found for score in scores if (found := read_samples(column, score))), []) if is_accuracy(column) else []
     return chance, majority(samples) if samples else None
 
 
@@ -78,19 +236,55 @@ def is_accuracy(column: Column) -> bool:
     return column.metric.startswith(("acc", "exact_match"))
 
 
+# ---------------------------------------------------------------------------------------------------------------- table
+
+def build(rows: list[Row], notes: list[str]) -> str:
+    """The page: a table of whole tasks, one for each limit=, the published numbers, what the marks mean."""
+    columns, parts = sort_columns(rows), ["# Scores"]
+    for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
+        parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
+        parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
+    parts += [_legend(rows), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
+    asked = {c.task for c in columns}
+    if asked & set(FULL):
+        parts += ["## Published by others", "Other harnesses, prompts and shots: for orientation, not for differences of a "
+                  "point. Each as its source has it.", grid(_published(asked))]
+    return "\n\n".join(parts) + "\n"
+
+
+def sort_columns(rows: list[Row]) -> list[Column]:
+    return sorted({column for row in rows for column in row.scores}, key=lambda c: (
+        ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c), c.metric, c.limit or 0, c.shots or 0,
+        c.docs_sha256, c.version))
+
+
+def sort_rows(rows: list[Row]) -> list[Row]:
+    """Ours by size, each pair with BF16 first and other ways of inference after the usual one; then public models."""
+    return sorted(rows, key=lambda r: (r.is_public, r.params or 0, r.tokens or 0, r.pair_id or r.name, r.recipe != "bf16",
+                                       r.name, r.step or math.inf, (r.dtype, r.fp8) != USUAL, r.dtype, r.fp8))
+
+
+def base_of(row: Row, rows: list[Row]) -> Row | None:
+    """What a row is compared with: FP8 inference with the same weights in BF16, an FP8 run with its BF16 partner."""
+    rows = [r for r in rows if (r.step, r.dtype, r.fp8) == (row.step, row.dtype, "off")]
+    if row.fp8 != "off":
+        return next((r for r in rows if r.folder == row.folder), None)
+    if row.pair_id is None or row.recipe in (None, "bf16"):
+        return None
+    return next((r for r in rows if (r.pair_id, r.recipe) == (row.pair_id, "bf16")), None)
+
+
 def label(row: Row) -> str:
     """Name, then what is unusual about its weights and its inference."""
     return (row.name + f", step {row.step}" * (row.step is not None) + f", FP8 inference ({row.fp8})" * (row.fp8 != "off") +
-            f", {row.dtype}" * (row.dtype != SETTINGS[0]))
+            f", {row.dtype}" * (row.dtype != USUAL[0]))
 
 
 def heading(column: Column, columns: list[Column]) -> list[str]:
     """Task; metric and unit; whatever else tells it from another column of the same task and metric."""
     twins = [c for c in columns if (c.task, c.metric) == (column.task, column.metric)]
     unit = " [%]" if is_accuracy(column) else " ↓" if column.metric in RATIOS else ""
-    lines = [column.task, column.metric + unit]
-    if column.shots:
-        lines.append(f"{column.shots}-shot")
+    lines = [column.task, column.metric + unit, *([f"{column.shots}-shot"] if column.shots else [])]
     if len({c.docs_sha256 for c in twins}) > 1:
         lines.append(f"documents {column.docs_sha256[:6]}")
     if len({c.version for c in twins}) > 1:
@@ -98,9 +292,8 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
     return lines
 
 
-# ----------------------------------------------------------------------------------------------------------------- tables
-
-def _table(rows: list[Row], columns: list[Column]) -> list[list[str]]:
+def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
+    """Cells: a heading, chance and the most frequent answer, each model, its difference from what it is compared with."""
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     lines = [["model", "parameters", "tokens", "precision", *("<br>".join(map(_cell, heading(c, columns))) for c in columns)]]
     marks = [levels(rows, c) for c in columns]
@@ -109,14 +302,13 @@ def _table(rows: list[Row], columns: list[Column]) -> list[list[str]]:
             lines.append([f"*{name}*", "", "", "", *(_value(c, mark[i]) for c, mark in zip(columns, marks, strict=True))])
     for row in rows:
         precision = {None: "", "bf16": "BF16"}.get(row.recipe, f"FP8 {row.recipe}")
-        lines.append([_cell(label(row)), _count(row.params), _count(row.tokens), _cell(precision),
+        lines.append([_cell(label(row)), *(human(n) if n else "" for n in (row.params, row.tokens)), _cell(precision),
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)
-        common = [c for c in columns if base and c in row.scores and c in base.scores]
-        if common:
-            found = {c: paired_difference(c, row.scores[c], base.scores[c]) for c in common}
-            lines.append([f"*minus {_cell(label(base))}*", "", "", "",
-                          *(_value(c, *found[c], signed=True) if c in found else "" for c in columns)])
+        if base and row.scores.keys() & base.scores.keys() & set(columns):
+            lines.append([f"*minus {_cell(label(base))}*", "", "", "", *(
+                _value(c, *paired_difference(c, row.scores[c], base.scores[c]), signed=True)
+                if c in row.scores and c in base.scores else "" for c in columns)])
     return lines
 
 
@@ -135,14 +327,13 @@ def _legend(rows: list[Row]) -> str:
 
 
 def _published(tasks: set[str]) -> list[list[str]]:
-    rows = published()
-    names = sorted({name for row in rows for name in row.scores if name.split()[0] in tasks},
+    names = sorted({name for *_, scores in PUBLISHED for name in scores if name.split()[0] in tasks},
                    key=lambda name: (ORDER.index(name.split()[0]), name))
     lines = [["model", *names, "metric", "shots", "harness", "source"]]
-    for row in rows:
-        if any(name in row.scores for name in names):
-            lines.append([row.model, *(f"{row.scores[name]:g}" if name in row.scores else "" for name in names), row.metric,
-                          str(row.shots), row.harness, row.source])
+    for model, metric, shots, harness, source, scores in PUBLISHED:
+        if scores.keys() & set(names):
+            lines.append([model, *(f"{scores[name]:g}" if name in scores else "" for name in names), metric, str(shots), harness,
+                          source])
     return lines
 
 
@@ -150,14 +341,9 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
     if value is None:
         return ""
     factor, digits = (100, 1) if is_accuracy(column) else (1, 4 if column.metric == "bits_per_byte" else 2)
-    form = ".3g" if abs(value) * factor >= 1e6 else f".{digits}f"
+    form = ".3g" if abs(value) * factor >= BEYOND else f".{digits}f"
     text = f"{value * factor:{'+' if signed else ''}{form}}".replace("-", "−")
     return text + ("" if error is None else f" ± {error * factor:{form}}")
-
-
-def _count(number: int | None) -> str:
-    from scaling.pairs import human
-    return "" if number is None or not 0 < number < 2**63 else human(number)
 
 
 def _cell(text: str) -> str:
@@ -165,38 +351,142 @@ def _cell(text: str) -> str:
     return "".join(c if c.isprintable() else " " for c in text).replace("|", "\\|").replace("<", "&lt;")
 
 
-# ------------------------------------------------------------------------------------------------------------ entry point
+# --------------------------------------------------------------------------------------------------------------- figure
 
-def write(paths, out: str) -> str:
+WIDE = 4                    # panels side by side
+# Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
+STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public or not finished")}
+CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "label": "chance"}
+MAJORITY = {"color": "#009E73", "linestyle": (0, (5, 2)), "linewidth": 1.1, "label": "most frequent answer"}
+
+
+def draw(rows: list[Row]) -> Figure | None:
+    """A panel for each whole task, for each limited one where there are no others; None where nothing can be drawn."""
+    columns = [c for c in sort_columns(rows) if any(c in r.scores and abs(r.scores[c].value) < BEYOND for r in rows)]
+    limit = min((c.limit or 0 for c in columns), default=0) or None
+    columns = [c for c in columns if c.limit == limit]
+    rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
+    if not columns:
+        return None
+    n_wide = min(WIDE, len(columns))
+    n_deep = -(-len(columns) // n_wide)
+    names = [f"{row.name[:14]}…{row.name[-15:]}" * (len(row.name) > 30) or row.name for row in rows]
+    names = [name + label(row).removeprefix(row.name).replace(", ", "\n") for name, row in zip(names, rows, strict=True)]
+    kinds = [kind for kind in STYLES if kind in map(_kind, rows)]
+    marks = {c: levels(rows, c) if is_accuracy(c) else (None, None) for c in columns}
+    handles = [Line2D([], [], color=STYLES[k][0], marker=STYLES[k][1], linestyle="none", markersize=4.5, label=STYLES[k][2])
+               for k in kinds] + [Line2D([], [], **style) for i, style in enumerate((CHANCE, MAJORITY))
+                                  if any(mark[i] is not None for mark in marks.values())]
+    with matplotlib.rc_context(RC):
+        figure, panels = sheet(
+            (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide,
+            f"Scores of {len(rows)} model{'s' * (len(rows) > 1)}" + (f", limit={limit}: parts of the tasks" if limit else ""),
+            "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
+        for column, panel in zip(columns, panels.flat, strict=False):
+            _fill(panel, rows, column, marks[column])
+            panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
+        for panel in panels.flat[len(columns):]:
+            panel.remove()
+        panels[0, 0].set_yticks(range(len(rows)), names, parse_math=False)
+        panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
+        figure.set_dpi(200)     # as render() has it: the width of small text depends on it
+        return settle(figure)
+
+
+def _kind(row: Row) -> str:
+    return "other" if row.recipe is None else "bf16" if (row.recipe, row.fp8) == ("bf16", "off") else "fp8"
+
+
+def _fill(panel, rows: list[Row], column: Column, marks: tuple[float | None, float | None]) -> None:
+    factor = 100 if is_accuracy(column) else 1
+    for level, style in zip(marks, (CHANCE, MAJORITY), strict=True):
+        if level is not None:
+            panel.axvline(factor * level, zorder=1, **style)
+    for y, row in enumerate(rows):
+        score = row.scores.get(column)
+        if score is not None and abs(score.value) < BEYOND:
+            color, marker, _ = STYLES[_kind(row)]
+            panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
+                           marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
+    panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
+    panel.margins(x=0.12)
+    panel.tick_params(axis="y", length=0)
+
+
+# -------------------------------------------------------------------------------------------------------------- published
+
+# For orientation, apart from our own: harnesses differ in prompts, in how answers are normalised by length and in shots, so
+# that the same model moves by several points between two of them. Only what could be read in the named source is here, as it
+# is written there; a public model whose weights are at hand is better scored by our own command.
+LM_EVAL = "lm-eval"
+PYTHIA = "github.com/EleutherAI/pythia, evals/, step 143000"
+TINY_LLAMA = "github.com/jzhang38/TinyLlama, EVAL.md"
+NANOCHAT = "github.com/karpathy/nanochat, dev/estimate_gpt3_core.ipynb"
+BUILD_NANOGPT = "github.com/karpathy/build-nanogpt, hellaswag.py"
+GPT2023 = "huggingface.co/crumb/gpt2023"
+MESH = "github.com/kingoflolz/mesh-transformer-jax, README.md"
+LINGUA = "github.com/facebookresearch/lingua, README.md"
+TORCHAO = "github.com/pytorch/ao/pull/3394"
+NORM = "acc_norm; acc where a task has no norm"
+# model, metric, shots, harness, source, scores: accuracies in per cent, perplexities (a task named so) as they are
+PUBLISHED = [
+    ("GPT-2 124M", "acc", 0, LM_EVAL, GPT2023, {
+        "lambada_openai": 32.56, "lambada_openai perplexity": 40.06, "piqa": 62.89, "sciq": 75.0, "winogrande": 51.61}),
+    ("GPT-2 124M", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 31.14}),
+    ("GPT-2 124M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 30.9, "lambada_openai": 32.3}),
+    ("GPT-2 124M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 30.8, "piqa": 62.3, "arc_easy": 41.2, "arc_challenge": 22.2}),
+    ("GPT-2 355M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 39.0, "lambada_openai": 42.6}),
+    ("GPT-2 355M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 39.5, "piqa": 67.0, "arc_easy": 48.0, "arc_challenge": 26.2}),
+    ("GPT-2 774M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 44.0, "lambada_openai": 48.8}),
+    ("GPT-2 774M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 44.4, "piqa": 69.8, "arc_easy": 53.5, "arc_challenge": 26.4}),
+    ("GPT-2 1.5B", "not stated", 0, LM_EVAL, MESH, {
+        "lambada_openai": 51.21, "lambada_openai perplexity": 10.63, "hellaswag": 50.9, "piqa": 70.8, 
+        "winogrande": 59.4}),
+    ("GPT-2 1.5B", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 50.89}),
+    ("GPT-2 1.5B", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 50.2, "lambada_openai": 52.3}),
+    ("GPT-2 1.5B", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 51.2, "piqa": 72.5, "arc_easy": 59.5, "arc_challenge": 29.9}),
+    ("Pythia 160M", "acc", 0, LM_EVAL, PYTHIA, {
+        "lambada_openai": 32.8, "lambada_openai perplexity": 38.06, "piqa": 62.7, "arc_easy": 43.5,
+        "arc_challenge": 18.8, "sciq": 74.1, "winogrande": 53.1}),
+    ("Pythia 160M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 61.6, "arc_easy": 39.7, "arc_challenge": 23.3, "sciq": 66.8}),
+    ("Pythia 410M", "acc", 0, LM_EVAL, PYTHIA, {
+        "lambada_openai": 51.6, "lambada_openai perplexity": 10.83, "piqa": 66.8, "arc_easy": 52.1,
+        "arc_challenge": 21.3, "sciq": 81.1, "winogrande": 53.7}),
+    ("Pythia 410M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 67.1, "arc_easy": 45.8, "arc_challenge": 24.3, "sciq": 72.1}),
+    ("Pythia 1.0B", NORM, 0, LM_EVAL, TINY_LLAMA, {
+        "hellaswag": 47.16, "openbookqa": 31.4, "winogrande": 53.43, "arc_challenge": 27.05, "arc_easy": 48.99,
+        "boolq": 60.83, "piqa": 69.21}),
+    ("Pythia 1.4B", "acc", 0, LM_EVAL, PYTHIA, {
+        "lambada_openai": 61.6, "lambada_openai perplexity": 6.09, "piqa": 70.9, "arc_easy": 60.7,
+        "arc_challenge": 26.0, "sciq": 86.5, "winogrande": 57.3}),
+    ("Pythia 1.4B", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 71.1, "arc_easy": 53.9, "arc_challenge": 28.6, "sciq": 79.4}),
+    ("TinyLlama 1.1B, 1.0T tokens", NORM, 0, LM_EVAL, TINY_LLAMA, {
+        "hellaswag": 52.54, "openbookqa": 33.4, "winogrande": 55.96, "arc_challenge": 27.82, "arc_easy": 52.36,
+        "boolq": 59.54, "piqa": 69.91}),
+    ("Lingua 1B, 60B tokens", "not stated", 0, "its own", LINGUA, {
+        "hellaswag": 63.62, "openbookqa": 37.4, "winogrande": 61.64, "arc_challenge": 36.48, "arc_easy": 62.83,
+        "boolq": 62.57, "piqa": 75.14}),
+    ("Llama 3.1 8B, BF16", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.55, "winogrande": 74.3}),
+    ("Llama 3.1 8B, FP8 inference (rowwise)", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.62, "winogrande": 73.7}),
+]
+
+
+# ---------------------------------------------------------------------------------------------------------- entry point
+
+def write(options: Options) -> str:
     """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
-    from eval.table_figure import draw
-    from runtime.rows import write_atomically as replace_file
-    from scaling.figures import render
-
-    rows, notes = read_rows(paths)
-    page, figure = build(rows, notes), draw(rows)
-    folder = Path(out)
+    rows, notes = read_rows(options.paths)
+    page, figure, folder = build(rows, notes), draw(rows), Path(options.out)
+    files = {"table.md": page} | ({f"scores.{form}": render(figure, form) for form in ("png", "svg")} if figure else {})
     folder.mkdir(parents=True, exist_ok=True)
-    replace_file(folder / "table.md", page.encode())
-    for form in ("png", "svg"):
-        if figure:
-            replace_file(folder / f"scores.{form}", render(figure, form))
-    return f"{page}\nwrote {out}/: table.md{', scores.png, scores.svg' if figure else ''}"
+    for name, content in files.items():
+        write_atomically(folder / name, content)
+    return f"{page}\nwrote {options.out}/: {', '.join(files)}"
 
 
-def main(paths, out: str = "out/table") -> int:
-    """Write and print the table of the runs in `paths`; 0, 2 with a sentence for a mistake, 1 where `out` cannot be written."""
-    try:
-        page = write(paths, out)
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"the table could not be written: {error}", file=sys.stderr)
-        return 1
-    try:
-        print(page, flush=True)
-    except BrokenPipeError:     # whoever read has read enough, such as `head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # Python flushes once more at its end
-        return 1
-    return 0
+def main(arguments: list[str]) -> int:
+    return command(__doc__, arguments, lambda: write(read_options(Options, arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main, sys.argv[1:]))

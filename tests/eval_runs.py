@@ -1,4 +1,4 @@
-"""A tiny opinionated model, its log-likelihoods one token at a time, and a folder like a finished run's."""
+"""A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
 
 import json
 import random
@@ -6,11 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+from model_reference import build_rough
 
 from eval import sample
+from eval.from_hf import write_checkpoint
 from eval.lm import CheckpointLM
 from model import GPT, GPTConfig
-from runtime.config import Config, DataConfig, OptimConfig
+from runtime.checkpoint import name_of, read_manifest, seal
+from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
 
@@ -26,6 +29,18 @@ def build(config=TINY, seed=1, compute_dtype=torch.float32):
         for name, p in model.named_parameters():
             p.mul_(1 if "norm" in name else 10 if "wte" in name else 30)
     return model.requires_grad_(False).eval()
+
+
+def rigged(logits_of):
+    """A model whose head is replaced by a function of the last hidden states."""
+    model = build()
+    model.head.forward = logits_of
+    return model
+
+
+def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **more):
+    """The new tokens of eval/sample.py's stream(), (B, at most n_new)."""
+    return torch.stack(list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1)
 
 
 def build_lm(model, micro_batch=4):
@@ -106,3 +121,52 @@ def write_shards(folder, texts, shards=2):
     share = -(-len(texts) // shards)
     val = [np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]]) for i in range(shards)]
     conftest.write_shards(folder, {"train": [], "val": val})
+
+
+def make_task(folder, rows, name="sums"):
+    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold, its data beside its YAML."""
+    folder.mkdir()
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / f"{name}.yaml").write_text(
+        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {name}.jsonl}},"
+        f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
+        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetric_list:\n"
+        "  - {metric: acc, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n")
+    return folder
+
+
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24}
+VOCABULARY = {"gpt2": 50257, "byte": 257}
+
+
+def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,
+              **model):
+    """A Config and its rough GPT in fp32, after writing folder/config.json and folder/checkpoints/step_.."""
+    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent),
+                    model=GPTConfig(**{**SIZES, "vocab_size": VOCABULARY.get(tokenizer), **model}), fp8=fp8 or FP8Config(),
+                    data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
+                                    tokens_per_step=384, micro_batch=4), optim=OptimConfig(lr=1e-2))
+    gpt = build_rough(config.model, seed).requires_grad_(False)
+    path = folder / "checkpoints" / name_of(step)
+    path.mkdir(parents=True)
+    write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})
+    seal(path, read_manifest(path) | {"step": step})
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
+    return config, gpt
+
+
+def documents(n=300):
+    """Code, prose, scripts, emoji, runs of white space, odd line ends, numbers, control characters, special tokens' spelling."""
+    rng = random.Random(0)
+    code = "".join(path.read_text() for path in sorted((conftest.ROOT / "runtime").glob("*.py"))[:6])
+    prose = (conftest.ROOT / "README.md").read_text()
+    words = ["naïve", "Straße", "Ελληνικά", "русский", "中文字符", "日本語", "한국어", "العربية", "עברית", "हिन्दी", "ไทย",
+             "🙂", "👩\u200d👧", "e\u0301", "\u200b", "ﬁ", "\ufeff", "\x00", "\x7f", "it's", "I'LL", "3.14159",
+             "1234567890", "1e-5", "£5", "½", "¿qué?", "...", "--", "==", "<s>", "[INST]", "<|endoftext|>x"]
+    letters = (range(0x20, 0x7F), range(0xA0, 0xD800), range(0x1F000, 0x1FB00))
+    kinds = (lambda: code[(start := rng.randrange(len(code) - 900)):start + rng.randrange(900)],
+             lambda: prose[(start := rng.randrange(len(prose) - 900)):start + rng.randrange(900)],
+             lambda: "".join(rng.choice(words) + rng.choice((" ", "  ", "\n", "\t", "\r\n", "\u3000", "")) for _ in range(60)),
+             lambda: "".join(rng.choice(" \t\n\r\x0b\u00a0\u2003ab1.") for _ in range(200)),
+             lambda: "".join(chr(rng.choice(rng.choice(letters))) for _ in range(80)))
+    return ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b", *(rng.choice(kinds)() for _ in range(n - 5))]

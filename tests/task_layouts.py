@@ -7,7 +7,7 @@ right exactly once per question, so that his score is chance to the last digit.
 import random
 from typing import NamedTuple
 
-from eval.task_data import write_task_data
+from eval.tasks import write_task_data
 
 LETTERS = "ABCDE"
 

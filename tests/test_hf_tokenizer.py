@@ -1,8 +1,6 @@
 """Tokenizers that are folders: ids against rules of our own, roles, damage; shards of 32 bits from the command to the batch."""
 
 import json
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import pytest
 import prepare_data
 from model import GPTConfig
 from runtime.cli import UserError
-from runtime.config import Config, DataConfig, EvalConfig, OptimConfig, apply_overrides, config_from_dict
+from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
@@ -102,13 +100,6 @@ def test_identity_is_rules_and_roles(folder, tmp_path):
     assert [load_tokenizer(name).kind for name in ("gpt2", "byte", str(folder))] == ["gpt2", "byte", "folder"]
 
 
-def test_ids_beyond_16_bits(wide, folder):
-    tok = load_tokenizer(str(wide))
-    assert tok.vocab_size == load_tokenizer(str(folder)).vocab_size + 70_000 and tok.dtype == "<u4"
-    assert tok.encode("naïve").dtype == np.uint32 and tok.encode_document("x").dtype == np.uint32
-    assert tok.decode([tok.vocab_size - 1]) == "<|spare_69999|>"
-
-
 # --------------------------------------------------------------------------------------------------------------- damage
 
 def _swap(name, content):
@@ -116,16 +107,10 @@ def _swap(name, content):
 
 
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"),
-     "there is no tokenizer '.*'; there are: gpt2, byte, a folder .* has no tokenizer.json: transformers' AutoTokenizer"),
+    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), "has no tokenizer.json"),
     (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer.json and tokenizer_config.json cannot be read"),
-    (_swap("tokenizer.json", "{}"), "cannot be read"), (_swap("tokenizer_config.json", "[]"), "cannot be read"),
-    (_swap("tokenizer_config.json", '{"eos_token": 3}'), "cannot be read"),
-    (_swap("tokenizer_config.json", "{}"), "says eos_token=None"),
-    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>' .* a token of tokenizer.json must"),
-    (_swap("tokenizer_config.json", '{"eos_token": "<|end|>", "bos_token": "<bos>"}'), "bos_token='<bos>', but a token of"),
-    (_swap("tokenizer.json", json.dumps({"version": "1.0", "added_tokens": [], "model": {
-        "type": "WordLevel", "vocab": {"a": 0}, "unk_token": "?"}})), "cannot be read")])
+    (_swap("tokenizer.json", "{}"), "cannot be read"), (_swap("tokenizer_config.json", "{}"), "says eos_token=None"),
+    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>' .* a token of tokenizer.json must")])
 def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence):
     damage(write_tokenizer(tmp_path))
     with pytest.raises(UserError, match=sentence):
@@ -165,54 +150,15 @@ def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
     data = open_data(config(prepared, wide, tok.vocab_size + 8), tok.sha256)
     x, y = data.batch(0, 0, 0, 1)
     assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size and data.targets(0) == 64
-    assert data.val("mine").text_bytes == round(data.val("mine").tokens * index.splits["val"].text_bytes / len(ids[1]))
-    assert prepare_data.main(["--verify", str(prepared)]) == 0
     assert prepare_data.main(["--show", str(prepared)]) == 0
-    shown = capsys.readouterr().out
-    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in shown
-    (prepared / "mine/train_00000.bin").rename(prepared / "away")
-    (prepared / "mine/train_00000.bin").write_bytes((prepared / "away").read_bytes()[:-2])
-    with pytest.raises(ValueError, match=f"but .* promises {4 * len(ids[0])} bytes"):
-        read_index(prepared / "mine")
-    (prepared / "away").replace(prepared / "mine/train_00000.bin")
+    assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in capsys.readouterr().out
 
 
 def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
     sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
     with pytest.raises(UserError, match="made with tokenizer=folder .* another tokenizer .*: set data.tokenizer to"):
         open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
-    with pytest.raises(UserError, match="was made with tokenizer=folder .* but data.tokenizer=gpt2 is another"):
-        open_data(config(prepared, "gpt2", 50257), load_tokenizer("gpt2").sha256)
     with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
         open_data(config(prepared, wide, 300), sha)
-    assert open_data(config(prepared, wide, size), sha).sources == ["mine"]
-
-
-def test_a_second_source_knows_the_copies(prepared, wide, tmp_path):
-    (tmp_path / "b.jsonl").write_bytes(jsonl([*DOCUMENTS[:5], *(f"new {i}" for i in range(30))]))
-    command = ["local", str(tmp_path / "b.jsonl"), "name=second", "val_share=0.3", "processes=1", f"out={prepared}"]
-    assert prepare_data.main([*command, f"tokenizer={wide}"]) == 0
-    assert read_index(prepared / "second").duplicates == {"mine": 5}
-    with pytest.raises(AssertionError):
-        assert prepare_data.main([*command, "tokenizer=gpt2"]) == 0     # the folder holds another tokenizer's
-
-
-# ----------------------------------------------------------------------------------------------------------------- config
-
-def test_the_config_takes_a_path_and_refuses_a_word(tmp_path):
-    made = config(tmp_path, "./some/where", 1234)
-    assert config_from_dict(made.to_dict()) == made
-    moved = replace(made, data=replace(made.data, tokenizer="/else/where"))
-    assert made.identity() == moved.identity(), "a folder may be moved; the shards say which tokenizer it is"
-    assert made.identity() != config(tmp_path, "gpt2", 50257).identity()
-    with pytest.raises(UserError, match="data.tokenizer='gpt3' is none of gpt2, byte; a folder .* such as ./gpt3"):
-        apply_overrides(made, ["data.tokenizer=gpt3"])
-    with pytest.raises(UserError, match="model.vocab_size=1234 does not fit data.tokenizer=gpt2"):
-        apply_overrides(made, ["data.tokenizer=gpt2"])
-
-
-def test_the_command_names_a_folder_that_is_none(tmp_path, capsys):
-    Path(tmp_path / "a.txt").write_text("text")
-    assert prepare_data.main(["local", str(tmp_path / "a.txt"), "name=x", f"tokenizer={tmp_path}", f"out={tmp_path}/d"]) == 2
-    said = capsys.readouterr().err
-    assert "has no tokenizer.json" in said and "Traceback" not in said and not (tmp_path / "d").exists()
+    made, moved = config(prepared, wide, size), config(prepared, "/else/where", size)
+    assert made.identity() == moved.identity() != config(prepared, "gpt2", 50257).identity()      # the shards say which it is

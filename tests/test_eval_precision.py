@@ -1,6 +1,5 @@
-"""Inference in FP8: eval/sample.py, eval/harness.py and eval/precision.py on two real runs, one trained in each precision."""
+"""eval/precision.py, FP8 in eval/sample.py and eval/harness.py, on two real runs, one trained in each precision."""
 
-import io
 import json
 import math
 import shutil
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import call_train
-from eval_runs import protect_environment
+from eval_runs import generate, protect_environment
 
 from eval import harness, precision, sample
-from eval.loss import ValLoss
 from model import GPTConfig, KVCache, Linear
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
@@ -24,7 +22,7 @@ from runtime.config import Config, DataConfig, EvalConfig, FP8Config, LogConfig,
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def trained(data_dir, tmp_path_factory):
     """A BF16 run and an FP8 run with a choice of Linears of its own, as train.py leaves them."""
     folder = tmp_path_factory.mktemp("inference")
@@ -117,12 +115,12 @@ def test_one_linear_is_explicit_quantisation_of_the_fp32_weight(runs, recipe):
         assert (module(x).double() - want).norm() / want.norm() < 4e-3      # BF16 rounding of the result
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "cscale", "mxfp8"])
 @torch.no_grad()
-def test_only_a_scale_per_tensor_makes_a_sequence_depend_on_its_batch(runs, recipe):
-    model = sample.load_for_inference(runs / "bf16", "cpu", "bfloat16", recipe).model
+def test_only_a_scale_per_tensor_makes_a_sequence_depend_on_its_batch(runs):
     ids = torch.randint(80, (4, 32), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(model(ids)[:1], model(ids[:1])) != (recipe == "tensorwise")
+    for recipe in ("tensorwise", "rowwise"):
+        model = sample.load_for_inference(runs / "bf16", "cpu", "bfloat16", recipe).model
+        assert torch.equal(model(ids)[:1], model(ids[:1])) != (recipe == "tensorwise")
 
 
 def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
@@ -153,7 +151,7 @@ def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, cap
     assert tensorwise["difference"] == pytest.approx(mean, rel=1e-6)
     assert tensorwise["difference_se"] == pytest.approx(error, rel=1e-6) and error < record["bf16"]["loss_se"] / 5
     assert tensorwise["difference_percent"] == pytest.approx(100 * mean / summary["loss_bf16"])
-    assert f"| minus BF16, paired | 20 |  | {mean:+.5f} ± {error:.5f} |" in out
+    assert f"{mean:+.5f} ± {error:.5f} |" in out
     assert "fp8: emulated on this CPU" in out
     assert read_json(runs / "fp8" / "summary.json") == summary      # no task was scored, so nothing changed
 
@@ -183,7 +181,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
                 assert (row["weight"]["scale"], row["activation"]["scale"]) == (64, 1)
     found = record["fp8"]["cscale"]["operands"]["activation"]
     assert found["scale_min"] == found["scale_max"] == 1 and 0.02 < found["error"]["largest"] < 0.06
-    assert "| cscale | weight | 64 to 64 |" in out
+    assert "64 to 64" in out
 
 
 def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
@@ -209,18 +207,17 @@ def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     assert record["bf16"]["tasks"] == plain["tasks"] and record["fp8"]["rowwise"]["tasks"] == rowwise["tasks"]
     out = capsys.readouterr().out
     n = plain["tasks"]["val_ppl"]["n"]
-    assert f"| val_ppl bits_per_byte | {n} | {a:.4f} ± " in out and f" | {b:.4f} ± " in out
+    assert "| val_ppl bits_per_byte" in out and f"| {n} " in out and f"| {a:.4f} ± " in out and f" | {b:.4f} ± " in out
     assert read_json(run / "summary.json") == after
 
 
-@pytest.mark.parametrize("recipe", ["rowwise", "mxfp8"])
-def test_a_sample_in_fp8_is_the_converted_models(runs, capsys, recipe):
+def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
     settings = [str(runs / "bf16"), "ab", "tokens=12", "temperature=0"]
-    assert sample.main([*settings, f"fp8={recipe}"]) == 0
+    assert sample.main([*settings, "fp8=rowwise"]) == 0
     captured = capsys.readouterr()
-    reference = by_hand(runs / "bf16", recipe, [n for n, m in load_model(runs / "bf16")[0].named_modules()
-                                                if isinstance(m, Linear) and n != "head"])
-    want = sample.generate(reference.eval(), torch.tensor([list(b"ab")]), 12, eot=256)[0].tolist()
+    reference = by_hand(runs / "bf16", "rowwise", [n for n, m in load_model(runs / "bf16")[0].named_modules()
+                                                   if isinstance(m, Linear) and n != "head"])
+    want = generate(reference.eval(), torch.tensor([list(b"ab")]), 12, eot=256)[0].tolist()
     want = want[:want.index(256)] if 256 in want else want
     assert captured.out == "ab" + bytes(want).decode(errors="replace") + "\n"
     assert "8 of 9 Linears" in captured.err and "slower than BF16" in captured.err and len(captured.err.splitlines()) == 2
@@ -239,70 +236,48 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, mon
     monkeypatch.setattr(precision, "load_for_inference", broken)
     assert precision.main([str(runs / "bf16"), "recipes=rowwise"]) == 0
     arm = read_json(runs / "bf16" / "eval" / "precision.json")["fp8"]["rowwise"]
-    assert arm["loss"] is None and arm["difference_se"] is None and "| nan |" in capsys.readouterr().out
-
-
-def test_one_sequence_in_a_source_has_no_standard_error():
-    a, b = (ValLoss({"a": np.array([x])}, {"a": 1.0}, {"a": np.array([4])}) for x in (8.0, 6.0))
-    gap = precision.difference(a, b)
-    assert gap.loss == 0.5 and gap.standard_error is None
-    assert precision._with_error(gap.loss, gap.standard_error, "+.5f") == "+0.50000"
+    assert arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("entry, arguments, sentence", [
-    (harness, ["tasks=demo", "fp8=tensorwize"], "did you mean 'tensorwise'?"),
-    (sample, ["hi", "fp8=rowise"], "did you mean 'rowwise'?"),
+    (harness, ["tasks=demo", "fp8=tensorwize"], "did you mean 'tensorwise'?"), (sample, ["hi", "fp8=rowise"], "mean 'rowwise'?"),
     (harness, ["tasks=demo", "fp8=rowwise", "dtype=float32"], "fp8=rowwise multiplies FP8 into BF16, so dtype=float32"),
-    (sample, ["hi", "fp8=auto", "dtype=float32"], "fp8=auto multiplies FP8 into BF16"),
-    (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"),
-    (precision, ["recipes=off"], "recipes=off must name FP8 recipes"),
-    (precision, ["recipes=,"], "recipes= must name FP8 recipes"),
-    (precision, ["recipes=rowwise,rowwise"], "each once"),
-    (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1"),
-    (precision, ["limit=3"], "tasks= names none"),
-    (precision, ["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
-    (precision, ["device=cuda:9"], "device='cuda:9' is not usable here"),
-    (precision, ["recipe=rowwise"], "there is no key 'recipe'; did you mean 'recipes'?"),
-])
+    (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"), (precision, ["recipes=off"], "must name FP8 recipes"),
+    (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1"), (precision, ["limit=3"], "tasks= names none")])
 def test_mistakes_get_a_sentence(runs, capsys, entry, arguments, sentence):
     assert entry.main([str(runs / "bf16"), *arguments]) == 2
     captured = capsys.readouterr()
     assert sentence in captured.err and captured.out == "" and not (runs / "bf16" / "eval").exists()
 
 
-def test_sizes_that_no_float8_matmul_takes_are_refused_before_the_checkpoint_is_read(runs, capsys, monkeypatch):
+def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, monkeypatch):
     monkeypatch.setattr(sample, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read"))
-    config = json.loads((runs / "bf16" / "config.json").read_text())
+    path = runs / "bf16" / "config.json"
+    whole = path.read_text()
+    config = json.loads(whole)
     config["model"]["n_ffn"] = 72
-    (runs / "bf16" / "config.json").write_text(json.dumps(config))
+    path.write_text(json.dumps(config))
     for entry, first in ((harness, ["tasks=demo", "fp8=rowwise"]), (sample, ["fp8=rowwise"]), (precision, ["recipes=rowwise"])):
         assert entry.main([str(runs / "bf16"), *first]) == 2
         assert "fp8.recipe=rowwise cannot convert layers.0.mlp.down of 72 x 32" in capsys.readouterr().err
+    path.write_text(whole)
 
-
-def test_hardware_is_checked(runs, monkeypatch):
     def refuse(settings, device):
         raise UserError(f"{settings.recipe} not on {device}")
     monkeypatch.setattr("runtime.fp8.check_hardware", refuse)
-    with pytest.raises(UserError, match="amax not on cpu"):
-        sample.sample(sample.Options(run=str(runs / "bf16"), fp8="amax"), io.StringIO())
+    assert sample.main([str(runs / "bf16"), "fp8=amax"]) == 2
+    assert "amax not on cpu" in capsys.readouterr().err
 
 
-def test_other_validation_data_and_damaged_files_are_told(runs, capsys):
+def test_other_validation_data_and_unfinished_runs(runs, capsys):
     run = runs / "bf16"
     text = (run / "summary.json").read_text()
-    for content, sentence in [(json.dumps({**json.loads(text), "val_sha256": "0" * 64}), "holds other validation tokens"),
-                              (text[:50], "summary.json is damaged"), ("[]", "summary.json is damaged")]:
-        (run / "summary.json").write_text(content)
-        assert precision.main([str(run)]) == 2
-        captured = capsys.readouterr()
-        assert sentence in captured.err and captured.out == ""
-    (run / "summary.json").write_text(json.dumps({**json.loads(text), "eval_fp8": [1]}))
-    assert harness.main([str(run), "tasks=val_ppl", "fp8=rowwise"]) == 2
-    assert "summary.json is damaged" in capsys.readouterr().err
+    (run / "summary.json").write_text(json.dumps({**json.loads(text), "val_sha256": "0" * 64}))
+    assert precision.main([str(run)]) == 2
+    captured = capsys.readouterr()
+    assert "holds other validation tokens" in captured.err and captured.out == ""
     (run / "summary.json").unlink()     # a run that is not finished has none
     assert precision.main([str(run), "recipes=rowwise"]) == 0
-    capsys.readouterr()
     shutil.rmtree(run / "checkpoints")
     assert precision.main([str(run)]) == 2
     assert "has no finished checkpoint yet" in capsys.readouterr().err

@@ -1,0 +1,323 @@
+"""eval/harness.py: scores against the models' own log-likelihoods, chance, what is written where, public models, mistakes."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
+from lm_eval.api.model import LM
+from task_layouts import LAYOUTS
+from task_layouts import write as write_layouts
+from tiny_llama import make_llama
+
+from eval import harness, held_out, sample, tasks
+from eval.sample import Inference
+from eval.table import Column, Score, read_samples
+from runtime.cli import UserError
+from tests.conftest import ROOT
+
+LOAD_MODEL = sample.load_model
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path(run_dir) / "checkpoints" / "step_00000001")
+    monkeypatch.setattr(held_out, "QUESTIONS", 20)
+    return build_run(tmp_path, monkeypatch)
+
+
+# ---------------------------------------------------------------------------------------------------------------- scores
+
+def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
+    assert harness.main([str(run), "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu"]) == 0
+    out = capsys.readouterr().out
+    record = json.loads((run / "eval" / "demo_float32_limit12.json").read_text())
+    assert set(json.loads((run / "summary.json").read_text())["eval"]) == {"old"}     # a trial, and no BF16
+    assert not list(run.rglob("*.tmp"))
+
+    model = build()
+    rows = [row["text"] for row in list(held_out.documents(str(run))["validation"])[:12]]
+    nats = np.array([-rolled(model, [256], list(text.encode())) for text in rows])
+    sizes = np.array([len(text.encode()) for text in rows])
+    ppl = record["tasks"]["val_ppl"]
+    assert ppl["bits_per_byte"] == pytest.approx(nats.sum() / sizes.sum() / math.log(2), rel=1e-5)
+    draws = np.random.default_rng(0).integers(12, size=(20_000, 12))
+    bootstrap = (nats[draws].sum(1) / sizes[draws].sum(1) / math.log(2)).std()
+    assert ppl["bits_per_byte_se"] == pytest.approx(bootstrap * math.sqrt(12 / 11), rel=0.05)
+
+    questions = list(held_out.questions(str(run))["validation"])[:12]
+    right = [int(np.argmax([expected_pair(model, q["context"], c)[0] for c in q["choices"]]) == q["label"]) for q in questions]
+    cloze = record["tasks"]["val_cloze"]
+    assert cloze["acc"] == pytest.approx(np.mean(right)) and cloze["chance"] == 0.25 and cloze["n"] == 12
+    assert cloze["acc_se"] == pytest.approx(np.std(right, ddof=1) / math.sqrt(12))
+    assert len(cloze["docs_sha256"]) == 64 and cloze["docs_sha256"] != ppl["docs_sha256"]
+    assert "val_cloze" in out and f"{cloze['acc']:.4f}" in out and "0.25" in out and "limit=12" in out
+    assert record["truncated_requests"] == 48       # a context of 32 bytes holds no question whole, and it says so
+    assert "48 requests were longer than the context" in out
+
+
+def test_tasks_of_the_users_own(run, capsys, tmp_path):
+    rows = [{"q": f"{a} + {b} =", "answers": [str(a + b), str(a + b + 1)], "gold": 0} for a in range(3) for b in range(3)]
+    folder = make_task(tmp_path / "mine", rows)
+    text = (folder / "sums.yaml").read_text()
+    (folder / "echo.yaml").write_text(
+        text.replace("task: sums", "task: echo").replace("multiple_choice", "generate_until")
+        .replace("doc_to_choice: answers\n", "").replace("doc_to_target: gold", 'doc_to_target: "{{answers[0]}}"')
+        .replace("metric: acc", "metric: exact_match")
+        + "generation_kwargs: {until: [\"\\n\"], max_gen_toks: 5, do_sample: false}\n")
+    assert harness.main([str(run), "tasks=sums,echo", f"include={folder}", "dtype=float32"]) == 0
+    record = json.loads((run / "eval" / "sums+echo_float32.json").read_text())
+    model = build()
+    right = [directly(model, list(row["q"].encode()), list(b" " + row["answers"][0].encode()))[0]
+             > directly(model, list(row["q"].encode()), list(b" " + row["answers"][1].encode()))[0] for row in rows]
+    assert record["tasks"]["sums"]["acc"] == pytest.approx(np.mean(right)) and record["tasks"]["sums"]["chance"] == 0.5
+    assert record["tasks"]["echo"]["exact_match"] == 0.0 and record["tasks"]["echo"]["chance"] is None
+    (folder / "sums.jsonl").unlink()
+    assert harness.main([str(run), "tasks=sums", f"include={folder}"]) == 2
+    said = capsys.readouterr().err
+    assert "could not be loaded (FileNotFoundError" in said and "its data lie in files that its YAML names" in said
+
+
+# ---------------------------------------------------------------------------------------------------------------- chance
+
+METRICS = ("acc", "acc_norm")
+
+
+@pytest.fixture(scope="module")
+def chance_run(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        for task in LAYOUTS:
+            if task.startswith("mmlu_"):        # subjects of their own, found without reading lm-eval's whole index
+                patch.setitem(tasks.FOLDERS, task, tasks.FOLDERS["mmlu"])
+        yield build_run(tmp_path_factory.mktemp("chance"), patch)
+
+
+def score_layouts(run, folder, lm=None, patch=None):
+    """Scores of all layouts by the harness; `lm` answers instead of the tiny random model."""
+    if lm is not None:
+        patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
+    options = harness.Options(run=str(run), tasks=tuple(LAYOUTS), offline=str(folder), dtype="float32", device="cpu")
+    return harness.score(options, Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, []))["tasks"]
+
+
+class Oracle(LM):
+    """Gives the right answer `right` nats, the others `wrong`; it finds them by the question's id in the prompt."""
+
+    def __init__(self, truth, right, wrong):
+        super().__init__()
+        self.truth, self.right, self.wrong, self.asked = truth, right, wrong, set()
+
+    def loglikelihood(self, requests, **_):
+        return [(self.right if self.is_right(*request.args, request.task_name) else self.wrong, False) for request in requests]
+
+    def is_right(self, context, continuation, task):
+        *_, name = re.findall(r"q\d+x", context)        # the last: examples stand before the question
+        says = self.truth[task][name]
+        self.asked.add((task, name))
+        return context.endswith(says) if task == "winogrande" else continuation.strip() == says
+
+    def loglikelihood_rolling(self, requests, **_):
+        raise AssertionError("no such task here")
+
+    generate_until = loglikelihood_rolling
+
+
+def test_a_random_model_scores_chance(chance_run, tmp_path):
+    """To the last digit, where two standard errors would do: whatever the model prefers, one copy of each question agrees.
+
+    Any look at the label, or an answer that is read at another place than its neighbours, would show."""
+    write_layouts(tmp_path, 6, balanced=True)
+    for task, row in score_layouts(chance_run, tmp_path).items():
+        metrics = [metric for metric in METRICS if metric in row]
+        assert metrics
+        for metric in metrics:
+            assert row[metric] == pytest.approx(row["chance"], abs=1e-12), (task, metric)
+        if task in ("hellaswag", "piqa", "mmlu_anatomy"):       # else this would hold for a model that sees nothing
+            samples = read_samples(Column(task, "acc", row["docs_sha256"], None, 0, ""),
+                                   Score(row["acc"], None, None, [chance_run / "eval" / row["samples"]]))
+            preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
+            assert len(samples) == row["n"] and len(preferred) > 1
+
+
+@pytest.mark.parametrize("right, wrong, expected", [(0.0, -5.0, 1.0), (-5.0, 0.0, 0.0)])
+def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, tmp_path, monkeypatch, right, wrong, expected):
+    oracle = Oracle(write_layouts(tmp_path, 12, balanced=False), right, wrong)
+    scores = score_layouts(chance_run, tmp_path, oracle, monkeypatch)
+    assert oracle.asked == {(task, name) for task in LAYOUTS for name in oracle.truth[task]}      # each question was asked
+    assert all(scores[task][metric] == expected for task in LAYOUTS for metric in METRICS if metric in scores[task])
+
+
+# ---------------------------------------------------------------------------------------------------------------- on disk
+
+def test_the_record_says_which_checkpoint_was_scored_and_when(run, monkeypatch):
+    newest, loaded, real = [500], [], sample.load_model
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path(run_dir) / "checkpoints" / f"step_{newest[-1]:08d}")
+
+    def load_while_it_trains(run_dir, **settings):
+        loaded.append(newest[-1])
+        newest.append(750)
+        return real(run_dir, **settings)
+    monkeypatch.setattr(sample, "load_model", load_while_it_trains)
+    before = datetime.now(UTC).replace(microsecond=0)
+    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 0
+    record = json.loads((run / "eval" / "val_cloze_limit4.json").read_text())
+    assert (record["step"], loaded) == (750, [500, 750]) and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
+
+
+def test_only_whole_tasks_in_bf16_enter_the_summary_of_a_finished_run_and_stay(run, monkeypatch, capsys):
+    path = run / "summary.json"
+    first = json.loads(path.read_text())
+    assert harness.main([str(run), "tasks=val_cloze"]) == 0
+    summary = json.loads(path.read_text())
+    assert summary == first | {"eval": first["eval"] | json.loads((run / "eval" / "val_cloze.json").read_text())["tasks"]}
+    for trial in (["limit=4"], ["dtype=float32"]):
+        assert harness.main([str(run), "tasks=val_cloze", *trial]) == 0
+        assert json.loads(path.read_text()) == summary
+    monkeypatch.setattr(harness, "latest", lambda run_dir: Path("step_00000007"))       # beside a summary of step 1
+    assert harness.main([str(run), "tasks=val_ppl"]) == 0
+    assert json.loads(path.read_text()) == summary
+    assert "of step 1, the checkpoint that was scored of step 7" in capsys.readouterr().err
+    path.write_text('{"run_id": ')
+    assert harness.main([str(run), "tasks=val_cloze"]) == 2
+    assert "summary.json is damaged" in capsys.readouterr().err and path.read_text() == '{"run_id": '
+    path.unlink()
+    assert harness.main([str(run), "tasks=val_cloze"]) == 0
+    assert "not finished" in capsys.readouterr().err and not path.exists()
+
+
+# --------------------------------------------------------------------------------------------------------------- mistakes
+
+@pytest.mark.parametrize("arguments, sentence", [
+    ([], "tasks is missing: give tasks=VALUE"), (["tasks=,"], "tasks= names no task: give tasks=demo or a list such as"),
+    (["task=demo"], "there is no key 'task'; did you mean 'tasks'?"), (["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
+    (["tasks=demo", "dtype=fp8"], "dtype='fp8' is not one of bfloat16, float32"),
+    (["tasks=demo", "device=cuda:9"], "device='cuda:9' is not usable here"),
+    (["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs")])
+def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, arguments, sentence):
+    assert harness.main([str(run), *arguments]) == 2
+    captured = capsys.readouterr()
+    assert sentence in captured.err and captured.out == "" and not (run / "eval").exists()
+
+
+def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(run, capsys, monkeypatch):
+    import lm_eval.tasks
+    asked = []
+
+    class SmallManager(lm_eval.tasks.TaskManager):      # lm-eval's own index takes ten seconds to build
+        def __init__(self, include_defaults, **settings):
+            asked.append(include_defaults)
+            super().__init__(include_defaults=False, **settings)
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", SmallManager)
+    for name, near in [("demo,val_close", "val_cloze"), ("dmeo", "demo")]:
+        assert harness.main([str(run), f"tasks={name}"]) == 2
+        assert f"near: {near}" in capsys.readouterr().err
+    assert harness.main([str(run), "tasks=demo", "limit=2"]) == 0
+    assert asked == [True, True, False]
+
+
+@pytest.mark.parametrize("entry, extra", [(harness, "tasks=demo"), (sample, "hello")])
+def test_a_folder_that_is_no_run_gets_a_sentence(run, capsys, monkeypatch, entry, extra):
+    monkeypatch.setattr(sample, "load_model", LOAD_MODEL)       # the real one
+    config = (run / "config.json").read_text()
+    for content, sentence in [(None, "is no run"), ('{"run": ', "is not JSON"), (config, "has no finished checkpoint yet")]:
+        (run / "config.json").unlink(missing_ok=True)
+        if content is not None:
+            (run / "config.json").write_text(content)
+        assert entry.main([str(run), extra]) == 2
+        captured = capsys.readouterr()
+        assert sentence in captured.err and captured.out == "", content
+
+
+def test_no_transformers_and_no_network(run):
+    """In a fresh process in which importing transformers or accelerate, or opening a socket, is an error."""
+    code = f"""
+import importlib.abc, socket, sys
+class Block(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "accelerate"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block())
+def refuse(*args, **kwargs):
+    raise AssertionError("network")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+sys.path.insert(0, {str(ROOT)!r})
+from eval import harness, sample
+from runtime.config import read_config
+from model import GPT
+def load_model(run_dir, device, compute_dtype):
+    config = read_config(run_dir)
+    model = GPT(config.model, compute_dtype)
+    model.init_weights(1)
+    return model, config
+sample.load_model = load_model
+code = harness.main([{str(run)!r}, "tasks=demo", "limit=3"])
+sys.exit(code if "transformers" not in sys.modules else 3)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=run.parent.parent, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 5, (done.stdout, done.stderr)
+
+
+# ---------------------------------------------------------------------------------------------------------- public models
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    return make_llama(tmp_path_factory.mktemp("hub") / "tiny-llama")
+
+
+def log_likelihood(folder, context, continuation, dtype):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
+    logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
+    return sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids)))
+
+
+@pytest.mark.parametrize("dtype, micro_batch", [("float32", 4), ("bfloat16", 1)])
+def test_a_public_models_log_likelihoods_are_its_own(public, dtype, micro_batch):
+    lm = harness.public_lm(str(public), CPU, dtype, micro_batch)     # of BF16 logits the softmax is taken in fp32, as of ours
+    pairs = [("The cat", " sat on the mat"), ("A", " dog"), ("One two", " three four")]
+    got = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
+    for (total, _), pair in zip(got, pairs, strict=True):
+        assert total == pytest.approx(log_likelihood(public, *pair, getattr(torch, dtype)), abs=1e-4)
+
+
+def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    make_task(tmp_path / "mine", [{"q": "the cat", "answers": ["sat on the mat", "ran"], "gold": i % 2} for i in range(6)])
+    assert harness.main([f"hf:{public}", "tasks=sums", "include=mine", "dtype=float32", "device=cpu"]) == 0
+    record, = (json.loads(path.read_text()) for path in (tmp_path / "out").glob("hf_*_tiny-llama/eval/*.json"))
+    assert record["run"] == f"hf:{public}" and record["tasks"]["sums"]["acc"] == 0.5     # each answer is right three times
+    capsys.readouterr()
+    assert harness.main(["--table", "out", "out=table"]) == 0
+    assert "| tiny-llama, float32" in capsys.readouterr().out
+
+
+def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, tmp_path, monkeypatch):
+    def refused(name, words):
+        with pytest.raises(UserError, match=words):
+            harness.public_lm(str(name), CPU, "float32", 1)
+    (folder := tmp_path / "own").mkdir()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    refused(folder, r"has no \*\.safetensors.* can run code when read")
+    refused("no such name", "could not be loaded")
+    for file in public.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
+    refused(folder, "could not be loaded .* no code of its own")
+    assert not (tmp_path / "ran").exists()
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    refused(public, "pip install transformers accelerate")

@@ -1,0 +1,240 @@
+"""eval/lm.py: log-likelihoods and greedy texts against the model taken one token at a time; batches, shared contexts, ranks."""
+
+import os
+import pickle
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from eval_runs import BYTES, TINY, build, build_lm, bytes_of, expected_pair, generate, request, rigged, rolled, words
+
+from eval import lm as eval_lm
+from eval.lm import CheckpointLM, chunks, plan
+from tests.conftest import ROOT
+
+PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "starts a document"), ("trailing  ", "blank"),
+         ("long context " * 9, "tail"), ("0123456789" * 4, "the end"), ("é", "ü€𝄞"), ("q", "z" * 31), ("q", "w" * 32)]
+
+
+# -------------------------------------------------------------------------------------------------------- log-likelihood
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 64])
+def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
+    model = build()
+    got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in PAIRS])
+    for (total, greedy), pair in zip(got, PAIRS, strict=True):
+        expected, expected_greedy = expected_pair(model, *pair)
+        assert total == pytest.approx(expected, abs=2e-4, rel=1e-5), pair
+        assert greedy == expected_greedy
+    assert np.std([total for total, _ in got]) > 10
+    assert build_lm(model).loglikelihood([]) == [] and build_lm(model).loglikelihood_rolling([request("")]) == [0.0]
+
+
+def test_the_head_sees_scored_positions_alone_and_few_at_a_time(monkeypatch):
+    model, rows = build(), []
+    model.head.register_forward_hook(lambda module, args, out: rows.append(len(out)))
+    pairs = [request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")]
+    build_lm(model).loglikelihood(pairs)
+    assert rows == [2 + 1 + 3]
+    monkeypatch.setattr(eval_lm, "HEAD_ROWS", {"cpu": 4})
+    rows.clear()
+    assert build_lm(model).loglikelihood(pairs) == build_lm(build()).loglikelihood(pairs)
+    assert rows == [4, 2]
+
+
+def test_a_long_context_loses_its_beginning_and_is_counted():
+    model, text = build(), words(random.Random(3), 30)
+    lm = build_lm(model)
+    (long, _), (short, _) = lm.loglikelihood([request("X" * 50 + "abcdefgh" * 4, "yz"), request("Q" * 9 + "abcdefgh" * 4, "yz")])
+    assert long == short and lm.n_truncated == 2
+    lm.loglikelihood([request("a" * 31, "yz")])     # 33 tokens: the last needs no place in the context of 32
+    assert lm.n_truncated == 2
+    (total, _), = lm.loglikelihood([request("ctx", text)])      # a continuation longer than the context is scored whole
+    assert total == pytest.approx(rolled(model, list(b"ctx")[-1:], list(text.encode())), rel=1e-5)
+    assert lm.n_truncated == 3      # all but the last token of its context
+    lm.loglikelihood([request("c", text), request("", text)])
+    assert lm.n_truncated == 3
+
+
+def test_a_context_of_blanks_alone_is_part_of_the_continuation():
+    model = build()
+    pairs = [("\n", "one shared beginning, A1"), ("\n", "one shared beginning, B22"), (" ", "z" * 40), ("other", "xy")]
+    for (total, greedy), pair in zip(build_lm(model).loglikelihood([request(*pair) for pair in pairs]), pairs, strict=True):
+        whole = list("".join(pair).encode())
+        expected = expected_pair(model, *pair) if len(whole) < 32 else (rolled(model, [256], whole), False)
+        assert total == pytest.approx(expected[0], abs=2e-4, rel=1e-5) and greedy == expected[1], pair
+
+
+def test_a_long_context_does_not_make_a_forward_pass_long(monkeypatch):
+    model, seen = build(), []
+    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
+    monkeypatch.setattr(eval_lm, "LONG_ROW", 8)
+    requests = [request(f"{i} and so on", " with it") for i in range(9)]
+    got, whole = build_lm(model, 4).loglikelihood(requests), build_lm(build(), 99).loglikelihood(requests)
+    assert max(seen) <= 4 * 8 and [total for total, _ in got] == pytest.approx([total for total, _ in whole], rel=1e-5)
+    seen.clear()
+    build_lm(model, 4).generate_until([request("ab" * 5, {"until": [], "max_gen_toks": 1})] * 9)
+    assert max(seen) == 3 * 10
+
+
+@pytest.mark.parametrize("n", [1, 32, 33, 65, 150])
+def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss(n):
+    model, text = build(), words(random.Random(n), 60)[:n]
+    got = build_lm(model).loglikelihood_rolling([request(text), request("other text of another length")])
+    assert got[0] == pytest.approx(rolled(model, [256], list(text.encode())), rel=1e-5)
+    wide = build(replace(TINY, n_ctx=256))
+    ids = torch.from_numpy(BYTES.encode_document(text).astype(np.int64))[None]
+    loss = wide(ids[:, :-1], ids[:, 1:]).item()        # over the padded vocabulary of 384
+    assert build_lm(wide).loglikelihood_rolling([request(text)])[0] == pytest.approx(-loss, rel=1e-5)
+
+
+def test_is_greedy_says_whether_greedy_decoding_gives_the_continuation():
+    model = build()
+    prompts = [list(f"prompt {i}".encode()) for i in range(8)]
+    for prompt in prompts:
+        text = generate(model, torch.tensor([prompt]), 8)[0].tolist()
+        requests = [(None, prompt, text), (None, prompt, [*text[:7], (text[7] + 1) % 256]), (None, prompt, text[:3])]
+        assert [greedy for _, greedy in build_lm(model)._loglikelihood_tokens(requests)] == [True, False, True]
+    padded = rigged(lambda h: torch.cat((torch.zeros(*h.shape[:-1], 257), torch.full((*h.shape[:-1], 127), 9.0)), -1))
+    (_, greedy), = build_lm(padded).loglikelihood([request("a", "\x00")])       # rows that pad the vocabulary do not count
+    assert greedy
+
+
+def test_a_tokenizer_that_begins_texts_does_so_as_in_hflm():
+    """HFLM 0.4.13: the beginning before a context, in place of an empty one, and rolling twice, where it is scored too."""
+    model, begins = build(), replace(BYTES, prefix=(256, 255), adds_start=True)
+    lm = CheckpointLM(model, begins, 4, torch.device("cpu"))
+    seen = []
+    model.wte.register_forward_hook(lambda module, args, out: seen.extend(args[0].tolist()))
+    for ask, want in [(lambda: lm.loglikelihood([request("ab", "c")]), [255, *b"ab"]),
+                      (lambda: lm.loglikelihood([request("", "cd")]), [255, *b"c"]),
+                      (lambda: lm.loglikelihood_rolling([request("xyz")]), [255, 255, *b"xy"])]:
+        seen.clear()
+        ask()
+        assert seen == [want]
+    names = CheckpointLM(model, replace(BYTES, prefix=(256, 255)), 4, torch.device("cpu"))     # has such a token, adds none
+    assert names.tok_encode("ab") == list(b"ab") and names.prefix_token_id == 255
+
+
+def test_generate_until_is_greedy_and_stops_where_asked():
+    model = build()
+    prompts = ["one", "two", "a longer prompt", "x" * 31, "y" * 80]
+    free = {p: bytes_of(generate(model, torch.tensor([list(p.encode())[-32:]]), 12, eot=256)[0]) for p in prompts[:3]}
+    lm = build_lm(model, micro_batch=2)
+    got = lm.generate_until([request(p, {"until": [], "max_gen_toks": 12}) for p in prompts])
+    assert got[:3] == [free[p][:12].decode(errors="replace") for p in prompts[:3]]
+    assert all(got) and lm.n_truncated == 2     # 31 + 12 and 80 + 12 tokens do not fit 32
+    kept = list(b"y" * 80)[-20:]
+    assert got[4] == bytes_of(generate(model, torch.tensor([kept]), 12, eot=256)[0]).decode(errors="replace")
+    calls = []
+
+    def end_third(h):       # "A", "A", end-of-text, "A", ..
+        calls.append(1)
+        return torch.nn.functional.one_hot(torch.full((len(h),), 256 if len(calls) == 3 else 65), 384).float()
+    assert build_lm(rigged(end_third)).generate_until([request("p", {"until": ["\n"], "max_gen_toks": 9})]) == ["AA"]
+    assert len(calls) == 3
+    text = got[2]
+    stop = text[3:5]
+    cut, = build_lm(model).generate_until([request(prompts[2], {"until": ["never there", stop], "max_gen_toks": 12})])
+    assert cut == text[:text.index(stop)] and stop not in cut
+
+
+# -------------------------------------------------------------------------------------------------------- shared contexts
+
+def random_rows(rng):
+    """Rows of the kinds that tasks make: a few-shot beginning for all, questions, choices; loners, prefixes of others."""
+    few_shot = [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
+    rows = []
+    for _ in range(rng.randint(1, 12)):
+        question = few_shot + [rng.randrange(9) for _ in range(rng.randint(1, 30))]
+        rows += [tuple(question + [rng.randrange(9) for _ in range(rng.randint(0, 9))]) for _ in range(rng.randint(1, 4))]
+    return list(dict.fromkeys(rows))
+
+
+def test_every_row_is_in_one_batch_with_those_it_begins_like():
+    for seed in range(40):
+        rng = random.Random(seed)
+        rows, budget = random_rows(rng), rng.choice([1, 64, 400])
+        batches = plan(rows, budget)
+        assert sorted(row for batch in batches for group in batch.groups for row in group) == list(range(len(rows)))
+        for batch in batches:
+            n, longest = len(batch.groups), max(len(rows[row]) for group in batch.groups for row in group)
+            assert n == 1 or n * (batch.past or longest) <= max(budget, longest)
+            for group in batch.groups:
+                assert len({rows[row][:batch.past] for row in group}) == 1 and (len(group) == 1 or batch.past >= 6)
+            lengths = [len(rows[row]) - batch.past for group in batch.groups for row in group if len(rows[row]) > batch.past]
+            parts = chunks(lengths, batch.past, budget)
+            assert sorted(i for chunk in parts for i in chunk) == list(range(len(lengths)))
+            assert all(lengths[chunk[0]] == max(lengths[i] for i in chunk) for chunk in parts)
+
+
+@pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
+def test_shared_contexts_score_as_each_alone(micro_batch, n_shots):
+    """Against log-likelihoods taken one token at a time; little more than half of all tokens go through the model."""
+    rng, seen, model = random.Random(5), [], build(replace(TINY, n_ctx=128))
+    shots = words(rng, n_shots)
+    pairs = [(f"{shots} {question}", f" {choice}") for question in (words(rng, 4) for _ in range(6))
+             for choice in ("yes", "yes indeed", "no", "n", "n")]       # one continuation within another, one twice
+    pairs += [(shots or "nothing", " alone"), ("", "starts"), ("q", " " + words(rng, 15)), (words(rng, 40), " beyond")]
+    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
+    got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in pairs])
+    assert sum(seen) < sum(min(len(a + b), 128) for a, b in pairs) * 0.6
+    for (total, greedy), pair in zip(got, pairs, strict=True):
+        expected, expected_greedy = expected_pair(model, *pair)
+        assert total == pytest.approx(expected, abs=3e-4, rel=1e-5) and greedy == expected_greedy, pair
+
+
+# ------------------------------------------------------------------------------------------------------------------ ranks
+
+WORKER = f"""
+import pickle, sys
+sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
+import torch
+torch.set_num_threads(1)
+from eval.harness import join, _together
+from eval.lm import CheckpointLM
+from eval_runs import BYTES, build, request
+from runtime.cli import UserError
+from runtime.parallel import finish
+pairs, out = pickle.load(open(sys.argv[1], "rb"))
+world = join()
+lm = CheckpointLM(build(), BYTES, 1, torch.device("cpu"), world)
+answers = lm.loglikelihood([request(*pair) for pair in pairs])
+generated = lm.generate_until([request(a, {{"until": ["e"], "max_gen_toks": 4}}) for a, b in pairs])
+def fail(kind):
+    if world.rank == 1:
+        raise kind("no such thing")
+    return 3
+told = []
+for kind in (UserError, ZeroDivisionError):
+    try:
+        _together(world, lambda: fail(kind))
+    except (UserError, OSError) as error:
+        told.append((type(error).__name__, str(error)))
+pickle.dump((world.size, answers, generated, told, _together(world, lambda: 3)), open(f"{{out}}{{world.rank}}", "wb"))
+finish(world, 0)
+"""
+
+
+def test_two_processes_answer_as_one_bit_for_bit_and_tell_of_a_mistake_together(tmp_path):
+    rng = random.Random(3)
+    pairs = [(words(rng, 3), " " + words(rng, 1)) for _ in range(20)] + [("the same context", f" {i}") for i in range(5)]
+    (tmp_path / "pairs").write_bytes(pickle.dumps((pairs, str(tmp_path / "rank"))))
+    (tmp_path / "worker.py").write_text(WORKER)
+    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                           str(tmp_path / "worker.py"), str(tmp_path / "pairs")], capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lm = build_lm(build(), 1)
+    alone = (lm.loglikelihood([request(*pair) for pair in pairs]),
+             lm.generate_until([request(a, {"until": ["e"], "max_gen_toks": 4}) for a, _ in pairs]))
+    torch.set_num_threads(threads)
+    told = [("UserError", "rank 1: no such thing"), ("OSError", "rank 1: no such thing")]
+    for rank in (0, 1):
+        assert pickle.loads((tmp_path / f"rank{rank}").read_bytes()) == (2, *alone, told, 3)
