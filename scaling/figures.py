@@ -80,19 +80,6 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     return figure, panels
 
 
-def page(height, rows, columns, title, caption, *, top=0.48, left=0.075, right=0.985, wspace=0.12, hspace=0.2, **shared):
-    """A page whose panels stand where the caller says; kept for bench/ and eval/ until they use `sheet`."""
-    caption = textwrap.fill(caption, 128)
-    height += 0.13 * caption.count("\n")
-    figure = Figure(figsize=(7.4, height))
-    figure.suptitle(title, x=left, y=1 - 0.05 / height, ha="left", va="top", fontsize=9, parse_math=False)
-    figure.text(left, 0.04 / height, caption, fontsize=7, color="#444444", va="bottom", parse_math=False)
-    panels = figure.subplots(rows, columns, squeeze=False, **shared)
-    bottom = (0.58 + 0.13 * caption.count("\n")) / height
-    figure.subplots_adjust(left=left, right=right, top=1 - top / height, wspace=wspace, hspace=hspace, bottom=bottom)
-    return figure, panels
-
-
 def styles(recipes) -> list[dict]:
     """A style per recipe: each of RECIPES has its own in every figure, others take what is left and then repeat."""
     left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=True) if name not in recipes] or STYLES)
