@@ -74,7 +74,8 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
         passes.append(graph)
         return make_boxed_func(graph)
     with (FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)),
-          mock.patch.object(fp8, "scaled_mm", on_gpu)):
+          mock.patch.object(fp8, "scaled_mm", on_gpu),
+          mock.patch.object(fp8, "mm", lambda a, b, dtype: torch.mm(a, b, out_dtype=dtype))):
         shape = (micro_batch, config.model.n_ctx)
         tensors = [torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad) for t in (weights | buffers).values()]
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
@@ -93,7 +94,8 @@ def _model(config, n_layer: int) -> GPT:
     with torch.device("meta"):
         model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    fp8.refresh_fp8_weights(model)              # FP8 copies that last are made between the steps, not in them
+    fp8.keep_bf16_copies(model)
+    fp8.refresh_fp8_weights(model)              # copies of weights that last are made between the steps, not in them
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     return model
 
@@ -140,7 +142,7 @@ def _kind(node) -> str:
     if not node.is_extern():
         return "written"
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-    if called.rpartition(".")[2].endswith("mm"):
+    if called.removesuffix("_dtype").endswith("mm"):      # mm_dtype writes fp32
         return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"
 
@@ -186,9 +188,7 @@ def _box_attention() -> None:
                  lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Never called either."""
 
-    def like(t):        # cuDNN writes (B, H, T, D) as a view of (B, T, H, D), so that joining the heads is no copy
-        return t.transpose(1, 2).new_empty(t.transpose(1, 2).shape).transpose(1, 2)
-
+    like = torch.empty_like         # cuDNN lays its output out as q, its gradients as q, k and v
     attention.register_fake(lambda q, k, v: (like(q), q.new_empty(q.shape[:3], dtype=torch.float32)))
     backward.register_fake(lambda g, q, k, v, out, lse: (like(q), like(k), like(v)))
     attention.register_autograd(lambda ctx, g, _: backward(g, *ctx.saved_tensors),

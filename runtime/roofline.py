@@ -58,7 +58,7 @@ IDLE = 0.04             # of everything else: launches, tails, clocks
 
 
 class Moved(NamedTuple):
-    """Bytes that casts move per element of a tensor, over those that BF16 moves."""
+    """Bytes that casts move per element of a tensor, beside what every recipe moves."""
     amax: float = 0.0           # read to find the largest magnitude, by a kernel of its own
     cast: float = 0.0           # read and written as it lies
     transposed: float = 0.0     # by a kernel of Inductor's that writes a transposed copy, alone or besides
@@ -88,8 +88,6 @@ def _by(*moved: Moved) -> dict[str, Moved]:
 
 
 _NONE = dict.fromkeys(NAMES, Moved())
-# Ours: the weight's copies of the step's beginning are read, and the weight gradient's matmul writes fp32 itself.
-_W_OURS = Moved(spared=12)
 # A norm's output is not written where only its FP8 copy is read (spares 2); SwiGLU's neither (spares 6), but each pass over
 # it reads both halves again. The weight gradient's amax is found anew, and casts begin at BF16: two passes of each.
 _X_TENSOR = _by(Moved(2, 3, 3, spared=2), Moved(4, 3, 3), Moved(2, 3, 3, spared=2),
@@ -112,18 +110,21 @@ _G_ROW_GW_HP = _by(Moved(0, 1), Moved(0, 11), Moved(0, 3), Moved(0, 11), Moved(0
 _FP8, _OURS, _ROWS = ("fp8",) * 3, ("fp8", "fp8", "fp8_fp32"), ("fp8_rowwise", "fp8", "fp8")
 
 CASTS = {
-    "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved()),
-    "tensorwise": Casts(_FP8, _X_TENSOR, _G_TENSOR, Moved(4, 5, 5, spared=6)),
-    "tensorwise_gw_hp": Casts(("fp8", "fp8", "bf16"), _X_GW_HP, _G_GW_HP, Moved(4, 5, 5, spared=6)),
-    "rowwise": Casts(_ROWS, _X_ROW, _G_ROW, Moved(0, 5, 5, spared=6)),
-    "rowwise_with_gw_hp": Casts((*_ROWS[:2], "bf16"), _X_ROW_GW_HP, _G_ROW_GW_HP, Moved(4, 5, 5, spared=6)),
+    # The weight is cast once a step (4 read, 2 written), its gradient leaves the matmul in fp32.
+    "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved(), Moved(cast=6)),
+    # torchao casts weights in every micro-batch, and gradients behind the matmul (2 read, 4 written).
+    "tensorwise": Casts(_FP8, _X_TENSOR, _G_TENSOR, Moved(4, 11, 5)),
+    "tensorwise_gw_hp": Casts(("fp8", "fp8", "bf16"), _X_GW_HP, _G_GW_HP, Moved(4, 11, 5)),
+    "rowwise": Casts(_ROWS, _X_ROW, _G_ROW, Moved(0, 11, 5)),
+    "rowwise_with_gw_hp": Casts((*_ROWS[:2], "bf16"), _X_ROW_GW_HP, _G_ROW_GW_HP, Moved(4, 11, 5)),
     # The weight in both layouts, once a step: 4 for the amax, 4 + 2 for the copies.
-    "tensorwise+kernels": Casts(_OURS, _X_OURS, _G_OURS, _W_OURS, Moved(amax=4, ours=6)),
+    "tensorwise+kernels": Casts(_OURS, _X_OURS, _G_OURS, Moved(), Moved(amax=4, ours=6)),
     "tensorwise_gw_hp+kernels": Casts(("fp8", "fp8", "bf16"), {n: Moved(m.amax, ours=3) for n, m in _X_OURS.items()},
-                                      dict.fromkeys(_NONE, Moved(ours=3)), Moved(spared=6), Moved(amax=4, ours=6)),
+                                      dict.fromkeys(_NONE, Moved(ours=3)), Moved(), Moved(amax=4, ours=6)),
 }
 CASTS["amax"], CASTS["amax+kernels"] = CASTS["tensorwise"], CASTS["tensorwise+kernels"]
-FREE = Casts(_FP8, _NONE, _NONE, _W_OURS)       # the zero-cast ceiling
+FREE = Casts(_FP8, _NONE, _NONE, Moved())       # the zero-cast ceiling
+AUTOCAST = Casts(("bf16",) * 3, _NONE, _NONE, Moved(cast=12))   # others' BF16: weights and gradients in every micro-batch
 
 
 class Shape(NamedTuple):
@@ -200,9 +201,11 @@ class Step(NamedTuple):
 
 
 def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_step: int, casts: Casts | None = None,
-         shard: int = 1) -> Step:
+         shard: int = 1, bf16: Casts = CASTS["bf16"]) -> Step:
     """The modelled micro-step of `label`, a recipe with +kernels and +head, on one GPU, which sees `tokens_per_step` and updates
-    1 / `shard` of the weights; `casts` replaces what CASTS says of the label. KeyError: a label without a model."""
+    1 / `shard` of the weights; `casts` and `bf16` replace what CASTS says of the label, of BF16. KeyError: a label without a
+    model."""
+    known = CASTS | {"bf16": bf16}
     M = micro_batch * shape.n_ctx
     accumulation = max(1, tokens_per_step // M)
     recipe, *extras = label.split("+")
@@ -210,9 +213,9 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
         recipe + "+kernels" * ("kernels" in extras)]
     buckets = dict.fromkeys(BUCKETS, 0.0)
     for linear, K, N, count in linears(shape):
-        options = [casts or CASTS[name] for name in candidates]
+        options = [casts or known[name] for name in candidates]
         if linear == "head" and "head" not in extras:
-            options = [CASTS["bf16"]]
+            options = [bf16]
         matmul, cast = min((linear_seconds(c, linear, K, N, option, M, accumulation) for option in options), key=sum)
         buckets["matmul"] += count * matmul
         buckets["cast"] += count * cast
@@ -226,8 +229,6 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
     rate = c.attention * shape.n_ctx / (shape.n_ctx + HALF_T) * (1.0 if C // shape.n_head >= 128 else NARROW_HEAD)
     buckets["attention"] = shape.n_layer * M * 7 * C * shape.n_ctx / rate
-    # BF16's own casts: weights to BF16 (4 read, 2 written), their gradients to fp32 (2 read, 4 written)
-    buckets["cast"] += 12 * shape.params_matmul / c.bandwidth
     buckets["pointwise"] = (M * pointwise + gradients) / c.bandwidth
     buckets["loss"] = 6 * M * shape.vocab / c.bandwidth         # logits read forward, read and written backward
     buckets["optimizer"] = 40 * params / shard / c.bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12
@@ -278,7 +279,7 @@ def anchors(c: Ceilings) -> list[tuple[str, str, tuple[float, ...], float]]:
     """(name, label, published, modelled) of every published run."""
     found = []
     for name, shape, micro_batch, tokens, shard, label, published in ANCHORS:
-        bf16, this = (step(c, shape, one, micro_batch, tokens, shard=shard) for one in ("bf16", label))
+        bf16, this = (step(c, shape, one, micro_batch, tokens, shard=shard, bf16=AUTOCAST) for one in ("bf16", label))
         found.append((name, label, published, this.tok_per_s if label == "bf16" else bf16.seconds / this.seconds))
     # The forward pass of a Linear that nanochat timed, in ms: FP8 with the casts of input and weight.
     M, K, N = 65_536, 1664, 6656

@@ -275,7 +275,13 @@ def null_pairs(records) -> tuple[list[Pair], list[str]]:
 
 
 def _partners(records) -> dict[str, Record]:
-    return {record.pair_id: record for record in records if record.recipe == "bf16" and not record.repeat}
+    """pair_id -> its BF16 run. Raises UserError for two of one pair."""
+    partners = {}
+    for record in records:
+        if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
+            raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
+                            f"{record.pair_id}: leave one out")
+    return partners
 
 
 def _pair(bf16: Record, fp8: Record) -> Pair:

@@ -26,6 +26,7 @@ from runtime.config import FP8Config, RecipeName, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
+from runtime.roofline import modelled_ratio
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
@@ -132,19 +133,22 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
     for path in sorted((ROOT / "configs").glob("gpt*_bf16.py")):
+        config = load_config(path)
         with torch.device("meta"):
-            model = GPT(load_config(path).model)
+            model = GPT(config.model)
         counts = model.counts()
         layers = fp8.select(model, replace(FP8Config(), recipe=options.recipe), options.gpu.upper())
         # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
         per_param = 4 if options.recipe.endswith("gw_hp") else 6
         share = per_param * sum(layer.params for layer in layers if layer.reason is None) / counts["flops_per_token"]
         N, most = counts["params_total"], 1 / (1 - share * (1 - bf16_peak / fp8_peak))
+        modelled = modelled_ratio(replace(config, fp8=replace(FP8Config(), recipe=options.recipe)), options.gpu)
         sizes.append(Size(path.stem.removesuffix("_bf16"), N, counts["flops_per_token"],
-                          _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else most))
+                          _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))
     notes = ["speed: mfu_bf16 as measured, between sizes by interpolation" if base else
              f"speed: an assumed mfu_bf16 of {ASSUMED_MFU:.0%}, nothing measured on {options.gpu}",
              f"FP8's speed-up: measured, {options.recipe} at {len(both)} sizes" if both else
+             "FP8's speed-up: MODELLED by python -m runtime.roofline, nothing measured" if modelled else
              "FP8's speed-up: an upper bound, from the share of FLOPs in FP8 with casts free; small sizes can be slower"]
     return sorted(sizes, key=lambda size: size.N), notes
 

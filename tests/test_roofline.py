@@ -41,10 +41,13 @@ def test_flops_and_parameters_are_the_models_own(size, tied):
     assert (shape.params_matmul, shape.flops_per_token) == (counts["params_matmul"], counts["flops_per_token"])
 
 
-# GB over BF16 that Inductor plans for 28 blocks of 1.5B and 16 x 1024 tokens: `python -m dev.compiler_plan`
-# (torch 2.13.0, "written" and "called"); the last two from its plans of 4 and 2 blocks (torch 2.11.0).
-PLANNED = {"tensorwise": 107.2, "tensorwise+kernels": 49.4, "tensorwise_gw_hp": 28 * 3.0386, "rowwise_with_gw_hp": 28 * 2.3620,
-           "rowwise": 28 * 5.4053}
+# GB over BF16 that Inductor plans for 28 blocks of 1.5B and 16 x 1024 tokens: `python -m dev.compiler_plan` (torch 2.13.0,
+# "written" and "called"); gw_hp and rows from plans of 4 and 2 blocks (torch 2.11.0). Those plans were read when BF16 cast its
+# weights and gradients in every micro-batch, 12 bytes a weight; the second one again afterwards: 66.7.
+CAST_THEN = 12 * 28 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e9
+PLANNED = {name: over + CAST_THEN for name, over in {
+    "tensorwise": 107.2, "tensorwise+kernels": 49.4, "tensorwise_gw_hp": 28 * 3.0386, "rowwise_with_gw_hp": 28 * 2.3620,
+    "rowwise": 28 * 5.4053}.items()}
 
 
 def total(moved: Moved) -> float:
@@ -65,16 +68,18 @@ def test_bytes_of_the_casts_are_those_of_inductors_plan(recipe):
 
 def test_bytes_of_the_head_and_of_bf16_are_those_of_inductors_plan():
     ours = CASTS["tensorwise+kernels"]
-    assert over_bf16(ours, ("head",)) == pytest.approx(171.96 - 173.06, abs=0.2)       # kernels with the head, and without
+    assert over_bf16(ours, ("head",)) == pytest.approx(171.96 - (173.96 - 2.13), abs=0.2)   # kernels with the head; without, and
+                                                                                        # without the BF16 head's weight gradient
     buckets = step(H100, BIG, "bf16", 16, 16_384).buckets
     moved = sum(buckets[name] for name in ("pointwise", "cast", "loss")) * H100.bandwidth
     embedding = 14 * BIG.vocab * BIG.n_embd + 20 * 16_384 * BIG.n_embd      # gradients, which the plan leaves out
-    assert (moved - embedding) / 1e9 == pytest.approx(123.67, rel=0.01)
+    once_a_step = 6 * BIG.params_matmul     # the weights' copies, which the plan leaves out
+    assert (moved - embedding - once_a_step) / 1e9 == pytest.approx(63.44 + 41.73, rel=0.01)
 
 
 def test_weights_are_cast_once_a_step_with_our_kernels():
     """Per micro-batch torchao moves 14 bytes a weight for FP8; ours 10 in all, shared by the micro-batches."""
-    assert total(CASTS["tensorwise"].w) + 6 == 14
+    assert total(CASTS["tensorwise"].w) - 6 == 14
     free = dict.fromkeys(roofline.NAMES, Moved())
     only_weights = replace(CASTS["tensorwise+kernels"], x=free, g=free, w=Moved())
     once, often = (roofline.linear_seconds(H100, "qkv", 2048, 6144, only_weights, 1024, n)[1] for n in (1, 32))
@@ -95,7 +100,7 @@ def test_published_runs_come_out_as_the_documents_say():
 
 def test_the_zero_cast_ceilings_of_1p5b():
     base = step(H100, BIG, "bf16", 16, 2**19).seconds
-    for head, ratio in (("", 1.48), ("+head", 1.53)):
+    for head, ratio in (("", 1.45), ("+head", 1.50)):
         assert base / step(H100, BIG, "tensorwise" + head, 16, 2**19, casts=FREE).seconds == pytest.approx(ratio, abs=0.005)
 
 

@@ -4,12 +4,11 @@ from pathlib import Path
 
 import datasets
 import pytest
-from eval_runs import build, build_lm, make_task, protect_environment
-from tests.hub_layout import write_repository
 
 from eval import harness, tasks
 from runtime.cli import UserError
-from tests.hub_server import HubServer, commit, point_at
+from tests.eval_runs import build, build_lm, make_task, protect_environment
+from tests.hub_server import HubServer, commit, point_at, write_repository
 
 PIQA = {"validation": [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]}
 SUBJECT = {split: [{"question": f"{split} {i}?", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": i % 4}

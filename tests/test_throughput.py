@@ -63,7 +63,7 @@ def test_a_cells_config_is_train_pys():
 
 @pytest.fixture
 def eager(monkeypatch):
-    monkeypatch.setattr(parallel, "compile_model", lambda *_: None)
+    monkeypatch.setattr(parallel, "compile_model", lambda *_, **__: None)
 
 
 def test_a_step_is_that_of_a_plain_training_loop(eager):
@@ -98,7 +98,7 @@ def measured():
     """label -> what an eager cell of it answers."""
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "compile_model", lambda *_: None)
+        patch.setattr(parallel, "compile_model", lambda *_, **__: None)
         patch.setitem(throughput.TIMED_S, "cpu", 0.01)
         for label in ("bf16", "tensorwise", "tensorwise+kernels"):
             found[label] = measure(replace(TOY, label=label))
