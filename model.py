@@ -251,7 +251,7 @@ class GPT(nn.Module):
         attn.out, mlp.down          the same / sqrt(2 * n_layer): the residual sum keeps its size with depth
         norms                       ones
 
-        A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (LOG.md, 2026-11-21).
+        A fixed 0.02 fits widths near 1,000 alone: on the demo's, it cost 0.15 to 0.25 nats (docs/findings.md).
 
         Drawn on the CPU, one generator a parameter, so that the model is the same on any device and however it is
         sharded. `assign(parameter, full_value)` stores a value; sharded parameters take only their part of it.

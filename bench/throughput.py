@@ -126,9 +126,8 @@ def config_of(cell: Cell) -> Config:
     changes |= {"model.n_ctx": cell.T, "data.micro_batch": cell.micro_batch, "data.tokens_per_step": cell.tokens_per_step,
                 "run": "cell", "data.tokenizer": "./synthetic" if "model.vocab_size" in changes else "gpt2"}     # nothing is read
     recipe, *extras = cell.label.split("+")
-    if recipe == "bf16_eager":
-        changes["parallel.compile"] = False
-    elif recipe != BASELINE:
+    changes["parallel.compile"] = "off" if recipe == "bf16_eager" else "block"      # as studies, as runs on several GPUs
+    if recipe not in ("bf16_eager", BASELINE):
         changes["fp8.recipe"] = recipe
     changes |= {f"fp8.{extra}": True for extra in extras}
     return load_config(base, [f"{key}={str(value).lower() if value is True or value is False else value}"

@@ -168,6 +168,7 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
         overrides = [f"run={name.format(budget)}", f"seed={seed}", *length, "optim.schedule=wsd",
                      f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}"]
         overrides += [f"optim.lr={lr!r}"] if lr else []
+        overrides += ["parallel.compile=block"] if base.parallel.compile else []       # one GPU and eight run the same graph
         overrides += [f"fp8.recipe={recipe}"] if recipe != "bf16" else []
         overrides += ["repeat=1", *study.null] if repeat else []
         if not is_branch:

@@ -78,6 +78,23 @@ def test_the_chinchilla_study_by_hand():
         (f"gpt1p5b_{recipe}_t20_s1337", None, 29_408 * 1_048_576) for recipe in ("bf16", "tensorwise")]
 
 
+@pytest.mark.parametrize("switch, recipe", [("tensorwise>bf16", "off"), ("bf16>rowwise", "rowwise")])
+def test_a_decay_may_switch_its_precision_and_is_a_pair_of_its_bf16_run(study, switch, recipe):
+    before, after = switch.split(">")
+    plain, rows = ({row.run: row for row in expand(replace(study, switch=s))} for s in ((), (switch,)))
+    switched = [row for row in rows.values() if row.recipe == switch]
+    assert len(rows) == len(plain) + len(switched) and len(switched) == 2 * 2 * 2       # sizes, seeds, budgets
+    for row in switched:
+        config, trunk = config_of(row), config_of(rows[row.parent])
+        twin = config_of(plain[row.run.replace(f"{before}-{after}", "bf16")])
+        assert config.fp8.recipe == recipe and rows[row.parent].recipe == before and pair_id(config) == pair_id(twin)
+        assert row.parent_step in trunk.checkpoint.at and placed(row, Path("out")) == row
+        assert row.parent_step == row.steps - config.optim.decay_steps(row.steps)
+        check_branch(config, trunk, row.parent_step)
+    with pytest.raises(UserError, match="such as tensorwise>bf16"):
+        replace(study, switch=("mxfp8>bf16",))
+
+
 def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
     first, second = study.sizes
     rows = expand(replace(study, null=("parallel.compile=true",), sizes=(
