@@ -3,8 +3,9 @@
     python scaling/sweep.py configs/study_demo.py --run jobs=2
 
 Three sizes at 5, 10 and 20 tokens per parameter, so that parameters and data can be told apart, and three seeds at the
-smallest, whose BF16 runs are the null. No size is held out: two would be left, which is no law. On models this small
-FP8 is emulated and its gap is far above that of real sizes, so the margin is wide and nothing here is a finding.
+smallest, whose BF16 runs are the null. There nvfp4 runs too, four bits whose cost the study must be able to see. No size is
+held out: two would be left, which is no law. On models this small FP8 is emulated and its gap is far above that of real sizes,
+so the margin is wide and nothing here is a finding.
 """
 
 from scaling.study import Size, Study
@@ -12,7 +13,7 @@ from scaling.study import Size, Study
 study = Study(
     name="demo",
     sizes=(
-        Size(config="configs/demo_s_bf16.py", seeds=(1337, 1338, 1339)),
+        Size(config="configs/demo_s_bf16.py", seeds=(1337, 1338, 1339), recipes=("bf16", "tensorwise", "nvfp4")),
         Size(config="configs/demo_m_bf16.py"),
         Size(config="configs/demo_l_bf16.py"),
     ),
