@@ -199,6 +199,9 @@ def _draw_losses(panel, groups, axis: str) -> None:
             drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
                 named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
+        for value, x, loss in joined(group, axis, values):
+            drawn_line, = panel.plot(x, loss, color=_shade(style, value, among), **look, zorder=2)
+            named.setdefault(f"{float(f'{value:.2g}'):g}" if is_by_ratio else human(value), drawn_line)
         colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
@@ -295,7 +298,9 @@ def _caption(groups, pairs, others) -> str:
         parts.append(f"{name_of(first)}: {law.formula(axis)}.")
     if any(map(is_surface, groups)):
         parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
-    elif "D" in first.x and not is_spread(first):
+    elif any(map(is_spread, groups)):
+        parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
+    elif "D" in first.x:
         parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per parameter.")
     if pairs:
         parts.append("Gap bars: ± 1 standard error.")
@@ -370,6 +375,20 @@ def law_lines(group, axis: str, grid) -> list[Line]:
         return [_line(law, grid, (np.full(len(grid), N), grid), N)
                 for N in sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})]
     return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
+
+
+def joined(group, axis: str, values) -> list[tuple[float, np.ndarray, np.ndarray]]:
+    """(value, x, loss) of lines over D or N that join the points of one size or one ratio, means over seeds, where no law is
+    drawn there and the points are few: the eye takes a cloud of two dimensions for noise."""
+    if axis == "C" or is_surface(group) or not is_spread(group) or len(group.loss) >= MANY:
+        return []
+    lines = []
+    for value in _few(values):
+        near = np.abs(np.log(values / value)) < np.log(1.05)
+        x = np.unique(group.x[axis][near])
+        if len(x) > 1:
+            lines.append((value, x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x])))
+    return lines
 
 
 def _line(law, x, where, each=None) -> Line:

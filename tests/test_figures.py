@@ -13,7 +13,7 @@ from scaling_runs import write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import figures
-from scaling.figures import STYLES, draw, drawn, law_lines, render, smooth, styles, write_with
+from scaling.figures import STYLES, draw, drawn, joined, law_lines, render, smooth, styles, write_with
 from scaling.fit import fit_group, fit_points
 from scaling.laws import Points
 from scaling.pairs import pairs
@@ -278,3 +278,19 @@ def test_smoothing_and_few_values():
     assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and len(smooth(x[:0], x[:0])[0]) == 0
     assert figures._few(np.array([5.0, 5.01, 20.0, 20.1, 40.0])) == pytest.approx([5.005, 20.05, 40.0])
     assert figures._few(np.geomspace(1.1, 160, 100)) == [1.0, 10.0, 100.0]
+
+
+def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
+    """By hand: two sizes at two ratios, two seeds each; over compute, and where few points lie at one ratio, nothing."""
+    N, ratio, seed = (a.ravel() for a in np.meshgrid([1e6, 4e6], [5.0, 20.0], [0.0, 0.1]))
+    points = Points(N=N, D=N * ratio, C=6 * N**2 * ratio, loss=3 - np.log10(N * ratio) / 10 + seed, cluster=np.arange(8))
+    group = SimpleNamespace(points=points, x={"N": N, "D": points.D, "C": points.C}, loss=points.loss, headline="power_c")
+    by_size, by_ratio = joined(group, "D", N), joined(group, "N", ratio)
+    assert [value for value, *_ in by_size] == [1e6, 4e6] and [value for value, *_ in by_ratio] == [5, 20]
+    for value, x, loss in by_size:
+        assert x.tolist() == [5 * value, 20 * value] and np.allclose(loss, 3.05 - np.log10(x) / 10)
+    for value, x, loss in by_ratio:
+        assert x.tolist() == [1e6, 4e6] and np.allclose(loss, 3.05 - np.log10(value * x) / 10)
+    assert joined(group, "C", N) == []
+    group.headline = "chinchilla"
+    assert joined(group, "D", N) == []
