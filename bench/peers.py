@@ -77,7 +77,7 @@ USED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    suite: Literal["h100", "toy"] = "h100"
+    suite: Literal["h100", "toy"] = "h100"      # on one GPU, or a rehearsal on a CPU
     nanogpt: str | None = None      # folder of a checkout
     nanochat: str | None = None     # the same
     torchtitan: str | None = None   # the same

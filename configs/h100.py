@@ -21,11 +21,11 @@ def build(*, run: str, n_layer: int, n_embd: int, n_ffn: int, nonembed: int) -> 
         model=GPTConfig(n_layer=n_layer, n_embd=n_embd, n_ffn=n_ffn, n_head=n_embd // 128, n_ctx=1024),
         data=DataConfig(
             dir="data/h100",
-            # No source more than four times in the largest run: so far, repeated text is almost as good as new (2305.16264).
+            # Up to four passes over a source, repeated text is almost as good as new (2305.16264).
             mixture={"prose": 0.11, "arxiv": 0.10, "python": 0.64, "c": 0.15},
             tokens_per_step=65_536,     # 64 sequences of 1,024 tokens
             micro_batch=64,             # all of a step in one pass
-            max_epochs=8,               # how much Python and C an installation holds differs from machine to machine
+            max_epochs=8,
         ),
         optim=OptimConfig(lr=learning_rate(nonembed), warmup_share=0.05, schedule="wsd"),
         checkpoint=CheckpointConfig(every=1000, keep=1, best=False),

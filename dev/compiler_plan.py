@@ -31,6 +31,9 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory":
 
 
 def main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     path, *overrides = arguments or ["configs/gpt1p5b_bf16.py", "data.micro_batch=16", "model.n_ctx=1024"]
     config = load_config(path, overrides)
     tokens, depth = config.data.micro_batch * config.model.n_ctx, config.model.n_layer

@@ -53,5 +53,7 @@ if __name__ == "__main__":
         folder, sys.argv = sys.argv[2], ["lm_eval", *sys.argv[3:]]
         with reading(Path(folder)), contextlib.suppress(SystemExit):
             cli_evaluate()
+    elif len(sys.argv) < 4:
+        print(__doc__)
     else:
         main(*sys.argv[1:])

@@ -100,7 +100,7 @@ class ParallelConfig:
     replicate: int = 1                      # copies of the sharded model, gradients averaged between them (HSDP)
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
-    recompute: bool = False                 # keep only each block's input, compute the block again in the backward pass
+    recompute: bool = False                 # keep each block's input and attention's output, compute the rest twice
     compile: bool | Literal["model", "block", "off"] = "model"  # by torch.compile; block starts sooner, several ranks always do
     timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save

@@ -24,7 +24,7 @@ tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 r
 emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) and nvfp4 are emulated everywhere. On a CPU every recipe is
 emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
 
-nvfp4 is no FP8: four bits cost some tenths of a per cent of the loss (2509.25149), so it is the arm that a study of FP8 must be
+nvfp4 is no FP8: four bits cost about one per cent of the loss (2509.25149), so it is the arm that a study of FP8 must be
 able to see. Its block scales are E4M3, with one fp32 scale per tensor; gradients are rounded stochastically, by bits that are a
 function of seed, layer and the gradient's place among the run's tokens: the same after a resume and on any number of ranks.
 

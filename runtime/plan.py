@@ -119,8 +119,8 @@ def _memory(config: Config, counts: dict[str, int], copied: int, gpus: int) -> l
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
     block = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
-    # With parallel.recompute each block's input, and one block at a time whole.
-    activations = tokens * (m.n_layer * 2 * m.n_embd + block if p.recompute else m.n_layer * block)
+    # With parallel.recompute each block's input and attention's output, and one block at a time whole.
+    activations = tokens * (m.n_layer * 4 * m.n_embd + block if p.recompute else m.n_layer * block)
     # FSDP2 gathers blocks in BF16, the one at work and the next, and embedding, head and last norm in fp32 (the root's).
     gathered = 2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed) if shard > 1 else 0
     # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
@@ -133,7 +133,7 @@ def _memory(config: Config, counts: dict[str, int], copied: int, gpus: int) -> l
         ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
         ("optimizer", (8 * n - 4 * by_muon) / shard, "AdamW, two fp32 moments" + ", Muon one" * (by_muon > 0)),
         ("activations", activations, "estimated: what the backward pass needs, BF16, "
-         + ("blocks recomputed from their inputs" if p.recompute else "nothing recomputed")),
+         + ("blocks recomputed but for attention" if p.recompute else "nothing recomputed")),
         ("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else ""))]
     rows += [("sum", sum(size for _, size, _ in rows), "estimated; the allocator and the compiler's buffers come on top")]
     return [f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",

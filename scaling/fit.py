@@ -2,7 +2,7 @@
 
     python scaling/fit.py out/study                     # every finished run under it -> out/study/law/
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
-    python scaling/fit.py out/study --predict gpt1p5b_fp8       # freezes a prediction before that run is started
+    python scaling/fit.py out/study --predict gpt1p5b_tensorwise_t20_s1337       # freezes a prediction before that run is started
     python scaling/fit.py out/study --score                     # compares it once the run is there
     python scaling/fit.py out/study n=total --out report        # counts all parameters, whatever the study's budgets count
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
