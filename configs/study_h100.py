@@ -3,8 +3,8 @@
     python scaling/sweep.py configs/study_h100.py                       what it costs, what is done
     python scaling/sweep.py configs/study_h100.py --run limit=540       stops in time; again: the next part
 
-Its data: `prepare_data.py python c tokens=5e8 out=data/h100 val_share=0.02`, and `local FILE... name=prose out=data/h100`, the same
-for arxiv.
+Its data: `prepare_data.py python c tokens=5e8 out=data/h100 val_share=0.02`, and `local FILE... name=prose out=data/h100`, and
+arxiv alike.
 
 Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here. The learning rate is swept at
 the smallest size (configs/study_h100_lr.py), the others follow by the rule in configs/h100.py. All recipes run at the two
