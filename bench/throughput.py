@@ -142,6 +142,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     model, optimizer, step_scale, tokens = built.model, built.optimizer, built.loss_scale, cell.micro_batch * cell.T
     model.init_weights(config.seed, built.assign)
     fp8.refresh_fp8_weights(model)
+    fp8.set_position(model, 0)
 
     def micro_step(x, y):
         micro_loss = model(x, y).sum()

@@ -233,6 +233,8 @@ class Config:
         for key, size in sizes.items():
             if size % multiple:
                 yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
+        if chunk and recipe == "nvfp4":
+            yield "model.loss_chunk would repeat fp8.recipe=nvfp4's noise in each chunk of the head: set fp8.head=false"
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test), without a word.
         if chunk and self.fp8.kernels and self.parallel.compile and m.n_ctx % chunk and chunk % m.n_ctx:
             yield (f"model.loss_chunk={chunk} neither divides model.n_ctx={m.n_ctx} nor is a multiple of it, which torch.compile "

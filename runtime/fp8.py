@@ -174,7 +174,7 @@ def _tile_scale(magnitude: torch.Tensor, operand: Operand, dim: int) -> torch.Te
     amax = tiles.amax((1, 3), keepdim=True)
     if operand.format == E2M1:
         whole = _scale(amax.amax() / FORMATS[E2M1][0], Operand(E4M3))
-        stored = cast(amax / FORMATS[E2M1][0], whole, E4M3).float().clamp(min=2**-9)    # E4M3's least value: no scale is 0
+        stored = _round(amax / FORMATS[E2M1][0] * whole, E4M3).clamp_(min=2**-9)        # E4M3's least value: no scale is 0
         scale = whole / stored
     else:
         scale = _scale(amax, operand)
@@ -196,19 +196,21 @@ def _round(x: torch.Tensor, format: torch.dtype | str, noise: torch.Tensor | Non
     """fp32 x, overwritten: saturated, rounded to the nearest value of `format`, ties to even; NaN stays.
 
     Equal to x.clamp(-largest, largest).to(format).float() bit for bit, which a CPU computes value by value. With `noise` each
-    value goes down or up, up where its noise exceeds what it lacks."""
+    value goes down or up: up where its noise is below its share of the way."""
     largest, lowest, eps = FORMATS[format]
     x.clamp_(-largest, largest)
     power = (x.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(min=lowest)     # of two, at or below |x|
     if noise is not None:
         step = power.mul_(eps)
-        return x.div_(step).add_(noise).floor_().mul_(step)
+        x.div_(step)
+        down = x.floor()
+        return down.add_(noise < x - down).mul_(step)
     # fp32 keeps 23 bits behind the leading one: of the sum with 1.5 * 2^23 of the format's steps, none below a step.
     shift = power.mul_(1.5 * 2**23 * eps)
     return x.add_(shift).sub_(shift)
 
 
-def noise_at(shape: torch.Size, position: torch.Tensor, salt: int) -> torch.Tensor:
+def noise_at(shape: torch.Size, position: torch.Tensor, salt: torch.Tensor | int) -> torch.Tensor:
     """Uniform values from 0 to 1 (exclusive), fp32 (M, N): a function of salt, column and position + row alone.
 
     position: () int64. By SplitMix64's finaliser (Steele et al. 2014) on the value's number, in wrapping int64."""
@@ -398,7 +400,7 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
             module.__class__ = QuantisedLinear
             module.recipe = for_loss_scale(RECIPES[layer.recipe], loss_scale)
             module.has_mx = layer.recipe == "mxfp8" and _has_mx()
-            module.salt = int.from_bytes(blake2b(layer.name.encode(), digest_size=7).digest(), "little")
+            module.layer = layer.name
         elif layer.recipe:
             by_torchao.setdefault(layer.recipe, set()).add(layer.name)
     for recipe, chosen in by_torchao.items():
@@ -492,7 +494,7 @@ def refresh_fp8_weights(model: nn.Module) -> None:
         amaxes = _amaxes(model, kernel)
         for operand in {m.recipe.weight: None for m in kernel}:
             alike = [i for i, m in enumerate(kernel) if m.recipe.weight == operand]
-            scales = _scale(amaxes[alike], operand).unbind()
+            scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
             for i, scale in zip(alike, scales, strict=True):
                 m = kernel[i]
                 if m.scale is None:
@@ -510,15 +512,15 @@ def refresh_fp8_weights(model: nn.Module) -> None:
         m.version = m.weight._version
 
 
-def _amaxes(model: nn.Module, linears: list["KernelLinear"]) -> torch.Tensor:
-    """The largest magnitude of each one's weight, (n,) fp32; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
+def _amaxes(model: nn.Module, linears: list["KernelLinear"]) -> list[torch.Tensor]:
+    """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
     if not isinstance(model, FSDPModule):
-        return torch.stack(torch._foreach_norm([m.weight for m in linears], math.inf))
+        return torch._foreach_norm([m.weight for m in linears], math.inf)
     shards = [m.weight.to_local() for m in linears]
     amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
     dist.all_reduce(amaxes, dist.ReduceOp.MAX)
-    is_head = torch.tensor([m is model.head for m in linears], device=amaxes.device)
-    return torch.where(is_head, amaxes, amaxes.bfloat16().float())      # rounding keeps the order, so the largest stays it
+    in_bf16 = amaxes.bfloat16().float()         # rounding keeps the order: the largest value stays it
+    return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
 
 
 def is_wrapped(weight: torch.Tensor) -> bool:
@@ -580,8 +582,10 @@ class QuantisedLinear(nn.Linear):
     """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by convert()."""
     recipe: Recipe
     has_mx: bool = False    # the GPU multiplies MX blocks itself
-    salt: int = 0           # of this layer's stochastic rounding
-    position: torch.Tensor | None = None    # () int64, see set_position()
+    layer: str = ""
+    # Both () int64, see set_position(): tensors, because torch.compile would compile each layer anew for a number of its own.
+    position: torch.Tensor | None = None
+    salt: torch.Tensor | None = None
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
@@ -590,7 +594,7 @@ class QuantisedLinear(nn.Linear):
         elif self.has_mx and x.is_cuda:
             y = _torchao_mx(rows, self.weight)
         else:
-            y = EmulatedMatmul.apply(rows, self.weight, self.position, self.recipe, self.salt)
+            y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
         return y.view(*x.shape[:-1], -1)
 
 
@@ -622,27 +626,28 @@ class EmulatedMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, position, recipe, salt):
+    def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
         ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
-        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad)
-        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position)
-        ctx.recipe, ctx.salt, ctx.dtype, ctx.w_dtype = recipe, salt, x.dtype, w.dtype
+        # On a GPU w is kept, not its fp32 image: FSDP2 frees w between the passes, an image would stay.
+        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad) and x.device.type == "cpu"
+        ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position, salt)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
 
     @staticmethod
     def backward(ctx, g):
-        (x, w, position), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
+        (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
         qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
         qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
-        qg = qg_w = _emulated(g, recipe.grad, dtype, -1, position, ctx.salt)
+        qg = qg_w = _emulated(g, recipe.grad, dtype, -1, position, salt)
         if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
-            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0, position, ctx.salt + 2**60)
+            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0, position, None if salt is None else salt + 2**60)
         return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None, None, None
 
 
 def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, position: torch.Tensor | None = None,
-              salt: int = 0) -> torch.Tensor:
+              salt: torch.Tensor | None = None) -> torch.Tensor:
     """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
     if operand.format is None:
         return x.to(dtype)
@@ -651,14 +656,15 @@ def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = 
     return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
 
 
-def set_position(model: nn.Module, position: int) -> None:
-    """Number among the run's tokens (plus a seed's own range) of the first token that the next pass through `model` sees:
-    where recipes with stochastic rounding take their noise. Without a position they round to nearest."""
+def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
+    """Number among the run's tokens of the first token that the next pass through `model` sees: with the seed and the layer it
+    decides the noise of recipes with stochastic rounding. Without a position they round to nearest."""
     linears = [m for m in model.modules() if isinstance(m, QuantisedLinear) and m.recipe.grad.is_stochastic]
     if linears and linears[0].position is None:
         shared = torch.zeros((), dtype=torch.int64, device=linears[0].weight.device)
         for linear in linears:
-            linear.position = shared
+            salt = blake2b(f"{seed}/{linear.layer}".encode(), digest_size=7).digest()
+            linear.position, linear.salt = shared, torch.full_like(shared, int.from_bytes(salt, "little"))
     if linears:
         linears[0].position.fill_(position)
 

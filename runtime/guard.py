@@ -202,6 +202,8 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         _pass_again(model, x, y, backward_scale, found)
     except Exception as error:
         found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
+        if not is_main:         # rank 0 may wait for this one in a collective
+            print(f"the diagnosis failed on this rank: {found['problems'][0]}; {_findings(found)}", flush=True)
     with suppress(OSError):
         if is_main:
             write_json(path, found)

@@ -112,8 +112,9 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     if step != config.parent[1]:
         raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
-    if changes := [f"{key} was {before.get(key)}, now {now[key]}" for key in now
-                   if key not in BRANCH_FREE and not key.startswith("fp8.") and before.get(key) != now[key]]:
+    is_switch = config.fp8.label != parent.fp8.label
+    if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in {**now, **before}
+                   if key not in BRANCH_FREE and not (is_switch and key.startswith("fp8.")) and before.get(key) != now.get(key)]:
         raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
                         f"parent in run, out, precision, budget and decay alone")
     for k in range(step):

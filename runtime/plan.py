@@ -68,7 +68,8 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
     in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
     token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
-    policy, checkpoint = config.checkpoint, 12 * total
+    by_muon = c["params_matmul"] - c["params_head"] if config.optim.kind == "muon" else 0
+    policy, checkpoint = config.checkpoint, 12 * total - 4 * by_muon
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
         policy.rolling is not None)
     budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
@@ -88,11 +89,11 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), "",
-        *_memory(config, c, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
+        *_memory(config, c, by_muon, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c, in_fp8, gpus, gpu, results), "",
         "disk",
-        _gib("checkpoint", checkpoint, f"fp32 weights and two moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
+        _gib("checkpoint", checkpoint, f"fp32 weights and moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
              "while saving; host memory for one or two"),
         _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
@@ -106,16 +107,15 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _memory(config: Config, counts: dict[str, int], copied: int, gpus: int) -> list[str]:
-    """Per GPU; `copied` parameters are cast once a step by one process. Exact: weights, copies, gradients, optimizer.
-    Estimated: activations kept for the backward pass."""
+def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, gpus: int) -> list[str]:
+    """Per GPU; `by_muon` parameters have one moment, `copied` ones are cast once a step by one process. Exact: weights, copies,
+    gradients, optimizer. Estimated: activations kept for the backward pass."""
     n, nonembed = counts["params_total"], counts["params_nonembed"]
     m, p, shard = config.model, config.parallel, config.parallel.shard or 1
     micro_batch, remark = config.data.micro_batch, ""
     if micro_batch == "auto":
         micro_batch, remark = 1, " (auto: the start tries larger ones)"
     tokens = micro_batch * m.n_ctx
-    by_muon = counts["params_matmul"] - counts["params_head"] if config.optim.kind == "muon" else 0
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
     block = 2 * (5 * m.n_embd + (m.n_head + 2 * m.kv_heads) * m.head_size + 3 * m.n_ffn)
@@ -157,6 +157,8 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     lines = [f"hours on {gpus} x {gpu}: {source}", f"  {'BF16':22} {hours:10.1f} h{remark}"]
     if f.recipe == "off":
         return lines
+    if f.recipe in fp8.EMULATED:
+        return [*lines, f"  {'FP8':22} {'more':>10}     {f.recipe} is emulated: real numerics, slower than BF16 by far"]
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
     is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
@@ -328,6 +330,7 @@ def measure(config: Config, device: torch.device) -> Trial:
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
     fp8.refresh_fp8_weights(model)
+    fp8.set_position(model, 0)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
     def seconds(micro_steps: int) -> float:

@@ -55,7 +55,8 @@ class Probe:
 
         backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
         """
-        n, seen = sequences(x.size(0), x.size(1), self.tokens), {}
+        unit = max((recipe.multiple for recipe in self.recipes.values()), default=32)
+        n, seen = sequences(x.size(0), x.size(1), self.tokens, max(32, unit)), {}
         for layer, recipe in self.recipes.items():
             weight = self.model.get_submodule(layer).weight
             if is_wrapped(weight):      # the forward pass will only see its float8 copy
@@ -80,10 +81,10 @@ class Probe:
                 print(f"{self.path}: {error.strerror}; the probe of step {step} is lost, training goes on", flush=True)
 
 
-def sequences(B: int, T: int, tokens: int) -> int:
-    """How many of B sequences of T tokens to probe: as many as fit into `tokens`, at least one, in all a multiple of 32
-    tokens (the weight gradient sums over tokens in blocks of up to 32), or B where no smaller number is such a multiple."""
-    unit = 32 // math.gcd(T, 32)
+def sequences(B: int, T: int, tokens: int, multiple: int = 32) -> int:
+    """How many of B sequences of T tokens to probe: as many as fit into `tokens`, at least one, in all a multiple of so many
+    tokens (the weight gradient sums over tokens in blocks), or B where no smaller number is such a multiple."""
+    unit = multiple // math.gcd(T, multiple)
     return min(B, max(unit, tokens // T // unit * unit))
 
 

@@ -242,7 +242,9 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     f, p, m = config.fp8, config.parallel, config.model
     found = [c for name, c in GPUS.items()
              if re.search(rf"\b{name}\b", gpu, re.IGNORECASE) and peak_flops(gpu) == peak_flops(name)]
-    if not found or f.label not in CASTS or p.recompute or not p.compile or f.include or f.skip or f.first_bf16 or f.last_bf16:
+    casts_per_use = gpus > 1 and f.kernels      # under FSDP2
+    is_partial = f.include or f.skip or f.first_bf16 or f.last_bf16
+    if not found or casts_per_use or f.label not in CASTS or p.recompute or not p.compile or is_partial:
         return None
     micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
     bf16, quantised = (step(found[0], shape_of(m), name, micro_batch, config.data.tokens_per_step // gpus, shard=p.shard or 1)

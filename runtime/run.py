@@ -147,9 +147,10 @@ class Run:
         config, world, model, parent = self.config, self.world, self.model, None
         if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
             parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
-            self._check_data(*parent)
-            theirs = config_from_dict(parent[1]["config"]).fp8.label
-            self._switched_from = theirs if theirs != config.fp8.label and not is_weights_only(parent[1]) else None
+            theirs, before = config_from_dict(parent[1]["config"]).fp8.label, parent[1]["state"].get("switched_from")
+            is_switch = theirs != config.fp8.label and not is_weights_only(parent[1])
+            self._check_data(*parent, is_switch)
+            self._switched_from = ">".join(filter(None, (before, theirs))) if is_switch else before
         if not self._is_locked:
             self._lock()
         own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
@@ -173,9 +174,9 @@ class Run:
             self.guard = Guard(config.guard, state["guard"])
         return restored, own is None
 
-    def _check_data(self, checkpoint: Path, manifest: dict) -> None:
+    def _check_data(self, checkpoint: Path, manifest: dict, is_switch: bool = False) -> None:
         before = manifest["state"].get("data", self._identity)      # an imported model has none
-        free = {"fp8"} if checkpoint.parent.parent != self.config.run_dir else ()      # a branch may switch its precision
+        free = {"fp8"} if is_switch else ()
         if changed := [key for key in self._identity if key not in free and before.get(key) != self._identity[key]]:
             raise UserError(
                 f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
@@ -249,7 +250,7 @@ class Run:
         if self._is_stochastic:
             config, world = self.config, self.world
             tokens = (next(self._micro) * world.size + world.rank) * config.data.micro_batch * config.model.n_ctx
-            fp8.set_position(self.model, (config.seed % 2**18 << 44) + tokens)
+            fp8.set_position(self.model, tokens, config.seed)
         self.at("forward and backward")
         return self._batch
 
@@ -464,7 +465,8 @@ def is_finished(config: Config) -> bool:
     if "config.json" not in names:
         raise UserError(f"{run_dir} is not empty and holds no run (no config.json): choose another run= or out=")
     before, now = read_config(run_dir).identity(), config.identity()
-    if changes := [f"{key} was {before.get(key)}, now {now[key]}" for key in now if before.get(key) != now[key]]:
+    if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in {**now, **before}
+                   if before.get(key) != now.get(key)]:
         raise UserError(f"{run_dir} holds another run: {'; '.join(changes)}; choose another run=, or give the same settings")
     return "summary.json" in names
 

@@ -414,7 +414,7 @@ def rank(found, arm: str) -> dict:
     by_recipe, left_out, longest = {}, [], {}
     for recipe in sorted({p.fp8.recipe for p in found}):
         chosen = [p for p in found if p.fp8.recipe == recipe]
-        if idle := [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0]]:
+        if idle := [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0] and ">" not in recipe]:
             left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(idle)} of {len(chosen)} pairs "
                                                          f"({idle[0]}): it is BF16 there"})
         else:

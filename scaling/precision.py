@@ -93,7 +93,8 @@ def _common(chosen, arm: str, margin) -> dict:
 def _judged(chosen, found, margin) -> dict:
     """pairs.judged, but no verdict on FP8 where nothing was FP8."""
     said = pairs.judged(found, margin) | {"converted": pairs.n_converted(chosen)}
-    return said | {"verdict": "BF16 again: no Linear converted"} if said["converted"] == [0, 0] else said
+    is_idle = said["converted"] == [0, 0] and ">" not in chosen[0].fp8.recipe        # a switched decay had FP8 in its trunk
+    return said | {"verdict": "BF16 again: no Linear converted"} if is_idle else said
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -207,7 +208,8 @@ def draw_precision(result: dict):
         handles.append(Line2D([], [], **MARGIN_LINE, label=f"margin, ±{margin.percent:g} %"
                               + ", after the fact" * (not margin.is_declared)))
     for recipe, look in looks.items():
-        name = f"{recipe}: BF16 again" if common[recipe]["converted"] == [0, 0] else f"FP8 {recipe}"
+        is_idle = common[recipe]["converted"] == [0, 0] and ">" not in recipe
+        name = f"{recipe}: BF16 again" if is_idle else f"FP8 {recipe}"
         handles.append(Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=name))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
     title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"

@@ -80,6 +80,8 @@ def test_a_resumed_run_ends_in_the_same_bits_and_the_loss_falls(tiny, tmp_path, 
         remove(parts.run_dir / "checkpoints" / name) if name.startswith("step") else (parts.run_dir / name).unlink()
     assert call_train(capsys, parts, tmp_path).returncode == 0
     assert rows(parts) == whole and whole[-1][0] < whole[0][0]
+    refused = call_train(capsys, replace(config, optim=replace(config.optim, kind="adamw")), tmp_path)
+    assert (refused.returncode, "optim.kind was muon" in refused.stderr) == (2, True)
     assert json.loads((config.run_dir / "summary.json").read_text())["optimizer"] == "Muon"
 
 

@@ -51,7 +51,7 @@ def test_llama_by_hand(tmp_path):
     parts = {
         "weights": weights / 4, "optimizer": weights / 2, "gradients": weights,      # which accumulate unsharded
         "gathered": (2 * blocks * 2 / 32 + 4 * embedding) / 2**30,
-        "activations": tokens * (32 * 2 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
+        "activations": tokens * (32 * 4 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
         "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
     assert size == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
                                   "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits

@@ -54,7 +54,7 @@ def e2m1(x: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
         return np.sign(x) * np.where(up, high, low)
     low, high = np.where(x < 0, -high, low), np.where(x < 0, -low, high)       # the neighbours below and above x itself
     share = np.where(high > low, (x - low) / np.where(high > low, high - low, 1), 0)
-    return np.where(noise >= 1 - share, high, low)
+    return np.where(noise < share, high, low)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -74,8 +74,9 @@ def test_the_three_matmuls_are_those_of_the_rounded_operands(recipe):
     torch.manual_seed(1)
     r, (x, w, g) = RECIPES[recipe], (torch.randn(256, 384), torch.randn(128, 384) / 20, torch.randn(256, 128) ** 3)
     linear = torch.nn.Linear(384, 128, bias=False)
-    linear.__class__, linear.recipe, linear.weight.data, linear.salt = fp8.QuantisedLinear, r, w, 77
+    linear.__class__, linear.recipe, linear.weight.data = fp8.QuantisedLinear, r, w
     fp8.set_position(linear, 1000)
+    salt = None if linear.salt is None else linear.salt.item()
     x.requires_grad_()
     y = linear(x)
     y.backward(g)
@@ -87,8 +88,8 @@ def test_the_three_matmuls_are_those_of_the_rounded_operands(recipe):
 
     expected = {
         "output": (y, rounded(x, r.input, 1, 0) @ rounded(w, r.weight, 1, 0).T),
-        "input gradient": (x.grad, rounded(g, r.grad, 1, 77) @ rounded(w, r.weight, 0, 0)),
-        "weight gradient": (linear.weight.grad, rounded(g, r.grad, 0, 77 + 2**60).T @ rounded(x, r.input, 0, 0))}
+        "input gradient": (x.grad, rounded(g, r.grad, 1, salt) @ rounded(w, r.weight, 0, 0)),
+        "weight gradient": (linear.weight.grad, rounded(g, r.grad, 0, salt and salt + 2**60).T @ rounded(x, r.input, 0, 0))}
     for name, (found, by_hand) in expected.items():
         error = np.linalg.norm(found.detach().double().numpy() - by_hand) / np.linalg.norm(by_hand)
         assert error < 2e-3, (name, error)
@@ -102,6 +103,8 @@ def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
     q = fake_quantise(g, operand, noise=noise)[:, others]
     assert abs(q.mean() - 0.3) < 4 * q.std() / math.sqrt(q.numel())
     assert abs(fake_quantise(g, operand)[:, others].mean() - 0.3) > 0.02
+    exact = fake_quantise(torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2]), operand, noise=torch.full((1, 16), 1 - 2**-24))
+    assert exact.tolist() == [[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2], "what the format holds stays, whatever the noise"
     assert noise.min() >= 0 and noise.max() < 1 and abs(noise.std() - 12**-0.5) < 2e-3
     assert abs(np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]) < 0.01
     assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5)), "a token keeps its noise in any batch"
@@ -111,7 +114,7 @@ def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
 def test_every_token_of_a_run_has_a_place_of_its_own_also_after_a_resume(tiny, tmp_path, capsys, monkeypatch):
     """And the resumed run ends in the same bits."""
     seen, place = [], fp8.set_position
-    monkeypatch.setattr(fp8, "set_position", lambda model, position: seen.append(position) or place(model, position))
+    monkeypatch.setattr(fp8, "set_position", lambda model, position, seed: seen.append(position) or place(model, position, seed))
     config = replace(tiny, fp8=FP8Config(recipe="nvfp4"), out=str(tmp_path / "whole"))
     assert call_train(capsys, config, tmp_path).returncode == 0
     whole, per_batch = list(seen), config.data.micro_batch * config.model.n_ctx
@@ -134,6 +137,8 @@ def stop_after(steps, end_step):
 
 
 def test_compiled_nvfp4_learns_as_eager_does(tiny):
+    """Of ten blocks: were each compiled anew, for a number of its own, torch would give up at eight."""
+    tiny = replace(tiny, model=replace(tiny.model, n_layer=10))
     losses = {}
     x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx), generator=torch.Generator().manual_seed(1))
     for unit in ("off", "block"):
@@ -148,6 +153,9 @@ def test_compiled_nvfp4_learns_as_eager_does(tiny):
             built.optimizer.step()
             built.optimizer.zero_grad()
             losses[unit].append(loss.item())
+        fp8.refresh_fp8_weights(built.model)
+        with torch.no_grad():
+            assert built.model(x, x).sum().isfinite()
     assert losses["block"] == pytest.approx(losses["off"], rel=0.02) and losses["off"][-1] < losses["off"][0]
 
 
