@@ -63,6 +63,7 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(f"bench/data.py: {error}", file=sys.stderr)
         return 2
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as folder:
         bench(options, Path(folder))
     return 0
