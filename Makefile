@@ -20,7 +20,7 @@ test: setup                 ## every test that needs no GPU
 gpu: setup                  ## the tests that need a GPU, or two: recipes against fp64, kernels against torchao, resume, saves
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
-soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about fifteen minutes on two cores
+soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about six minutes on two cores
 	$(PY) -m pytest -q tests/soak.py
 
 lint: setup
