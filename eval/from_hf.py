@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # a BaseExcept
 
 from eval.export import layout, publish
 from model import GPTConfig
-from runtime.checkpoint import FORMAT_VERSION, cause, describe, name_of, seal, sha256_of
+from runtime.checkpoint import FORMAT_VERSION, cause, describe, file_sha256, name_of, seal
 from runtime.cli import UserError, type_problems
 from runtime.config import Config, DataConfig, OptimConfig
 from runtime.tokenizer import keep_tokenizer, load_tokenizer
@@ -97,7 +97,7 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
         dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     except CheckpointException as error:
         raise OSError(f"{path} could not be written ({cause(error)})") from error
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": sha256_of(file)} for file in sorted(path.iterdir())}
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in sorted(path.iterdir())}
     seal(path, {"format_version": FORMAT_VERSION, "step": 0, "state": state, "config": config.to_dict(),
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
@@ -148,7 +148,8 @@ def _facts(source: Path, raw: dict, files: dict[str, Path], tokenizer_sha256: st
     cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
     return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
             "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
-            "license": licence[1] if licence else None, "files": {name: sha256_of(path) for name, path in sorted(hashed.items())}}
+            "license": licence[1] if licence else None,
+            "files": {name: file_sha256(path) for name, path in sorted(hashed.items())}}
 
 
 # ------------------------------------------------------------------------------------------------------- configuration

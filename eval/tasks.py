@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runtime.checkpoint import sha256_of
+from runtime.checkpoint import file_sha256
 from runtime.cli import UserError, nearest
 from runtime.rows import read_bytes, write_atomically, write_json
 
@@ -178,7 +178,7 @@ def write_task_data(folder: Path, dataset_path: str, dataset_name: str | None, s
         content = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(table.replace_schema_metadata(rows.features.arrow_schema.metadata), content)
         write_atomically(path, content.getvalue())
-        listed[split] = {"rows": len(rows), "sha256": sha256_of(path)}
+        listed[split] = {"rows": len(rows), "sha256": file_sha256(path)}
     kept = known.get("splits", {}) if revision and known.get("revision") == revision else {}
     manifest[key] = {"dataset_path": dataset_path, "dataset_name": dataset_name, "revision": revision,
                      "tasks": sorted({*known.get("tasks", []), *tasks}), "splits": kept | listed}
@@ -266,7 +266,7 @@ class _Splits(dict):
         if split not in self.saved:
             return self[next(iter(self.saved))].select([])
         path = self.folder / f"{split}.parquet"
-        if not path.is_file() or sha256_of(path) != self.saved[split]["sha256"]:
+        if not path.is_file() or file_sha256(path) != self.saved[split]["sha256"]:
             raise UserError(f"{path} is missing, or not what was saved (its sha256 differs): fetch the task again")
         self[split] = datasets.Dataset(datasets.table.InMemoryTable(pyarrow.parquet.read_table(path)))
         return self[split]

@@ -47,7 +47,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.machine import GIB, OUT_OF_MEMORY
 from runtime.optim import check_branch
-from runtime.rows import sync_folder, write_atomically
+from runtime.rows import file_sha256, sync_folder, write_atomically
 
 FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it does; 2 is read too
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
@@ -216,7 +216,7 @@ class Saver:
         # Where there is a GPU, copying ahead waits for the stream that trains each 10 MB, though all is on the host already.
         dcp.save(self._copies, storage_writer=dcp.FileSystemWriter(tmp, per_thread_copy_ahead=0), **_process_group(self.world))
         mine = [*tmp.glob(f"__{self.world.rank}_*"), *([tmp / ".metadata"] if self.world.is_main else [])]
-        return {p.name: {"bytes": p.stat().st_size, "sha256": sha256_of(p)} for p in mine}
+        return {p.name: {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in mine}
 
     def _commit(self, tmp: Path, final: Path, manifest: dict, files: list[dict]) -> None:
         manifest["files"] = {name: entry for each in files for name, entry in sorted(each.items())}
@@ -308,7 +308,7 @@ def read_manifest(path: Path) -> dict:
             raise UserError(f"{path} has checkpoint format {version}, this version reads 2 and {FORMAT_VERSION}: "
                             f"use the version that wrote it, or start the run anew")
         with ThreadPoolExecutor(HASHERS) as pool:
-            hashes = pool.map(lambda name: sha256_of(path / name), manifest["files"])
+            hashes = pool.map(lambda name: file_sha256(path / name), manifest["files"])
             for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
                 check(name, found == entry["sha256"])
     except PermissionError as error:    # no damage
@@ -324,11 +324,6 @@ def read_manifest(path: Path) -> dict:
 def describe(tensors: dict[str, torch.Tensor]) -> dict[str, list]:
     """Shape and dtype of each, as the manifest has them."""
     return {name: [list(t.shape), str(t.dtype)] for name, t in tensors.items()}
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------- load

@@ -7,6 +7,7 @@ Rows of metrics.jsonl, in the order in which things happened:
     {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -75,6 +76,11 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)       # it may have filled the disk
     sync_folder(path.parent)        # the caller may delete next what the file was made of
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_folder(path: Path) -> None:

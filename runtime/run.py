@@ -114,7 +114,7 @@ class Run:
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
-        self._is_stochastic = self.config.fp8.recipe == "nvfp4"
+        self._is_stochastic = any(fp8.RECIPES[layer.recipe].grad.is_stochastic for layer in self._built.layers if layer.recipe)
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:

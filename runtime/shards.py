@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.rows import new_file
+from runtime.rows import file_sha256, new_file
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
@@ -124,11 +124,6 @@ def shard_damage(shard: Shard) -> str | None:
         return None
     problem = "damaged: its sha256 is not the one in index.json" if shard.path.exists() else "missing"
     return f"{shard.path} is {problem}; restore it, or delete {shard.path.parent} and run `python prepare_data.py` again"
-
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -------------------------------------------------------------------------------------------------------------- writing

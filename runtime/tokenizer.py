@@ -69,10 +69,6 @@ class Tokenizer:
         """The ids of clean(text), of self.dtype, without special tokens: text that spells <|endoftext|> stays text."""
         return np.array(self._encode(clean(text)), self.dtype)
 
-    def encode_document(self, text: str) -> np.ndarray:
-        """The ids of one document as a shard holds it: the prefix, then the text."""
-        return np.concatenate([np.array(self.prefix, self.dtype), self.encode(text)])
-
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids; bytes that are not UTF-8 become U+FFFD. Raises ValueError for an id outside the vocabulary."""
         ids = [int(i) for i in ids]

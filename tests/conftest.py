@@ -99,6 +99,11 @@ def emulated_scaled_mm(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
+def encode_document(tokenizer, text: str) -> np.ndarray:
+    """The ids of one document as a shard holds it: the prefix, then the text."""
+    return np.concatenate([np.array(tokenizer.prefix, tokenizer.dtype), tokenizer.encode(text)])
+
+
 def with_recipe(config: Config, recipe: str, **changes) -> Config:
     return replace(config, fp8=FP8Config(recipe=recipe), **changes)
 

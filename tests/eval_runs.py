@@ -16,6 +16,7 @@ from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
+from tests.conftest import encode_document
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
 BYTES = load_tokenizer("byte")
@@ -119,7 +120,7 @@ def protect_environment(monkeypatch):
 
 def write_shards(folder, texts, shards=2):
     share = -(-len(texts) // shards)
-    val = [np.concatenate([BYTES.encode_document(text) for text in texts[i * share:(i + 1) * share]]) for i in range(shards)]
+    val = [np.concatenate([encode_document(BYTES, text) for text in texts[i * share:(i + 1) * share]]) for i in range(shards)]
     conftest.write_shards(folder, {"train": [], "val": val})
 
 

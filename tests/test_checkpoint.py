@@ -125,7 +125,7 @@ def test_what_cannot_be_read_or_does_not_fit_is_told_and_stays(tiny, monkeypatch
         with pytest.raises(UserError, match="the configuration does not fit"):
             restore(tiny.run_dir, wrong, ALONE, pytest.fail)
     for where, what, error, kind, told in (     # a read that fails: tests/test_faults.py
-            (checkpoint, "sha256_of", PermissionError(13, "No right", "x"), UserError, "x may not be read"),
+            (checkpoint, "file_sha256", PermissionError(13, "No right", "x"), UserError, "x may not be read"),
             (dcp, "load", RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError, "could not be loaded: ")):
         with monkeypatch.context() as patch:
             patch.setattr(where, what, mock.Mock(side_effect=error))
@@ -201,8 +201,8 @@ def test_metadata_as_python_3_13_writes_it_loads(tiny):
 # ------------------------------------------------------------------------------------------------- save in the background
 
 def test_a_save_returns_before_it_is_written_and_holds_tensors_and_state_of_the_call(tiny, monkeypatch):
-    hashing, sha256_of = threading.Event(), checkpoint.sha256_of
-    monkeypatch.setattr(checkpoint, "sha256_of", lambda path: hashing.wait(60) and sha256_of(path))
+    hashing, file_sha256 = threading.Event(), checkpoint.file_sha256
+    monkeypatch.setattr(checkpoint, "file_sha256", lambda path: hashing.wait(60) and file_sha256(path))
     saver, live, state = saver_of(tiny), tensors(1), {"guard": {"window": [1.0, 2.5]}}
     saver.save(1, live, state, tiny)
     state["guard"]["window"].append(3.0)

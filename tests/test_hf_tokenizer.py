@@ -12,6 +12,7 @@ from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
+from tests.conftest import encode_document
 from tests.text_files import DOCUMENTS, jsonl, write_tokenizer
 
 HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
@@ -58,7 +59,7 @@ def test_ids_are_the_merges_and_text_returns(folder):
         assert ids.dtype == np.uint16 and ids.ndim == 1
         assert ids.tolist() == (merged(folder, text) if len(text) < 2000 else ids.tolist())
         assert tok.decode(ids) == text and not {0, 1} & set(ids.tolist()), "text that spells a special token stays text"
-        assert tok.encode_document(text).tolist() == [1, 0, *ids.tolist()]
+        assert encode_document(tok, text).tolist() == [1, 0, *ids.tolist()]
     assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb" and tok.decode([1, 0]) == "<|end|><|begin|>"
     with pytest.raises(ValueError, match=f"has ids 0 to {tok.vocab_size - 1}, but was given"):
         tok.decode([tok.vocab_size])
@@ -88,7 +89,7 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
 def test_roles(tmp_path, roles, prefix):
     tok = load_tokenizer(str(write_tokenizer(tmp_path, roles)))
     assert tok.prefix == prefix and tok.eot == prefix[0] and tok.start == prefix[-1]
-    assert tok.encode_document("a").tolist() == [*prefix, *tok.encode("a").tolist()]
+    assert encode_document(tok, "a").tolist() == [*prefix, *tok.encode("a").tolist()]
 
 
 def test_identity_is_rules_and_roles(folder, tmp_path):
@@ -142,7 +143,7 @@ def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
     assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
     assert str(wide) not in json.dumps(raw) and "is_masked" not in raw, "no machine's path, and no mask where there is none"
     ids = [np.fromfile(split.shards[0].path, "<u4").tolist() for split in index.splits.values()]
-    expected = [tok.encode_document(document).tolist() for document in DOCUMENTS]
+    expected = [encode_document(tok, document).tolist() for document in DOCUMENTS]
     assert sum(map(len, ids)) == sum(map(len, expected)) and index.splits["train"].tokens == len(ids[0])
     starts = [[i for i, value in enumerate(split) if value == tok.eot] + [len(split)] for split in ids]
     found = [split[a:b] for split, at in zip(ids, starts, strict=True) for a, b in zip(at, at[1:], strict=False)]

@@ -14,7 +14,7 @@ from eval_runs import BYTES, TINY, build, build_lm, bytes_of, expected_pair, gen
 
 from eval import lm as eval_lm
 from eval.lm import CheckpointLM, chunks, plan
-from tests.conftest import ROOT
+from tests.conftest import ROOT, encode_document
 
 PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "starts a document"), ("trailing  ", "blank"),
          ("long context " * 9, "tail"), ("0123456789" * 4, "the end"), ("é", "ü€𝄞"), ("q", "z" * 31), ("q", "w" * 32)]
@@ -87,7 +87,7 @@ def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss(n):
     got = build_lm(model).loglikelihood_rolling([request(text), request("other text of another length")])
     assert got[0] == pytest.approx(rolled(model, [256], list(text.encode())), rel=1e-5)
     wide = build(replace(TINY, n_ctx=256))
-    ids = torch.from_numpy(BYTES.encode_document(text).astype(np.int64))[None]
+    ids = torch.from_numpy(encode_document(BYTES, text).astype(np.int64))[None]
     loss = wide(ids[:, :-1], ids[:, 1:]).item()        # over the padded vocabulary of 384
     assert build_lm(wide).loglikelihood_rolling([request(text)])[0] == pytest.approx(-loss, rel=1e-5)
 
