@@ -29,9 +29,10 @@ from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
 FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
+FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
-                     "blockwise", "nvfp4"]
+                     "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,7 +225,7 @@ class Config:
             yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
         if recipe == "off":
             return
-        multiple, chunk = {"mxfp8": 32, "blockwise": 128}.get(recipe, 16), m.loss_chunk if self.fp8.head else None
+        multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         sizes = {"model.loss_chunk": chunk or 0}
         if d.micro_batch != "auto":
             sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient
@@ -233,8 +234,8 @@ class Config:
         for key, size in sizes.items():
             if size % multiple:
                 yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
-        if chunk and recipe == "nvfp4":
-            yield "model.loss_chunk would repeat fp8.recipe=nvfp4's noise in each chunk of the head: set fp8.head=false"
+        if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
+            yield f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the head: set fp8.head=false"
         # Inductor's CPU code leaves parts of a chunk's gradient unwritten (torch 2.13, found by test), without a word.
         if chunk and self.fp8.kernels and self.parallel.compile and m.n_ctx % chunk and chunk % m.n_ctx:
             yield (f"model.loss_chunk={chunk} neither divides model.n_ctx={m.n_ctx} nor is a multiple of it, which torch.compile "

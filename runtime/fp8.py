@@ -12,7 +12,10 @@ and hence every checkpoint stay the same.
     cscale               E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              constant, one per kind of tensor
     mxfp8                E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 32 values, powers of 2
     blockwise            E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 128 values, weights 128 x 128
+    blockwise_e5m2       E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              the same
     nvfp4                E2M1 x E2M1       E2M1 x E2M1            E2M1 x E2M1              one per 16 values, weights 16 x 16
+    nvfp4_nearest        nvfp4 with gradients rounded to nearest
+    nvfp4_hadamard       nvfp4 whose weight gradient's operands are rotated first
     auto                 per Linear: the recipe that runtime/speed.py's table of this GPU says is faster than BF16, or BF16
 
 E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
@@ -21,12 +24,15 @@ saturating; the matmul's result is divided by the scales. All but cscale scale b
 
 On a GPU torchao computes the first five, or with fp8.kernels=true the Linears on our own kernels below compute tensorwise,
 tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 runs on Blackwell through torchao; other GPUs
-emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) and nvfp4 are emulated everywhere. On a CPU every recipe is
-emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
+emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) runs on Hopper through torchao's prototype; elsewhere it is
+emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU every recipe is emulated: operands rounded,
+dequantised, multiplied in fp32. The numerics are real, the speed is not.
 
 nvfp4 is no FP8: four bits cost about one per cent of the loss (2509.25149), so it is the arm that a study of FP8 must be
 able to see. Its block scales are E4M3, with one fp32 scale per tensor; gradients are rounded stochastically, by bits that are a
 function of seed, layer and the gradient's place among the run's tokens: the same after a resume and on any number of ranks.
+nvfp4_hadamard multiplies every 16 tokens of both operands of the weight gradient by a Hadamard matrix with random signs: the
+product stays, an outlier is spread over its block.
 
 With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
 of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().
@@ -65,7 +71,8 @@ NO_TARGET = -100        # target of a token without loss: ignore_index of F.cros
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
 CAPABILITY = {**dict.fromkeys(("tensorwise", "tensorwise_gw_hp", "amax", "cscale"), (8, 9)),
               **dict.fromkeys(("rowwise", "rowwise_with_gw_hp"), (9, 0))}
-MX_CAPABILITY = (10, 0)     # Blackwell; below it mxfp8 is emulated
+# Where torchao has the matmuls of these: elsewhere they are emulated.
+NATIVE_ON = {"mxfp8": (range(10, 100), "Blackwell"), "blockwise": (range(9, 10), "Hopper")}      # major compute capability
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
 KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
@@ -95,6 +102,7 @@ class Recipe:
     weight_for_input_grad: Operand
     input_for_weight_grad: Operand
     grad_for_weight_grad: Operand
+    is_rotated: bool = False        # the operands of the weight gradient, by _rotated()
 
     @property
     def multiple(self) -> int:
@@ -102,7 +110,7 @@ class Recipe:
         return BLOCK if self.input.scaling == "block" else max(16, *self.input.tile)
 
 
-def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand) -> Recipe:
+def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand | bool) -> Recipe:
     """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
     return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
 
@@ -113,6 +121,7 @@ _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_
 _ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
 _ROW_128, _SQUARE_128 = Operand(E4M3, "tile", tile=(1, 128)), Operand(E4M3, "tile", tile=(128, 128))
 _ROW_16, _SQUARE_16 = Operand(E2M1, "tile", tile=(1, 16)), Operand(E2M1, "tile", tile=(16, 16))
+_ROW_16_GRAD = replace(_ROW_16, is_stochastic=True)
 _GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
 # Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
 # loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
@@ -127,9 +136,12 @@ RECIPES = {recipe.name: recipe for recipe in (
     _uniform("cscale", *_CSCALE),
     _uniform("mxfp8", _MX, _MX, _MX),
     _uniform("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
-    _uniform("nvfp4", _ROW_16, _SQUARE_16, replace(_ROW_16, is_stochastic=True)),
+    _uniform("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
+    _uniform("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
+    _uniform("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
+    _uniform("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
 )}
-EMULATED = ("blockwise", "nvfp4")       # on GPUs too
+EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
@@ -361,8 +373,8 @@ def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
         lines.append("fp8: emulated on this CPU: float8 values multiplied in fp32, real numerics, slower than BF16")
     elif recipe in EMULATED:
         lines.append(f"fp8: {recipe} is emulated on every GPU: real numerics, much slower than BF16")
-    elif recipe == "mxfp8" and not _has_mx():
-        lines.append("fp8: no MX units here (Blackwell has them): mxfp8 is emulated in BF16, real numerics, slower than BF16")
+    elif recipe in NATIVE_ON and not _is_native(recipe):
+        lines.append(f"fp8: {recipe} is emulated here, {NATIVE_ON[recipe][1]} has its matmuls: real numerics, slower than BF16")
     return lines
 
 
@@ -375,8 +387,9 @@ def check_hardware(config: FP8Config, device: torch.device) -> None:
                         f"H100-class GPU")
 
 
-def _has_mx() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= MX_CAPABILITY
+def _is_native(recipe: str) -> bool:
+    """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
+    return recipe in NATIVE_ON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe][0]
 
 
 # ------------------------------------------------------------------------------------------------------------ conversion
@@ -395,11 +408,11 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         if layer.kernels:
             _use_kernels(model, layer.name, RECIPES[layer.recipe])
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
-        elif layer.recipe in ("cscale", "mxfp8", *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
+        elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
             module = model.get_submodule(layer.name)
             module.__class__ = QuantisedLinear
             module.recipe = for_loss_scale(RECIPES[layer.recipe], loss_scale)
-            module.has_mx = layer.recipe == "mxfp8" and _has_mx()
+            module.is_native = _is_native(layer.recipe)
             module.layer = layer.name
         elif layer.recipe:
             by_torchao.setdefault(layer.recipe, set()).add(layer.name)
@@ -581,7 +594,7 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
 class QuantisedLinear(nn.Linear):
     """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by convert()."""
     recipe: Recipe
-    has_mx: bool = False    # the GPU multiplies MX blocks itself
+    is_native: bool = False     # the GPU has these matmuls, and torchao a prototype of them
     layer: str = ""
     # Both () int64, see set_position(): tensors, because torch.compile would compile each layer anew for a number of its own.
     position: torch.Tensor | None = None
@@ -591,8 +604,8 @@ class QuantisedLinear(nn.Linear):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
-        elif self.has_mx and x.is_cuda:
-            y = _torchao_mx(rows, self.weight)
+        elif self.is_native and x.is_cuda:
+            y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
             y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
         return y.view(*x.shape[:-1], -1)
@@ -638,11 +651,12 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        qx = x if ctx.reuses_x else _emulated(x, recipe.input_for_weight_grad, dtype, 0)
+        rotated = _rotated if recipe.is_rotated else lambda t: t
+        qx = x if ctx.reuses_x else _emulated(rotated(x), recipe.input_for_weight_grad, dtype, 0)
         qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, position, salt)
         if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
-            qg_w = _emulated(g, recipe.grad_for_weight_grad, dtype, 0, position, None if salt is None else salt + 2**60)
+            qg_w = _emulated(rotated(g), recipe.grad_for_weight_grad, dtype, 0, position, None if salt is None else salt + 2**60)
         return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None, None, None
 
 
@@ -654,6 +668,15 @@ def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = 
     noise = noise_at(x.shape, position, salt) if operand.is_stochastic and position is not None else None
     q = fake_quantise(x, operand, dim, noise)
     return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
+
+
+def _rotated(x: torch.Tensor) -> torch.Tensor:
+    """x (M, N), every 16 rows multiplied by an orthogonal matrix: Hadamard's with fixed random signs; fp32."""
+    h = torch.ones(1, 1, device=x.device)
+    for _ in range(4):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor([1 - 2 * (0x5A39 >> i & 1) for i in range(16)], device=x.device)
+    return (h * signs / 4 @ x.float().unflatten(0, (-1, 16))).flatten(0, 1)
 
 
 def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
@@ -679,6 +702,12 @@ def _torchao_mx(x, w):
     from torchao.prototype.mx_formats.config import ScaleCalculationMode
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
     return _to_mxfp8_then_scaled_mm(x.contiguous(), w.to(x.dtype), KernelPreference.AUTO, ScaleCalculationMode.RCEIL)
+
+
+def _torchao_blockwise(x, w):
+    from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
+    has_cublas = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)       # before it, Triton's matmuls
+    return fp8_blockwise_mm.apply(x.contiguous(), w.to(x.dtype), 128, x.dtype, not has_cublas)
 
 
 # ------------------------------------------------------------------------------------------------- Linears on our own kernels

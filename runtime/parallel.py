@@ -205,7 +205,7 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, inductor.deterministic"
                      + (", attention by FlashAttention 2 instead of cuDNN" if world.device.type == "cuda" else ""))
     if world.device.type == "cuda":
-        is_emulated = bool(set(recipes) & set(fp8.EMULATED))       # which multiply dequantised values in fp32
+        is_emulated = any(fp8.RECIPES[r].input.scaling == "tile" for r in recipes)     # dequantised, multiplied in fp32
         torch.set_float32_matmul_precision("highest" if is_emulated else "high")
         flags += [] if is_emulated else ["float32 matmuls in TF32 (none is in the training step)"]
         if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
