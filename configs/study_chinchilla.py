@@ -14,6 +14,15 @@ share seed and order of the tokens. Three seeds at 50M and 125M, where they are 
 ten pairs at each budget: a 95 % interval of about 0.7 standard deviations of a pair on a gap common to all sizes. A trend
 of the gap with size stays uncertain to more than one such deviation per decade; that is a limit of this study.
 
+Arms. BF16 and tensorwise everywhere: the fastest recipe, whose cost is the question. At 125M rowwise_with_gw_hp, torchao's most
+careful one, and blockwise, DeepSeek-V3's, tell whether finer scales buy the loss back. The control is nvfp4 at 50M and 5 tokens
+per parameter: four bits, emulated (slower than the table of costs says) and therefore short, whose cost of a per cent or more
+the study must be able to see. Up to
+350M each tensorwise trunk decays in BF16 too (switch): whether the last fifth of the tokens recovers what FP8 cost.
+
+QK-norm. On, as in OLMo 2, Qwen3 and nanochat: it bounds the attention logits, which grow without it and are the usual end of
+runs in low precision (2309.14322), and it exports as Qwen3. Every size's config has it off, as Llama: a study may differ.
+
 Held out. 1.5B at 20 has one seed and no branches; freeze its predictions first (scaling/fit.py out/chinchilla --predict
 gpt1p5b_bf16_t20_s1337, the same for tensorwise), then run it by name with only=gpt1p5b_*.
 """
@@ -24,11 +33,15 @@ study = Study(
     name="chinchilla",
     sizes=(
         Size(config="configs/gpt50m_bf16.py", seeds=(1337, 1338, 1339)),
-        Size(config="configs/gpt125m_bf16.py", seeds=(1337, 1338, 1339)),
+        Size(config="configs/gpt50m_bf16.py", seeds=(1337, 1338, 1339), recipes=("nvfp4",), tokens_per_param=(5,)),
+        Size(config="configs/gpt125m_bf16.py", seeds=(1337, 1338, 1339),
+             recipes=("bf16", "tensorwise", "rowwise_with_gw_hp", "blockwise")),
         Size(config="configs/gpt250m_bf16.py", seeds=(1337, 1338)),
         Size(config="configs/gpt350m_bf16.py", seeds=(1337, 1338)),
-        Size(config="configs/gpt1p5b_bf16.py", tokens_per_param=(20,), held_out=True),
+        Size(config="configs/gpt1p5b_bf16.py", tokens_per_param=(20,), switch=(), held_out=True),
     ),
     tokens_per_param=(5, 10, 20, 40),
+    switch=("tensorwise>bf16",),
+    overrides=("model.qk_norm=true",),
     margin_percent=0.25,    # equivalence within a quarter of a percent of the loss; 3 to 6 % of compute at these sizes
 )

@@ -40,6 +40,7 @@ class Size:
     tokens_per_param: tuple[float, ...] | None = None   # none = the study's
     recipes: tuple[str, ...] | None = None              # none = the study's
     lr: tuple[float, ...] | None = None                 # peak learning rates, a run for each; none = the config's alone
+    switch: tuple[str, ...] | None = None               # none = the study's
     null_seeds: tuple[int, ...] = ()                    # of `seeds`, those whose BF16 runs are repeated as Study.null says
     held_out: bool = False                              # trained only by name, once its prediction is frozen
 
@@ -53,13 +54,14 @@ class Study:
     params: Literal["total", "nonembed"] = "total"      # which parameters the budgets count
     recipes: tuple[str, ...] = ("bf16", "tensorwise")   # "bf16", or values of fp8.recipe
     switch: tuple[str, ...] = ()                        # "tensorwise>bf16": each decay in another precision than its trunk
+    overrides: tuple[str, ...] = ()                     # of every run, such as model.qk_norm=true
     null: tuple[str, ...] = ()                          # overrides of null runs that change their rounding alone
     decay_share: float = 0.2                            # share of every run's steps spent decaying
 
     def __post_init__(self):
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
             raise UserError(problems[0])
-        for switch in self.switch:
+        for switch in {*self.switch, *(s for size in self.sizes for s in size.switch or ())}:
             before, arrow, after = switch.partition(">")
             if not arrow or before == after or before not in self.recipes:
                 raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with its trunk among "
@@ -134,7 +136,7 @@ def expand(study: Study) -> list[Row]:
     Raises UserError for a config that is missing, wrong or in FP8, or a branch that would leave its trunk during warm-up."""
     rows = []
     for size in study.sizes:
-        base = load_config(ROOT / size.config)
+        base = load_config(ROOT / size.config, list(study.overrides))
         with torch.device("meta"):
             counts = GPT(base.model).counts()
         if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
@@ -156,7 +158,8 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
     name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
     rows, switched, warmup = [], [], base.optim.warmup_steps(base.total_steps)
-    switches = [] if repeat else [after for before, after in (s.split(">") for s in study.switch) if before == recipe]
+    switch = study.switch if size.switch is None else size.switch
+    switches = [] if repeat else [after for before, after in (s.split(">") for s in switch) if before == recipe]
     for budget in (*smaller, largest):
         steps = math.ceil(budget * counts[f"params_{study.params}"] / base.data.tokens_per_step)
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
@@ -165,7 +168,7 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
             raise UserError(f"{size_name} at {budget:g} tokens per parameter has {steps} steps, and its decay begins at step "
                             f"{leaves}, before the {warmup} steps of warm-up are over: drop that budget")
         length = [f"tokens_per_param={budget!r}"] if study.params == "total" else ["tokens_per_param=none", f"steps={steps}"]
-        overrides = [f"run={name.format(budget)}", f"seed={seed}", *length, "optim.schedule=wsd",
+        overrides = [f"run={name.format(budget)}", f"seed={seed}", *study.overrides, *length, "optim.schedule=wsd",
                      f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}"]
         overrides += [f"optim.lr={lr!r}"] if lr else []
         overrides += ["parallel.compile=block"] if base.parallel.compile else []       # one GPU and eight run the same graph
