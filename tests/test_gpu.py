@@ -63,6 +63,18 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
     assert compiled == pytest.approx(eager, rel=2e-3) and compiled == pytest.approx(bf16, rel=2.5e-3) and compiled != bf16
 
 
+def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
+    torch.manual_seed(0)
+    x, g, w = torch.randn(512, 768).bfloat16(), torch.randn(512, 1024).bfloat16(), 0.05 * torch.randn(1024, 768)
+    holder = linear(w, "blockwise", "cuda").cuda()
+    converted = next(m for m in holder.modules() if isinstance(m, fp8.QuantisedLinear))
+    assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
+    native = passes(holder, x.cuda(), g.cuda())
+    converted.is_native = False
+    for mine, emulated in zip(native, passes(holder, x.cuda(), g.cuda()), strict=True):
+        assert distance(mine.cpu(), emulated.cpu()) < 5e-3       # sums in another order, results in BF16
+
+
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hardware_rounds_every_value_as_torch_does(format, dtype):
