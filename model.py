@@ -131,9 +131,10 @@ def rope_frequencies(config: GPTConfig, device=None) -> torch.Tensor:
 
 def rotate(x, cos, sin):
     """Rotate channel i of each head with channel i + D/2 (half-split RoPE); x (B, T, H, D), cos and sin (T, D/2)."""
-    cos, sin = cos[:, None], sin[:, None]   # (T, 1, D/2)
-    x1, x2 = x.float().chunk(2, dim=-1)     # fp32: BF16 cosines would blur distant positions
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    halves = x.float().unflatten(-1, (2, -1))       # (B, T, H, 2, D/2); fp32: BF16 cosines would blur distant positions
+    cos, sin = cos[:, None, None], torch.stack((-sin, sin), dim=1)[:, None]     # (T, 1, 1 or 2, D/2)
+    # Not chunk() and cat(): without them the compiler turns q's and k's gradients and lays them beside v's in one kernel.
+    return (halves * cos + halves.flip(-2) * sin).flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
