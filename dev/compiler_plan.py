@@ -1,18 +1,24 @@
-"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step, and the bytes of each.
+"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step: bytes, registers, spills.
 
     python -m dev.compiler_plan                                     configs/gpt1p5b_bf16.py, 16 x 1024 tokens
     python -m dev.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
 Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
-out. Bytes are what a kernel's arguments hold: what a cache saves is not in it. Nothing is timed or run. runtime/roofline.py has
+out. Bytes are what a kernel's arguments hold: what a cache saves is not in it. Inductor's kernels are built for sm_90, each in
+every configuration that a GPU would choose from; a spill is a register kept in memory. The passes are traced as one graph each:
+a graph break would raise. Nothing is timed or run. runtime/roofline.py has
 its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; both are answered with an H100's.
 That reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -30,6 +36,9 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory":
         "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
 
 
+BUILT: dict[str, tuple[int, int]] = {}      # kernel and configuration -> registers a thread, bytes of its spills
+
+
 def main(arguments: list[str]) -> None:
     if {"-h", "--help"} & set(arguments):
         print(__doc__)
@@ -43,6 +52,8 @@ def main(arguments: list[str]) -> None:
     print(f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch {torch.__version__}, for an H100")
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
+    most, spilled = max(BUILT.values()), [name for name, (_, local) in BUILT.items() if local]
+    print(f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills: {', '.join(spilled) or 'none'}")
 
 
 # ---------------------------------------------------------------------------------------------------- reading one step
@@ -113,10 +124,12 @@ def _lower(graph, direction: str) -> Counter:
     sums: Counter = Counter()
 
     def stop(lowering):
-        lowering.init_wrapper_code(), lowering._update_scheduler()      # codegen() without writing kernels out
+        lowering.init_wrapper_code(), lowering._update_scheduler()
         for node in lowering.scheduler.nodes:
             if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):    # a name for one of several results
                 sums[f"{direction}, {_kind(node)}"] += node.get_read_write_buffers_sizes()
+        _build(lowering, direction)
+        sums["done"] = 1
         raise InterruptedError      # the compiler would go on to build and load the kernels
 
     gpu = torch.device("cuda", 0)
@@ -133,11 +146,31 @@ def _lower(graph, direction: str) -> Counter:
         try:
             compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
         except Exception:
-            if not sums:
+            if not sums.pop("done", 0):
                 raise
         finally:
             GraphLowering._compile_to_module = original
     return sums
+
+
+def _build(lowering, direction: str) -> None:
+    """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into BUILT."""
+    import torch._inductor.async_compile as async_compile
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    lowering.wrapper_code.push_codegened_graph(lowering)
+    lowering.scheduler.codegen()
+    code = lowering.wrapper_code.generate(is_inference=False)[0].value
+    for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
+        kernel = async_compile._load_triton_kernel_from_source(name, source)
+        kernel.precompile(warm_cache_only=True)
+        for i, result in enumerate(kernel.compile_results):
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                Path(file.name).write_bytes(result.kernel.asm["cubin"])
+                usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+            registers, local = (int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "LOCAL"))
+            BUILT[f"{direction} {name} ({i})"] = registers, local
 
 
 def _kind(node) -> str:
@@ -156,11 +189,13 @@ def pretend_h100() -> None:
     """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest of this process."""
     import torch._inductor.config as inductor
     import torch._inductor.fx_passes.joint_graph as joint_graph
+    import torch._inductor.runtime.triton_helpers as triton_helpers
     import torch._subclasses.fake_tensor as fake_tensor
     import triton
     from triton.backends.compiler import GPUTarget
 
     inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
+    inductor.use_static_triton_launcher = False     # it keeps no binary
     joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers
     properties, none = SimpleNamespace(**H100), lambda *_, **__: None
     for name, answer in {"is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
@@ -170,7 +205,7 @@ def pretend_h100() -> None:
                          "_lazy_init": none, "_get_device_properties": lambda *_: properties,
                          "_exchange_device": lambda *_: 0, "_maybe_exchange_device": lambda *_: 0}.items():
         setattr(torch.cuda, name, answer)
-    fake_tensor.init_gpu_context = none
+    fake_tensor.init_gpu_context = triton_helpers.set_driver_to_gpu = none
     torch.compiler.is_compiling = lambda: True      # checks that only an eager step can make are left out
     for name in ("_cuda_getDevice", "_cuda_exchangeDevice", "_cuda_maybeExchangeDevice", "_cuda_getCurrentRawStream"):
         setattr(torch._C, name, lambda *_: 0)
