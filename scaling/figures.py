@@ -41,8 +41,10 @@ STYLES = (
     {"color": "#009E73", "shades": "Greens", "marker": "D", "markersize": 3.2, "linestyle": (0, (5, 1, 1, 1)), "linewidth": 1.0},
     {"color": "#CC79A7", "shades": "RdPu", "marker": "^", "markersize": 4.0, "linestyle": (0, (1, 1.2)), "linewidth": 1.2},
     {"color": "#000000", "shades": "Greys", "marker": "v", "markersize": 4.0, "linestyle": (0, (3, 3)), "linewidth": 1.0},
+    {"color": "#E69F00", "shades": "YlOrBr", "marker": "P", "markersize": 4.0, "linestyle": (0, (6, 2)), "linewidth": 1.0},
+    {"color": "#56B4E9", "shades": "GnBu", "marker": "X", "markersize": 4.0, "linestyle": (0, (2, 4)), "linewidth": 1.0},
 )
-RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "auto")       # of STYLES, in their order
+RECIPES = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "auto")       # of the first STYLES, in their order
 AXES = {"C": "compute C [FLOPs]", "D": "training tokens D", "N": "parameters N"}
 EVALUATED = {"loss_bf16": "evaluated in BF16", "loss_as_trained": "evaluated as trained"}
 MANY = 60               # from this many points on, they are drawn small and translucent
@@ -82,7 +84,8 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
 
 def styles(recipes) -> list[dict]:
     """A style per recipe: each of RECIPES has its own in every figure, others take what is left and then repeat."""
-    left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=True) if name not in recipes] or STYLES)
+    left = itertools.cycle([style for style, name in zip(STYLES, RECIPES, strict=False) if name not in recipes]
+                           + list(STYLES[len(RECIPES):]))
     return [STYLES[RECIPES.index(name)] if name in RECIPES else next(left) for name in recipes]
 
 

@@ -209,10 +209,10 @@ def draw_precision(result: dict):
                               + ", after the fact" * (not margin.is_declared)))
     for recipe, look in looks.items():
         is_idle = common[recipe]["converted"] == [0, 0] and ">" not in recipe
-        name = f"{recipe}: BF16 again" if is_idle else f"FP8 {recipe}"
+        name = f"{recipe}: BF16 again" if is_idle else recipe
         handles.append(Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=name))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
-    title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
+    title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
     has_budgets = len({(row["N"], row["tokens"]) for row in sizes}) > len({row["N"] for row in sizes})
     caption = ("Bars: 95 % t-interval over independent pairs" + "; bands: of all sizes" * (len(common) <= BANDS)
                + ". Left, at each size further right: more tokens" * has_budgets

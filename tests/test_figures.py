@@ -294,3 +294,8 @@ def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     assert joined(group, "C", N) == []
     group.headline = "chinchilla"
     assert joined(group, "D", N) == []
+
+
+def test_as_many_recipes_as_a_study_has_are_told_apart():
+    names = ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]
+    assert len({(style["color"], style["marker"]) for style in figures.styles(names)}) == len(names)

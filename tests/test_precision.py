@@ -278,7 +278,7 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     assert any(edge == pytest.approx((-reach, reach)) for edge in edges)
     assert any(edge == pytest.approx((found.low, found.high)) for edge in edges)
     assert {-0.25, 0.25} <= {line.get_ydata()[0] for line in left.lines if line.get_linestyle() == "--"}
-    assert legend(figure) == ["null, other seed, ±0.5 %", "margin, ±0.25 %", "FP8 rowwise", "FP8 tensorwise"]
+    assert legend(figure) == ["null, other seed, ±0.5 %", "margin, ±0.25 %", "rowwise", "tensorwise"]
     lines = {line.get_label(): line.get_data() for line in right.lines}
     N, nats = lines["Kumar INT8"]
     assert nats == pytest.approx(kumar_gap(N)) and N.min() >= 30e6 and N.max() <= 220e6
