@@ -123,6 +123,8 @@ CASTS = {
                                       dict.fromkeys(_NONE, Moved(ours=3)), Moved(), Moved(amax=4, ours=6)),
 }
 CASTS["amax"], CASTS["amax+kernels"] = CASTS["tensorwise"], CASTS["tensorwise+kernels"]
+ROPE = 10 + 12          # bytes per value of a block's input, forward and backward, which lays q, k and v side by side again
+ROPE_BY_CAT = ROPE + 8  # others', where a kernel of its own does that
 FREE = Casts(_FP8, _NONE, _NONE, Moved())       # the zero-cast ceiling
 AUTOCAST = Casts(("bf16",) * 3, _NONE, _NONE, Moved(cast=12))   # others' BF16: weights and gradients in every micro-batch
 
@@ -201,7 +203,7 @@ class Step(NamedTuple):
 
 
 def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_step: int, casts: Casts | None = None,
-         shard: int = 1, bf16: Casts = CASTS["bf16"]) -> Step:
+         shard: int = 1, bf16: Casts = CASTS["bf16"], rope: int = ROPE) -> Step:
     """The modelled micro-step of `label`, a recipe with +kernels and +head, on one GPU, which sees `tokens_per_step` and updates
     1 / `shard` of the weights; `casts` and `bf16` replace what CASTS says of the label, of BF16. KeyError: a label without a
     model."""
@@ -221,9 +223,9 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
         buckets["cast"] += count * cast
     C, table = shape.n_embd, shape.vocab * shape.n_embd
     params = shape.params_matmul + (0 if shape.tied else table)
-    # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE
-    # 10 + 8 + 12 to lay q, k, v side by side again, the activation; then the embedding and the last norm.
-    pointwise = shape.n_layer * (62 * C + (16 if shape.gated else 10) * shape.n_ffn) + 16 * C
+    # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE,
+    # the activation; then the embedding and the last norm.
+    pointwise = shape.n_layer * ((32 + rope) * C + (16 if shape.gated else 10) * shape.n_ffn) + 16 * C
     # Gradients added up (but for a step's first micro-batch), the embedding's scattered.
     gradients = 12 * (accumulation - 1) / accumulation * params + (14 if shape.tied else 4) * table + 20 * M * C
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
@@ -281,7 +283,8 @@ def anchors(c: Ceilings) -> list[tuple[str, str, tuple[float, ...], float]]:
     """(name, label, published, modelled) of every published run."""
     found = []
     for name, shape, micro_batch, tokens, shard, label, published in ANCHORS:
-        bf16, this = (step(c, shape, one, micro_batch, tokens, shard=shard, bf16=AUTOCAST) for one in ("bf16", label))
+        bf16, this = (step(c, shape, one, micro_batch, tokens, shard=shard, bf16=AUTOCAST, rope=ROPE_BY_CAT)
+                      for one in ("bf16", label))
         found.append((name, label, published, this.tok_per_s if label == "bf16" else bf16.seconds / this.seconds))
     # The forward pass of a Linear that nanochat timed, in ms: FP8 with the casts of input and weight.
     M, K, N = 65_536, 1664, 6656

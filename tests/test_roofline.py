@@ -74,7 +74,7 @@ def test_bytes_of_the_head_and_of_bf16_are_those_of_inductors_plan():
     moved = sum(buckets[name] for name in ("pointwise", "cast", "loss")) * H100.bandwidth
     embedding = 14 * BIG.vocab * BIG.n_embd + 20 * 16_384 * BIG.n_embd      # gradients, which the plan leaves out
     once_a_step = 6 * BIG.params_matmul     # the weights' copies, which the plan leaves out
-    assert (moved - embedding - once_a_step) / 1e9 == pytest.approx(63.44 + 41.73, rel=0.01)
+    assert (moved - embedding - once_a_step) / 1e9 == pytest.approx(55.93 + 41.74, rel=0.01)
 
 
 def test_weights_are_cast_once_a_step_with_our_kernels():
@@ -100,7 +100,7 @@ def test_published_runs_come_out_as_the_documents_say():
 
 def test_the_zero_cast_ceilings_of_1p5b():
     base = step(H100, BIG, "bf16", 16, 2**19).seconds
-    for head, ratio in (("", 1.45), ("+head", 1.50)):
+    for head, ratio in (("", 1.456), ("+head", 1.504)):
         assert base / step(H100, BIG, "tensorwise" + head, 16, 2**19, casts=FREE).seconds == pytest.approx(ratio, abs=0.005)
 
 
