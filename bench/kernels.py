@@ -197,7 +197,7 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
     nn.init.normal_(piece.linear[0].weight, std=K ** -0.5)
     if recipe != "off":
         fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-        fp8.refresh_fp8_weights(piece)      # once, as in a step of many micro-batches
+        fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())

@@ -141,7 +141,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     built = build(config, World(0, 0, 1, device))
     model, optimizer, step_scale, tokens = built.model, built.optimizer, built.loss_scale, cell.micro_batch * cell.T
     model.init_weights(config.seed, built.assign)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     fp8.set_position(model, 0)
 
     def micro_step(x, y):
@@ -152,7 +152,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     def update():
         parallel.clip_gradients(model, config.optim.clip)
         optimizer.step()
-        fp8.refresh_fp8_weights(model)
+        fp8.refresh_weight_copies(model)
         optimizer.zero_grad()
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}

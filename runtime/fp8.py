@@ -464,7 +464,7 @@ class CopiedLinear(nn.Linear):
         if self.copy is None:
             return F.linear(x, self.weight.to(x.dtype))
         if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
         return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy).view(*x.shape[:-1], -1)
 
 
@@ -492,7 +492,7 @@ def keep_bf16_copies(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def refresh_fp8_weights(model: nn.Module) -> None:
+def refresh_weight_copies(model: nn.Module) -> None:
     """Recompute what is derived from the weights: their FP8 and BF16 copies, and scales of weights gathered as float8 by one
     all-reduce.
 
@@ -719,7 +719,7 @@ def _torchao_blockwise(x, w):
 #     largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with the kernel that produces x
 #     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
 #     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
-#     weights                 quantised by refresh_fp8_weights() once per optimizer step, not in every micro-batch; under
+#     weights                 quantised by refresh_weight_copies() once per optimizer step, not in every micro-batch; under
 #                             FSDP2, which frees gathered weights, scaled once a step and cast at every use
 #     weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
 #     the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
@@ -885,7 +885,7 @@ class KernelLinear(nn.Linear):
     def copies(self) -> tuple[torch.Tensor | None, ...]:
         """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
         return self.q, self.qt, self.scale
 
 

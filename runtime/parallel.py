@@ -149,7 +149,7 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
 @dataclass
 class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by model.init_weights(seed, assign) or from a
-    checkpoint, then call fp8.refresh_fp8_weights(model)."""
+    checkpoint, then call fp8.refresh_weight_copies(model)."""
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value

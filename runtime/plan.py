@@ -329,7 +329,7 @@ def measure(config: Config, device: torch.device) -> Trial:
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     fp8.set_position(model, 0)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
@@ -345,7 +345,7 @@ def measure(config: Config, device: torch.device) -> Trial:
     parallel.clip_gradients(model, config.optim.clip)
     built.optimizer.step()
     built.optimizer.zero_grad()
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     repeats = max(2, math.ceil(MEASURED_S / seconds(1)))
     best = min(seconds(repeats) for _ in range(3)) / repeats
     built.optimizer.zero_grad()

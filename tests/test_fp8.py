@@ -29,7 +29,7 @@ def build(label="off", device_type=None, head=False, **changes):
     layers = fp8.convert(model, replace(fp8.by_name(label), head=head), device_type=device_type)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     return model, layers
 
 
@@ -44,7 +44,7 @@ def linear(w, label, device_type="cpu", loss_scale=1.0):
     module.weight.data.copy_(w)
     holder = torch.nn.Sequential(module)
     fp8.convert(holder, fp8.by_name(label), loss_scale, device_type)
-    fp8.refresh_fp8_weights(holder)
+    fp8.refresh_weight_copies(holder)
     return holder
 
 
@@ -235,7 +235,7 @@ def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
             for model in (eager, compiled):
                 with torch.no_grad():
                     model.kernels[0].weight.mul_(factor)
-                fp8.refresh_fp8_weights(model)
+                fp8.refresh_weight_copies(model)
                 model.zero_grad()
                 leaf = x.clone().requires_grad_()
                 ys = model(leaf)

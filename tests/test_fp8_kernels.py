@@ -349,9 +349,9 @@ def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
     step(model, x, y)
     before = copies()
     torch.optim.AdamW(model.parameters()).step()            # a fused one needs runtime/optim.py's hook for it
-    with pytest.raises(AssertionError, match="refresh_fp8_weights"):
+    with pytest.raises(AssertionError, match="refresh_weight_copies"):
         model(x, y)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     assert len(before) == 15 and all(a is b for a, b in zip(before, copies(), strict=True))
     fresh = without_copies(build("tensorwise+kernels", head=True, n_layer=1)[0])
     fresh.load_state_dict(model.state_dict())
