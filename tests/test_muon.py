@@ -74,6 +74,36 @@ def test_each_matrix_is_torchs_muon_by_parts_and_the_rest_is_adamw():
     assert {name.rpartition(".")[2] for name in optim.state_tensors(optimizer, model)} == {"momentum", "exp_avg", "exp_avg_sq"}
 
 
+def test_every_matrix_tall_wide_or_square_follows_muon_in_fp64():
+    """By its definition, part by part: momentum, Nesterov's step, five iterations, decay. The learning rate changes."""
+    model = GPT(MODEL)
+    model.init_weights(0)
+    optimizer = optim.build_optimizer(model, C)
+    optim.fill_state(optimizer)
+    torch.manual_seed(1)
+    parts = {p: p.detach().double().split(rows) for p, rows in optim.muon_parts(model).items()}
+    shapes = {part.shape for of in parts.values() for part in of}
+    assert shapes == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    before, momenta = {p: p.detach().clone() for p in parts}, {p: [torch.zeros_like(w) for w in of] for p, of in parts.items()}
+    for lr in (0.02, 0.01, 0.03):
+        optimizer.muon["lr"] = lr
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        for p, of in parts.items():
+            for w, m, g in zip(of, momenta[p], p.grad.double().split([len(w) for w in of]), strict=True):
+                m.mul_(0.9).add_(0.1 * g)
+                x = 0.1 * g + 0.9 * m
+                x /= x.norm()
+                for _ in range(5):
+                    x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+                w.mul_(1 - lr * 0.1).sub_(lr * 0.2 * max(w.shape)**0.5 * x)
+        optimizer.step()
+    for p, of in parts.items():
+        due, momentum = torch.cat(of), torch.cat(momenta[p])
+        assert (p - due).norm() < 0.05 * (due - before[p]).norm() and (p - due).norm() > 0, "BF16's roundings"
+        torch.testing.assert_close(optimizer.state[p]["momentum"], momentum.float())
+
+
 def test_a_resumed_run_ends_in_the_same_bits_and_the_loss_falls(tiny, tmp_path, capsys):
     config = replace(tiny, optim=replace(tiny.optim, kind="muon"), steps=6)
     assert call_train(capsys, config, tmp_path).returncode == 0
