@@ -131,15 +131,18 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": _driver(device),
              "timer": "CUDA events" if device.type == "cuda" else
              "perf_counter, uncompiled: a rehearsal on a CPU, says nothing about a GPU"}
-    table: dict = {"format_version": speed.FORMAT_VERSION, "gpus": {}}
+    table: dict = {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
     if out.exists():
         speed.load_table(out)       # raises UserError for a file that is none
         table = json.loads(out.read_text(encoding="utf-8"))
-    entry = table["gpus"].get(env["device"], {"rows": [], "commit": None, **setup})
+    entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
+    if not any(entry["gpu"] == env["device"] for entry in entries):
+        entries.append({"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
+    entry = next(entry for entry in entries if entry["gpu"] == env["device"])
     if differs := [key for key in setup if entry[key] != setup[key]]:
         raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
-                        f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take "
-                        f"gpus[{env['device']!r}] out of the file to time anew")
+                        f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry of "
+                        f"{env['device']} out of the file to time anew")
     there = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
     todo = [(recipe, K, N) for K, N in shapes for recipe in recipes if (recipe, K, N, options.tokens) not in there]
     print(f"{env['device']}: {len(todo)} rows to time, {len(shapes) * len(recipes) - len(todo)} are there", flush=True)
@@ -158,9 +161,8 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
             print(f"{recipe:26} {K:6d} x {N:<6d} FAILED: {said}", flush=True)
             continue
         entry["rows"].append(row)
-        table["gpus"][env["device"]] = {"measured": env["t_start"][:10], **setup,
-                                        "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None, "command": command,
-                                        "rows": entry["rows"]}
+        entry |= {"date": env["t_start"][:10], "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
+                  "command": command}
         write_atomically(out, speed.to_text(table))
         longest = max(longest, time.perf_counter() - start)
         print(f"{recipe:26} {K:6d} x {N:<6d} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to {row['ratio_p90']:.3f})  "

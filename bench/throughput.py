@@ -35,6 +35,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn as nn
 
+from model import GPT
 from runtime import fp8, parallel
 from runtime.cli import UserError, field_lines, grid, nearest, read_options, run_command
 from runtime.config import Config, load_config
@@ -132,6 +133,16 @@ def config_of(cell: Cell) -> Config:
     changes |= {f"fp8.{extra}": True for extra in extras}
     return load_config(base, [f"{key}={str(value).lower() if value is True or value is False else value}"
                               for key, value in changes.items()])
+
+
+def is_bf16(cell: Cell, gpu: str | None) -> bool:
+    """Whether fp8.recipe=auto would convert nothing on this GPU: the cell would be BF16 once more."""
+    if cell.peer or cell.label.split("+")[0] != "auto":
+        return False
+    config = config_of(cell)
+    with torch.device("meta"):
+        layers = fp8.select(GPT(config.model), config.fp8, gpu)
+    return not any(layer.recipe for layer in layers)
 
 
 def build_ours(cell: Cell, device: torch.device) -> Subject:
@@ -318,6 +329,9 @@ class Timer:
         baseline, *due = group
         done = {(row["size"], row["label"], row["T"]) for row in self.here if "failure" in row or row["ratio"]}
         due, before = [cell for cell in due if again or cell.key not in done], None
+        for cell in [cell for cell in due if is_bf16(cell, self.head["gpu"])]:
+            print(f"{cell.size} {cell.label}: left out, auto converts nothing here and would be BF16", flush=True)
+            due.remove(cell)
         while due:
             needs = self._guess_s(due[0]) + self._guess_s(baseline) * (1 if before else 2)
             if time.monotonic() + needs > self.end:
