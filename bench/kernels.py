@@ -1,7 +1,7 @@
 """Time single Linears in BF16 against FP8 on the GPU at hand, for fp8.recipe=auto to go by; our cast kernels; matmuls alone.
 
     python -m bench.kernels budget=540                      every Linear shape of configs/gpt*_bf16.py; again: what is missing
-    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels
+    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels,tensorwise+kernels+fast_backward
     python -m bench.kernels casts                           our Triton kernels, checked, then timed against a copy of their bytes
     python -m bench.kernels matmuls                         TFLOP/s of the three matmuls of each Linear of 1.5B, BF16 and FP8
     python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json         a rehearsal without a GPU, uncompiled
@@ -34,7 +34,7 @@ import torch.nn as nn
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
 from runtime.cli import UserError, field_lines, nearest, read_options, run_command
-from runtime.config import RecipeName, load_config
+from runtime.config import FP8_SCALED_MM, WITH_FAST_BACKWARD, RecipeName, load_config
 from runtime.log import environment
 from runtime.rows import write_atomically
 
@@ -225,6 +225,7 @@ def recipes_of(options: Options, device: torch.device) -> list[str]:
     """The recipes asked for. One that this GPU lacks is a mistake where it was named, else a line."""
     known = [name for name in get_args(RecipeName) if name not in ("off", "auto")]
     known += [f"{name}{fp8.WITH_KERNELS}" for name in fp8.FP8_KERNELS]
+    known += [f"{name}{WITH_FAST_BACKWARD}" for name in known if name.split("+")[0] in FP8_SCALED_MM]
     recipes = []
     for recipe in dict.fromkeys(options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES):
         if recipe not in known:
@@ -312,9 +313,12 @@ def time_matmuls(options: Options, device: torch.device) -> int:
         for name, (m, k, n) in {"forward": (M, K, N), "input's gradient": (M, N, K), "weight's gradient": (N, M, K)}.items():
             a, b = (torch.randn(rows, k, device=device, dtype=BF16) for rows in (m, n))
             a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
-            calls = (partial(torch.mm, a, b.t()), partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, name == "forward"))
-            bf16, quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
-            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s, FP8 {quantised:8.1f}: {quantised / bf16:.2f}x")
+            fast = (True,) if name == "forward" else (False, True)
+            calls = [partial(torch.mm, a, b.t()), *(partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast)]
+            bf16, *quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
+            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s" + "".join(
+                f", FP8{', accumulating fast' * how} {rate:8.1f}: {rate / bf16:.2f}x"
+                for how, rate in zip(fast, quantised, strict=True)))
     return 0
 
 

@@ -74,7 +74,7 @@ FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)       # for Ho
 class Cell:
     """One row to be. `size` names configs/gpt<size>_bf16.py, a peer's model, or what `model` spells out."""
     size: str
-    label: str                      # bf16, bf16_eager, or a recipe of fp8.recipe with +kernels or +head; a peer's name
+    label: str                      # bf16, bf16_eager, or fp8.recipe with +kernels, +head, +fast_backward; a peer's name
     micro_batch: int                # sequences
     T: int = 1024
     tokens_per_step: int = TOKENS_PER_STEP
@@ -108,7 +108,8 @@ GROUPS = {      # (size, labels) in the order of their value
              *((size, ("tensorwise", "rowwise")) for size in ("1p5b", "350m", "760m", "125m")),
              *((size, ("auto+kernels", "tensorwise_gw_hp+kernels", "rowwise_with_gw_hp"))
                for size in ("125m", "1p5b", "350m", "760m")),
-             *((size, ("tensorwise+kernels+head",)) for size in ("125m", "350m", "760m"))),
+             *((size, ("tensorwise+kernels+head",)) for size in ("125m", "350m", "760m")),
+             ("1p5b", ("tensorwise+kernels+fast_backward", "rowwise+fast_backward"))),
     "toy": (("toy_s", ("tensorwise",)), ("toy_m", ("tensorwise",)))}
 
 

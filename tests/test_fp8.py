@@ -160,6 +160,28 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
 
 
+@pytest.mark.parametrize("recipe", RECIPES[:5])
+def test_torchaos_matmuls_accumulate_fast_backward_where_that_is_asked_for(monkeypatch, recipe):
+    x, w, g = operands("random")
+    for label, backward in ((recipe, False), (f"{recipe}+fast_backward", True)):
+        holder, seen = linear(w, label, "cuda"), []
+        monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
+            seen.append(use_fast_accum), torch.zeros(len(a), b.size(1), dtype=out_dtype))[1])
+        passes(holder, x, g)
+        assert seen == [True] + [backward] * (1 if recipe.endswith("gw_hp") else 2), label
+
+
+def test_fast_accumulation_backward_is_another_run_and_says_that_a_cpu_has_none(tiny):
+    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)) for is_fast in (False, True))
+    assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
+    assert fast.identity() == plain.identity() | {"fp8.fast_backward": True} and fast.fp8.label == "tensorwise+fast_backward"
+    x, w, g = operands("random")
+    assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
+    on_cpu = parallel.World(0, 0, 1, torch.device("cpu"))
+    assert parallel.set_torch_flags(plain, on_cpu, []) == []
+    assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, on_cpu, [])[0]
+
+
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 def test_rounding_is_torchs_cast(format):
     """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""

@@ -39,7 +39,10 @@ def model_on_gpu(config, is_compiled=True):
 
 # --------------------------------------------------------------------------------------------------------------- numerics
 
-@pytest.mark.parametrize("label", RECIPES + KERNELS)
+FAST = [f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")]
+
+
+@pytest.mark.parametrize("label", [*RECIPES, *KERNELS, *FAST])
 def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
