@@ -363,8 +363,10 @@ class Run:
         """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
         step = self.progress.step
         self._at_slow("looking for the cause")
+        self.saver.wait()       # its group is used below
         raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
-                                                       self.config.run_dir, self.world.is_main, self.loss_scale))
+                                                       self.config.run_dir, self.world.is_main, self.loss_scale,
+                                                       self.world.checkpoint_group))
 
     def _save_and_stop(self) -> None:
         """A stop was requested."""
