@@ -60,7 +60,7 @@ def train(config: Config, world: World) -> None:
                 run.saver.staged()                          # the save under way has its copy of the weights
                 optimizer.step()
                 run.progress.updates += 1
-                fp8.refresh_fp8_weights(model)
+                fp8.refresh_weight_copies(model)
             if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
                 optimizer.zero_grad()
 

@@ -1,7 +1,7 @@
 """Time single Linears in BF16 against FP8 on the GPU at hand, for fp8.recipe=auto to go by; our cast kernels; matmuls alone.
 
     python -m bench.kernels budget=540                      every Linear shape of configs/gpt*_bf16.py; again: what is missing
-    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels
+    python -m bench.kernels shapes=2048x11264 recipes=tensorwise,tensorwise+kernels,tensorwise+kernels+fast_backward
     python -m bench.kernels casts                           our Triton kernels, checked, then timed against a copy of their bytes
     python -m bench.kernels matmuls                         TFLOP/s of the three matmuls of each Linear of 1.5B, BF16 and FP8
     python -m bench.kernels shapes=64x64 tokens=64 out=out/cpu.json         a rehearsal without a GPU, uncompiled
@@ -34,7 +34,7 @@ import torch.nn as nn
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
 from runtime.cli import UserError, field_lines, nearest, read_options, run_command
-from runtime.config import RecipeName, load_config
+from runtime.config import FP8_SCALED_MM, WITH_FAST_BACKWARD, RecipeName, load_config
 from runtime.log import environment
 from runtime.rows import write_atomically
 
@@ -131,15 +131,18 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": _driver(device),
              "timer": "CUDA events" if device.type == "cuda" else
              "perf_counter, uncompiled: a rehearsal on a CPU, says nothing about a GPU"}
-    table: dict = {"format_version": speed.FORMAT_VERSION, "gpus": {}}
+    table: dict = {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
     if out.exists():
         speed.load_table(out)       # raises UserError for a file that is none
         table = json.loads(out.read_text(encoding="utf-8"))
-    entry = table["gpus"].get(env["device"], {"rows": [], "commit": None, **setup})
+    entries = table["measured"].setdefault(speed.architecture_of(env["device"]) or "cpu", [])
+    if not any(entry["gpu"] == env["device"] for entry in entries):
+        entries.append({"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
+    entry = next(entry for entry in entries if entry["gpu"] == env["device"])
     if differs := [key for key in setup if entry[key] != setup[key]]:
         raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
-                        f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take "
-                        f"gpus[{env['device']!r}] out of the file to time anew")
+                        f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry of "
+                        f"{env['device']} out of the file to time anew")
     there = {tuple(row[key] for key in ("recipe", "K", "N", "M")) for row in entry["rows"]}
     todo = [(recipe, K, N) for K, N in shapes for recipe in recipes if (recipe, K, N, options.tokens) not in there]
     print(f"{env['device']}: {len(todo)} rows to time, {len(shapes) * len(recipes) - len(todo)} are there", flush=True)
@@ -158,9 +161,8 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
             print(f"{recipe:26} {K:6d} x {N:<6d} FAILED: {said}", flush=True)
             continue
         entry["rows"].append(row)
-        table["gpus"][env["device"]] = {"measured": env["t_start"][:10], **setup,
-                                        "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None, "command": command,
-                                        "rows": entry["rows"]}
+        entry |= {"date": env["t_start"][:10], "commit": ", ".join(dict.fromkeys(filter(None, commits))) or None,
+                  "command": command}
         write_atomically(out, speed.to_text(table))
         longest = max(longest, time.perf_counter() - start)
         print(f"{recipe:26} {K:6d} x {N:<6d} {row['ratio']:.3f}x ({row['ratio_p10']:.3f} to {row['ratio_p90']:.3f})  "
@@ -197,7 +199,7 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
     nn.init.normal_(piece.linear[0].weight, std=K ** -0.5)
     if recipe != "off":
         fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-        fp8.refresh_fp8_weights(piece)      # once, as in a step of many micro-batches
+        fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())
@@ -223,6 +225,7 @@ def recipes_of(options: Options, device: torch.device) -> list[str]:
     """The recipes asked for. One that this GPU lacks is a mistake where it was named, else a line."""
     known = [name for name in get_args(RecipeName) if name not in ("off", "auto")]
     known += [f"{name}{fp8.WITH_KERNELS}" for name in fp8.FP8_KERNELS]
+    known += [f"{name}{WITH_FAST_BACKWARD}" for name in known if name.split("+")[0] in FP8_SCALED_MM]
     recipes = []
     for recipe in dict.fromkeys(options.recipes or fp8.CANDIDATES + fp8.KERNEL_CANDIDATES):
         if recipe not in known:
@@ -310,9 +313,12 @@ def time_matmuls(options: Options, device: torch.device) -> int:
         for name, (m, k, n) in {"forward": (M, K, N), "input's gradient": (M, N, K), "weight's gradient": (N, M, K)}.items():
             a, b = (torch.randn(rows, k, device=device, dtype=BF16) for rows in (m, n))
             a8, b8 = a.to(E4M3 if name == "forward" else E5M2), b.to(E4M3)
-            calls = (partial(torch.mm, a, b.t()), partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, name == "forward"))
-            bf16, quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
-            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s, FP8 {quantised:8.1f}: {quantised / bf16:.2f}x")
+            fast = (True,) if name == "forward" else (False, True)
+            calls = [partial(torch.mm, a, b.t()), *(partial(fp8.scaled_mm, a8, one, b8.t(), one, BF16, how) for how in fast)]
+            bf16, *quantised = (2 * m * k * n / milliseconds(call, device) / 1e9 for call in calls)
+            print(f"{K:6d} x {N:<6d} {name:18} BF16 {bf16:8.1f} TFLOP/s" + "".join(
+                f", FP8{', accumulating fast' * how} {rate:8.1f}: {rate / bf16:.2f}x"
+                for how, rate in zip(fast, quantised, strict=True)))
     return 0
 
 

@@ -35,6 +35,7 @@ from typing import ClassVar, Literal
 import torch
 import torch.nn as nn
 
+from model import GPT
 from runtime import fp8, parallel
 from runtime.cli import UserError, field_lines, grid, nearest, read_options, run_command
 from runtime.config import Config, load_config
@@ -73,7 +74,7 @@ FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)       # for Ho
 class Cell:
     """One row to be. `size` names configs/gpt<size>_bf16.py, a peer's model, or what `model` spells out."""
     size: str
-    label: str                      # bf16, bf16_eager, or a recipe of fp8.recipe with +kernels or +head; a peer's name
+    label: str                      # bf16, bf16_eager, or fp8.recipe with +kernels, +head, +fast_backward; a peer's name
     micro_batch: int                # sequences
     T: int = 1024
     tokens_per_step: int = TOKENS_PER_STEP
@@ -107,7 +108,8 @@ GROUPS = {      # (size, labels) in the order of their value
              *((size, ("tensorwise", "rowwise")) for size in ("1p5b", "350m", "760m", "125m")),
              *((size, ("auto+kernels", "tensorwise_gw_hp+kernels", "rowwise_with_gw_hp"))
                for size in ("125m", "1p5b", "350m", "760m")),
-             *((size, ("tensorwise+kernels+head",)) for size in ("125m", "350m", "760m"))),
+             *((size, ("tensorwise+kernels+head",)) for size in ("125m", "350m", "760m")),
+             ("1p5b", ("tensorwise+kernels+fast_backward", "rowwise+fast_backward"))),
     "toy": (("toy_s", ("tensorwise",)), ("toy_m", ("tensorwise",)))}
 
 
@@ -134,6 +136,16 @@ def config_of(cell: Cell) -> Config:
                               for key, value in changes.items()])
 
 
+def is_bf16(cell: Cell, gpu: str | None) -> bool:
+    """Whether fp8.recipe=auto would convert nothing on this GPU: the cell would be BF16 once more."""
+    if cell.peer or cell.label.split("+")[0] != "auto":
+        return False
+    config = config_of(cell)
+    with torch.device("meta"):
+        layers = fp8.select(GPT(config.model), config.fp8, gpu)
+    return not any(layer.recipe for layer in layers)
+
+
 def build_ours(cell: Cell, device: torch.device) -> Subject:
     """Our model, built, compiled and initialised as train.py does it; its micro-step and update are train.py's lines."""
     config = config_of(cell)
@@ -141,7 +153,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     built = build(config, World(0, 0, 1, device))
     model, optimizer, step_scale, tokens = built.model, built.optimizer, built.loss_scale, cell.micro_batch * cell.T
     model.init_weights(config.seed, built.assign)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     fp8.set_position(model, 0)
 
     def micro_step(x, y):
@@ -152,7 +164,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     def update():
         parallel.clip_gradients(model, config.optim.clip)
         optimizer.step()
-        fp8.refresh_fp8_weights(model)
+        fp8.refresh_weight_copies(model)
         optimizer.zero_grad()
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
@@ -318,6 +330,9 @@ class Timer:
         baseline, *due = group
         done = {(row["size"], row["label"], row["T"]) for row in self.here if "failure" in row or row["ratio"]}
         due, before = [cell for cell in due if again or cell.key not in done], None
+        for cell in [cell for cell in due if is_bf16(cell, self.head["gpu"])]:
+            print(f"{cell.size} {cell.label}: left out, auto converts nothing here and would be BF16", flush=True)
+            due.remove(cell)
         while due:
             needs = self._guess_s(due[0]) + self._guess_s(baseline) * (1 if before else 2)
             if time.monotonic() + needs > self.end:

@@ -31,6 +31,9 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
+WITH_FAST_BACKWARD = "+fast_backward"
+# Recipes of torch's float8 matmul, which can accumulate fast.
+FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
                      "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
 
@@ -78,11 +81,13 @@ class FP8Config:
     last_bf16: int = 0                      # blocks at the output that stay in BF16
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
+    fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
 
     @property
     def label(self) -> str:
-        """Name in records: "bf16", a recipe, or a recipe with WITH_KERNELS (its weight gradients are rounded otherwise)."""
-        return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels
+        """Name in records: "bf16", or a recipe, with WITH_KERNELS and WITH_FAST_BACKWARD (whose gradients are others)."""
+        return "bf16" if self.recipe == "off" else (
+            self.recipe + WITH_KERNELS * self.kernels + WITH_FAST_BACKWARD * self.fast_backward)
 
     def problems(self):
         if self.recipe == "off" and self != FP8Config():
@@ -92,6 +97,9 @@ class FP8Config:
             yield f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}: use one of {', '.join(FP8_GATHERED)}, or false"
         if self.kernels and self.recipe not in ("off", "auto", *FP8_KERNELS):
             yield f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use {', '.join(FP8_KERNELS)}, auto, or false"
+        if self.fast_backward and self.recipe not in ("off", "auto", *FP8_SCALED_MM):
+            yield (f"fp8.fast_backward=true is a switch of torch's float8 matmul, which fp8.recipe={self.recipe} does not use: "
+                   f"set it to false, or take one of {', '.join(FP8_SCALED_MM)}, auto")
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
 
@@ -291,8 +299,10 @@ class Config:
         free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
-        if self.optim.kind == "adamw":      # older runs have no key for it
+        if self.optim.kind == "adamw":      # older runs have no key for it, nor for the next
             free |= {"optim.kind", "optim.momentum"}
+        if not self.fp8.fast_backward:
+            free |= {"fp8.fast_backward"}
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies

@@ -103,6 +103,7 @@ class Recipe:
     input_for_weight_grad: Operand
     grad_for_weight_grad: Operand
     is_rotated: bool = False        # the operands of the weight gradient, by _rotated()
+    fast_backward: bool = False     # the backward matmuls accumulate fast, as the forward one does; on a GPU
 
     @property
     def multiple(self) -> int:
@@ -266,8 +267,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- selection
 
 def by_name(recipe: str) -> FP8Config:
-    """The settings with this label: a recipe's name, followed by WITH_KERNELS or not."""
-    return FP8Config(recipe=recipe.removesuffix(WITH_KERNELS), kernels=recipe.endswith(WITH_KERNELS))
+    """The settings with this label: a recipe's name, followed by +kernels, +fast_backward, both or none."""
+    recipe, *extras = recipe.split("+")
+    return FP8Config(recipe=recipe, **dict.fromkeys(extras, True))
 
 
 @dataclass(frozen=True)
@@ -406,25 +408,25 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
         if layer.kernels:
-            _use_kernels(model, layer.name, RECIPES[layer.recipe])
+            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward))
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
             module = model.get_submodule(layer.name)
             module.__class__ = QuantisedLinear
-            module.recipe = for_loss_scale(RECIPES[layer.recipe], loss_scale)
+            module.recipe = replace(for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward)
             module.is_native = _is_native(layer.recipe)
             module.layer = layer.name
         elif layer.recipe:
             by_torchao.setdefault(layer.recipe, set()).add(layer.name)
     for recipe, chosen in by_torchao.items():
-        _float8().convert_to_float8_training(model, config=_torchao_config(recipe, config.all_gather, is_on_cpu),
+        _float8().convert_to_float8_training(model, config=_torchao_config(recipe, config, is_on_cpu),
                                              module_filter_fn=lambda _, name, chosen=chosen: name in chosen)
     done = {name for name, module in model.named_modules() if _is_converted(module)}
     assert done == by_layer(layers).keys(), f"asked for {by_layer(layers)}, converted {done}"
     return layers
 
 
-def _torchao_config(recipe: str, all_gather: bool, emulate: bool):
+def _torchao_config(recipe: str, settings: FP8Config, emulate: bool):
     """torchao's configuration of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed."""
     float8 = _float8()
     if recipe == "amax":
@@ -434,7 +436,9 @@ def _torchao_config(recipe: str, all_gather: bool, emulate: bool):
         config = float8.Float8LinearConfig(cast_config_input_for_grad_weight=x, cast_config_grad_output_for_grad_weight=g)
     else:
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    return replace(config, enable_fsdp_float8_all_gather=all_gather, emulate=emulate)
+    backward = float8.Float8GemmConfig(use_fast_accum=settings.fast_backward)
+    return replace(config, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate,
+                   gemm_config_grad_input=backward, gemm_config_grad_weight=backward)
 
 
 def _is_converted(module: nn.Module) -> bool:
@@ -464,7 +468,7 @@ class CopiedLinear(nn.Linear):
         if self.copy is None:
             return F.linear(x, self.weight.to(x.dtype))
         if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
         return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy).view(*x.shape[:-1], -1)
 
 
@@ -492,7 +496,7 @@ def keep_bf16_copies(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def refresh_fp8_weights(model: nn.Module) -> None:
+def refresh_weight_copies(model: nn.Module) -> None:
     """Recompute what is derived from the weights: their FP8 and BF16 copies, and scales of weights gathered as float8 by one
     all-reduce.
 
@@ -626,8 +630,9 @@ class ConstantScaleMatmul(torch.autograd.Function):
         qx, x_inverse, w = ctx.saved_tensors
         (qg, g_inverse), (qw, w_inverse) = to_float8(g.contiguous(), ctx.recipe.grad), to_float8(w, ctx.recipe.weight)
         # A float8 matmul needs its first operand row-major, its second column-major.
-        grad_x = scaled_mm(qg, g_inverse, qw.t().contiguous().t(), w_inverse, ctx.dtype)
-        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, qx.t().contiguous().t(), x_inverse, ctx.dtype)
+        fast = ctx.recipe.fast_backward
+        grad_x = scaled_mm(qg, g_inverse, qw.t().contiguous().t(), w_inverse, ctx.dtype, fast)
+        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, qx.t().contiguous().t(), x_inverse, ctx.dtype, fast)
         return grad_x, grad_w.to(w.dtype), None
 
 
@@ -714,12 +719,12 @@ def _torchao_blockwise(x, w):
 #
 # fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once. Except for the head's
 # gradient, every operand has torchao's scale (largest magnitude of the tensor, fp64 division), format and rounding, bit for
-# bit; forward with fast accumulation, backward without. What differs is the memory traffic:
+# bit; forward with fast accumulation, backward with fp8.fast_backward only. What differs is the memory traffic:
 #
 #     largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with the kernel that produces x
 #     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
 #     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
-#     weights                 quantised by refresh_fp8_weights() once per optimizer step, not in every micro-batch; under
+#     weights                 quantised by refresh_weight_copies() once per optimizer step, not in every micro-batch; under
 #                             FSDP2, which frees gathered weights, scaled once a step and cast at every use
 #     weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
 #     the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
@@ -833,13 +838,13 @@ class KernelMatmul(torch.autograd.Function):
     def backward(ctx, g):
         kept, x_inverse, w, qt, scale = ctx.saved_tensors
         recipe, g = ctx.recipe, g.contiguous()
-        weight = _weight_backward(w, qt, scale, recipe)
+        weight, fast = _weight_backward(w, qt, scale, recipe), recipe.fast_backward
         if recipe.grad_for_weight_grad.format is None:
-            grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype)
+            grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype, fast)
             return grad_x, mm(g.t(), kept, ctx.w_dtype), None, None, None, None
         gq, gt, g_inverse = _both(g, recipe.grad)
-        grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype)
-        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype), None, None, None, None
+        grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, fast)
+        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, fast), None, None, None, None
 
 
 class HeadLoss(torch.autograd.Function):
@@ -864,8 +869,9 @@ class HeadLoss(torch.autograd.Function):
         scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
         gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
         g_inverse = scale.reciprocal()
-        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, w_scale, ctx.recipe), ctx.dtype)
-        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype), None, None, None, None, None
+        fast = ctx.recipe.fast_backward
+        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, w_scale, ctx.recipe), ctx.dtype, fast)
+        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, fast), None, None, None, None, None
 
 
 class KernelLinear(nn.Linear):
@@ -885,7 +891,7 @@ class KernelLinear(nn.Linear):
     def copies(self) -> tuple[torch.Tensor | None, ...]:
         """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_fp8_weights(model) is due: the weights have changed"
+            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
         return self.q, self.qt, self.scale
 
 

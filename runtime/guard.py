@@ -23,6 +23,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,7 @@ NORM_SD_PER_LOSS_SD = 3.0
 LEVEL = 2.0         # highest over lowest loss of a row of batches that count as one level
 MAD_TO_SD = 1.4826  # of a normal distribution
 TINY = 1e-30        # a gradient of zero has no logarithm
+AGREEMENT = timedelta(seconds=60)       # in which all ranks end a diagnosis' pass, one that has failed included
 
 
 class Verdict(enum.Enum):
@@ -178,11 +180,12 @@ def _log(value: float) -> float:
 # ------------------------------------------------------------------------------------------------------------ diagnosis
 
 def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
-             run_dir: Path, is_main: bool, backward_scale: float) -> str:
+             run_dir: Path, is_main: bool, backward_scale: float, group: dist.ProcessGroup | None = None) -> str:
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
 
-    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
-    nothing, so that it cannot hide the fault itself. In diagnosis.json:
+    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T); group: of all ranks, on the CPU, which
+    nobody else uses now. All ranks call it together. It raises nothing, so that it cannot hide the fault itself. In
+    diagnosis.json:
 
         step, reason                    the last step, and the guard's reason
         weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
@@ -199,7 +202,7 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         found["gradients"] = _count_gradients(model)
         if is_main:
             write_json(path, found)     # in case the new passes crash or hang
-        _pass_again(model, x, y, backward_scale, found)
+        _pass_again(model, x, y, backward_scale, found, group)
     except Exception as error:
         found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         if not is_main:         # rank 0 may wait for this one in a collective
@@ -237,7 +240,8 @@ def _count_gradients(model: nn.Module) -> dict[str, dict[str, int]]:
     return _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
 
 
-def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict) -> None:
+def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict,
+                group: dist.ProcessGroup | None) -> None:
     """Repeat the micro-batch eagerly: a forward pass that looks at every module's output, then one for the gradients."""
     seen: dict[str, tuple[int, torch.Tensor]] = {}      # module -> values of its outputs, those not finite
 
@@ -251,7 +255,7 @@ def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_sca
     with torch.compiler.set_stance("force_eager"):
         try:
             with torch.no_grad():   # keeps no activations: fits wherever training did
-                loss = model(x, y).double().mean() / y.size(1)
+                loss = _on_all_ranks(lambda: model(x, y).double().mean() / y.size(1), group)
         finally:
             for handle in handles:
                 handle.remove()
@@ -261,8 +265,28 @@ def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_sca
             loss /= dist.get_world_size()
         if loss.isfinite():     # else the gradients would all be NaN
             found["loss_anew"] = loss.item()
-            (model(x, y).sum() * backward_scale).backward()
+            _on_all_ranks(lambda: (model(x, y).sum() * backward_scale).backward(), group)
             found["gradients_anew"] = _count_gradients(model)
+
+
+def _on_all_ranks(work: Callable[[], object], group: dist.ProcessGroup | None) -> object:
+    """What work() returns, or an error on every rank where it fails on one: none waits in the next collective for one that has
+    left. Others that stand within work(), in a collective of FSDP2's, wait until the failed one has exited."""
+    result = error = None
+    try:
+        result = work()
+    except Exception as problem:
+        error = problem
+    failed = torch.tensor(float(error is not None))
+    try:
+        if group is not None:
+            dist.all_reduce(failed, group=group, async_op=True).wait(AGREEMENT)
+    finally:
+        if error is not None:
+            raise error
+    if failed:
+        raise RuntimeError(f"the new pass failed on {failed:.0f} of the other ranks")
+    return result
 
 
 def _findings(found: dict) -> str:

@@ -5,8 +5,9 @@ import math
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from model import GPT
 from runtime.cli import UserError
@@ -38,18 +39,19 @@ class MuonAdamW:
 
     An update is the orthogonalised momentum, scaled to the root mean square of AdamW's (0.2 sqrt(max(rows, columns)),
     2502.16982), so that rates and weight decay carry over. Q, K, V, gate and up are matrices of their own, though stored
-    fused. Not torch.optim.Muon, which knows neither parts nor shards. A sharded matrix is gathered and orthogonalised on every
-    rank alike; each keeps its shard. The momentum (Nesterov) is sharded as the weight is, one fp32 value a parameter."""
+    fused. Not torch.optim.Muon, which knows neither parts nor shards. A sharded matrix is orthogonalised by one rank, its
+    owner, to the bits of one process: all ranks send it their shards, it sends back the result's. The momentum (Nesterov) is
+    sharded as the weight is, one fp32 value a parameter."""
 
     def __init__(self, model: GPT, config: OptimConfig):
         self.config = config
-        self.parts: dict[nn.Parameter, tuple[int, ...]] = {}       # matrix -> rows of each part
-        for block in model.layers:
-            attn, ffn = block.attn, model.config.n_ffn
-            self.parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D),
-                           block.mlp.gate_up.weight: (ffn, ffn),
-                           attn.out.weight: (model.config.n_embd,), block.mlp.down.weight: (model.config.n_embd,)}
-        self.adamw = _adamw([p for p in model.parameters() if p not in self.parts], config)
+        parts = muon_parts(model)
+        self.is_sharded = isinstance(next(iter(parts)), DTensor)
+        owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()],
+                      dist.get_world_size() if self.is_sharded else 1)
+        self.owners = dict(sorted(zip(parts, owners, strict=True), key=lambda item: item[1]))      # matrix -> rank
+        self.parts = {p: parts[p] for p in self.owners}
+        self.adamw = _adamw([p for p in model.parameters() if p not in parts], config)
         self.muon = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
         self.state = self.adamw.state
@@ -57,28 +59,92 @@ class MuonAdamW:
     @torch.no_grad()
     def step(self) -> None:
         self.adamw.step()
-        lr, beta = self.muon["lr"], self.config.momentum
-        for p, rows in self.parts.items():
-            weight, grad, momentum = (t.to_local() if isinstance(t, DTensor) else t
-                                      for t in (p, p.grad, self.state[p]["momentum"]))
-            momentum.lerp_(grad, 1 - beta)
-            update = grad.lerp(momentum, beta)
-            if isinstance(p, DTensor):
-                update = DTensor.from_local(update, p.device_mesh, p.placements, run_check=False, shape=p.shape,
-                                            stride=p.stride()).full_tensor()
-            update = torch.cat([orthogonalised(part) * (0.2 * math.sqrt(max(part.shape))) for part in update.split(rows)])
-            if isinstance(p, DTensor):
-                update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None).to_local()
-            weight.mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
+        lr, momenta = self.muon["lr"], map(self._momentum, self.parts)      # alone, one at a time is in memory
+        updates = self._by_owners(list(momenta)) if self.is_sharded else map(_by_parts, momenta, self.parts.values())
+        for (p, rows), update in zip(self.parts.items(), updates, strict=True):
+            update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
+            _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
         torch.autograd.graph.increment_version(list(self.parts))
+
+    def _momentum(self, p: nn.Parameter) -> torch.Tensor:
+        """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
+        grad, momentum, beta = _local(p.grad), _local(self.state[p]["momentum"]), self.config.momentum
+        momentum.lerp_(grad, 1 - beta)
+        return grad.lerp(momentum, beta).bfloat16()
+
+    def _by_owners(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks, whatever the number of matrices.
+
+        Replicas hold equal shards: an owner hears its own replica alone, and answers all."""
+        me, ranks = dist.get_rank(), range(dist.get_world_size())
+        n = next(iter(self.parts)).device_mesh.size(-1)         # ranks of a replica, which follow one another
+        near, owned = set(ranks[me // n * n:][:n]), [p for p, owner in self.owners.items() if owner == me]
+        heights = [_heights(p.shape[0], n) for p in owned]
+        by_owner = [[shard for shard, owner in zip(shards, self.owners.values(), strict=True) if owner == rank] for rank in ranks]
+        received = _exchange([by_owner[rank] if rank in near else [] for rank in ranks], [
+            [(rows[rank % n], p.shape[1]) for p, rows in zip(owned, heights, strict=True)] if rank in near else []
+            for rank in ranks], shards[0])
+        whole = map(torch.cat, zip(*filter(None, received), strict=True))
+        results = [_by_parts(matrix, self.parts[p]).split(rows) for matrix, p, rows in zip(whole, owned, heights, strict=True)]
+        answers = _exchange([[result[rank % n] for result in results] for rank in ranks],
+                            [[shard.shape for shard in of] for of in by_owner], shards[0])
+        return list(chain.from_iterable(answers))       # by owner, as self.parts is
 
     def zero_grad(self) -> None:
         for p in chain.from_iterable(group["params"] for group in self.param_groups):
             p.grad = None
 
 
+def muon_parts(model: GPT) -> dict[nn.Parameter, tuple[int, ...]]:
+    """The matrices that Muon updates -> rows of each part that is a matrix of its own."""
+    parts, C = {}, model.config.n_embd
+    for block in model.layers:
+        attn, mlp, ffn = block.attn, block.mlp, model.config.n_ffn
+        parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D), attn.out.weight: (C,),
+                  mlp.gate_up.weight: (ffn, ffn), mlp.down.weight: (C,)}
+    return parts
+
+
+def newton_schulz_flops(columns: int, rows: tuple[int, ...]) -> int:
+    """Of orthogonalising parts of so many rows: five times X X', its square, and their sum times X."""
+    return sum(5 * (4 * min(M, columns) * M * columns + 2 * min(M, columns)**3) for M in rows)
+
+
+def deal(costs: list[int], ranks: int) -> list[int]:
+    """The rank of each cost such that the sums are about equal: the largest first, each to the rank that has least so far."""
+    owners, sums = [0] * len(costs), [0] * ranks
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        owners[i] = sums.index(min(sums))
+        sums[owners[i]] += costs[i]
+    return owners
+
+
+def _heights(rows: int, n: int) -> list[int]:
+    """The rows of each of n shards, as FSDP2 cuts: all but the last ones equal."""
+    most = math.ceil(rows / n)
+    return [max(0, min(most, rows - i * most)) for i in range(n)]
+
+
+def _exchange(sent: list[list[torch.Tensor]], shapes: list[list[tuple]], like: torch.Tensor) -> list[list[torch.Tensor]]:
+    """Send sent[rank] to each rank; returns what each has sent here, of these shapes, in one collective; all `like` one."""
+    counts = [[math.prod(shape) for shape in of] for of in shapes]
+    flat = torch.cat([like.new_empty(0), *(t.flatten() for of in sent for t in of)])
+    received = like.new_empty(sum(map(sum, counts)))
+    dist.all_to_all_single(received, flat, [sum(of) for of in counts], [sum(t.numel() for t in of) for of in sent])
+    pieces = iter(received.split(list(chain.from_iterable(counts))))
+    return [[next(pieces).view(shape) for shape in of] for of in shapes]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_parts(matrix: torch.Tensor, rows: tuple[int, ...]) -> torch.Tensor:
+    return torch.cat([orthogonalised(part) for part in matrix.split(rows)])
+
+
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """About U V' of the singular value decomposition U S V' of a matrix (M, N), fp32: singular values between 0.7 and 1.2.
+    """About U V' of the singular value decomposition U S V' of a matrix (M, N), BF16: singular values between 0.7 and 1.2.
 
     Five steps of a quintic Newton-Schulz iteration in BF16, coefficients by Jordan (2024)."""
     x = matrix.bfloat16() if matrix.size(0) <= matrix.size(1) else matrix.bfloat16().t()        # the smaller Gram matrix
@@ -86,7 +152,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     for _ in range(5):
         gram = x @ x.t()
         x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return (x if matrix.size(0) <= matrix.size(1) else x.t()).float()
+    return x if matrix.size(0) <= matrix.size(1) else x.t()
 
 
 def learning_rate(step: int, steps: int, config: OptimConfig) -> float:

@@ -149,7 +149,7 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
 @dataclass
 class Built:
     """A model in memory whose weights and buffers are uninitialised: fill them by model.init_weights(seed, assign) or from a
-    checkpoint, then call fp8.refresh_fp8_weights(model)."""
+    checkpoint, then call fp8.refresh_weight_copies(model)."""
     model: GPT
     optimizer: torch.optim.AdamW | optim.MuonAdamW
     assign: Callable[[torch.Tensor, torch.Tensor], None]    # gives a parameter, sharded or not, its full value
@@ -212,6 +212,9 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             import torch._inductor.config as inductor
             inductor.emulate_precision_casts = True
             flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")
+    if config.fp8.fast_backward:
+        flags.append("fast accumulation in FP8 matmuls of the backward pass (fp8.fast_backward)"
+                     + (": no effect here, a CPU's emulation sums in fp32" if world.device.type == "cpu" else ""))
     return [f"torch: {flag}" for flag in flags]
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from model import GPT
-from runtime import fp8, parallel
+from runtime import fp8, optim, parallel
 from runtime.checkpoint import run_on_rank0
 from runtime.cli import MachineError, UserError
 from runtime.config import Config, read_config
@@ -88,7 +88,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
         *(f"  {name:22} {c[key] * tokens:.4e}   {c[key]:,} per token" for name, key in (
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
-            ("+ causal attention", "flops_per_token_causal"))), "",
+            ("+ causal attention", "flops_per_token_causal"))), *_muon(config, model, c, gpus), "",
         *_memory(config, c, by_muon, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
         *_hours(config, c, in_fp8, gpus, gpu, results), "",
@@ -105,6 +105,16 @@ def _row(name: str, value: int, remark: str) -> str:
 
 def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
+
+
+def _muon(config: Config, model: GPT, counts: dict[str, int], gpus: int) -> list[str]:
+    """The FLOPs that Muon adds to those of the model, where the run has it."""
+    if config.optim.kind != "muon":
+        return []
+    update = sum(optim.newton_schulz_flops(p.shape[1], rows) for p, rows in optim.muon_parts(model).items())
+    share = update / (counts["flops_per_token"] * config.data.tokens_per_step)
+    return [f"  {'Muon':22} {update * config.total_steps:.4e}   {update:.4e} an update, {share:.1%} of the step's"
+            + f", each matrix on one of {gpus} GPUs" * (gpus > 1) + "; not in the hours below"]
 
 
 def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, gpus: int) -> list[str]:
@@ -131,7 +141,8 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
         ("copies", 2 * copied if gpus == 1 else 0, "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts"),
         ("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32"),
         ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
-        ("optimizer", (8 * n - 4 * by_muon) / shard, "AdamW, two fp32 moments" + ", Muon one" * (by_muon > 0)),
+        ("optimizer", (8 * n - 4 * by_muon) / shard, "AdamW, two fp32 moments" + ", Muon one" * (by_muon > 0)
+         + f"; its exchange takes {10 * by_muon / shard / GIB:.2f} GiB where the activations were" * (by_muon > 0 and gpus > 1)),
         ("activations", activations, "estimated: what the backward pass needs, BF16, "
          + ("blocks recomputed but for attention" if p.recompute else "nothing recomputed")),
         ("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else ""))]
@@ -329,7 +340,7 @@ def measure(config: Config, device: torch.device) -> Trial:
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)
     model.init_buffers()
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     fp8.set_position(model, 0)
     x, y = torch.randint(m.vocab_size, (2, n, m.n_ctx), device=device)
 
@@ -345,7 +356,7 @@ def measure(config: Config, device: torch.device) -> Trial:
     parallel.clip_gradients(model, config.optim.clip)
     built.optimizer.step()
     built.optimizer.zero_grad()
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     repeats = max(2, math.ceil(MEASURED_S / seconds(1)))
     best = min(seconds(repeats) for _ in range(3)) / repeats
     built.optimizer.zero_grad()

@@ -105,7 +105,7 @@ class Run:
         self._switched_from: str | None = None      # the precision of the trunk, where a branch has another one
         restored, is_branching = self._restore(damaged)
         self._origin = restored and origin_of(restored[1])
-        fp8.refresh_fp8_weights(self.model)
+        fp8.refresh_weight_copies(self.model)
         parallel.barrier(world)     # all ranks have read the folder before one writes to it
         if world.is_main:
             write_json(config.run_dir / "config.json", config.to_dict())    # first: it marks the folder as a run
@@ -348,7 +348,7 @@ class Run:
         self.saver.roll_back(to)
         fp8.reshard(self.model)
         optim.set_updates(self.optimizer, state["updates"])
-        fp8.refresh_fp8_weights(self.model)
+        fp8.refresh_weight_copies(self.model)
         guard.rolled_back(state["guard"])
         progress.step, progress.updates, progress.data_offset = to, state["updates"], progress.data_offset + bad - to
         self._batches.close()
@@ -363,8 +363,10 @@ class Run:
         """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
         step = self.progress.step
         self._at_slow("looking for the cause")
+        self.saver.wait()       # its group is used below
         raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
-                                                       self.config.run_dir, self.world.is_main, self.loss_scale))
+                                                       self.config.run_dir, self.world.is_main, self.loss_scale,
+                                                       self.world.checkpoint_group))
 
     def _save_and_stop(self) -> None:
         """A stop was requested."""

@@ -2,14 +2,17 @@
 
 fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1: FP8 is faster):
 
-    gpus        GPU name as its driver gives it -> what bench/kernels.py measured on it, with the provenance
-    published   other people's timings, each with its source, for GPUs whose name contains `gpu`; a GPU that we measured
-                ourselves never uses them
+    measured    architecture (compute capability, sm_90) -> what bench/kernels.py measured on each GPU of it, with the provenance
+    published   the same of other people's timings, each with its source; a GPU whose name contains `gpu` is the one
 
-    {"format_version": 1,
-     "gpus": {"NVIDIA ...": {"measured": "2026-12-01", "torch": .., "torchao": .., "driver": .., "commit": .., "command": ..,
-                             "timer": .., "rows": [{"recipe", "K", "N", "M", "ratio", "ratio_p10", "ratio_p90"}, ..]}},
-     "published": [{"gpu": "H100", "source": .., "rows": [{"recipe", "K", "N", "M", "ratio"}, ..]}]}
+    {"format_version": 2,
+     "measured": {"sm_90": [{"gpu": "NVIDIA H100 80GB HBM3", "date": "2026-12-01", "torch": .., "torchao": .., "driver": ..,
+                             "commit": .., "command": .., "timer": ..,
+                             "rows": [{"recipe", "K", "N", "M", "ratio", "ratio_p10", "ratio_p90"}, ..]}]},
+     "published": {"sm_90": [{"gpu": "H100", "source": .., "rows": [{"recipe", "K", "N", "M", "ratio"}, ..]}]}}
+
+Timings of the very GPU count, else those of another one of its architecture, and the verdict names that one: it has the same
+matmuls, other memory. Where we have measured an architecture, published timings of it are not used.
 
 K inputs, N outputs, M tokens. The bigger an FP8 matmul, the more of its saving is left after the casts, which read and
 write M K, K N and M N numbers while the matmul does M K N products. So a timed shape is evidence for all that are at least
@@ -21,13 +24,17 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from runtime.cli import UserError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHIPPED = Path(__file__).resolve().with_name("fp8_speed.json")
 # Ratio above which a recipe pays. Repeated timings of one Linear scatter by a per cent or two, and FP8 costs accuracy:
 # a gain within the noise is no reason to convert.
 PAYS = 1.03
+
+ARCHITECTURES = {"sm_80": ("A100",), "sm_89": ("L40S", "RTX 4090"), "sm_90": ("H100", "H200"), "sm_100": ("B200",)}     # NVIDIA's
 
 
 class Row(NamedTuple):
@@ -42,27 +49,26 @@ class Row(NamedTuple):
 
 
 class Timings(NamedTuple):
-    origin: dict[str, str | None]       # all keys of an entry of `gpus` or `published` but its rows
+    gpu: str
     rows: tuple[Row, ...]
+    origin: dict[str, str | None]       # all other keys of an entry
 
 
 class Table(NamedTuple):
-    measured: dict[str, Timings]        # by GPU name
-    published: tuple[Timings, ...]
+    measured: dict[str, list[Timings]]      # by architecture
+    published: dict[str, list[Timings]]
 
 
 def load_table(path: str | Path = SHIPPED) -> Table:
     """The table at `path`. Raises UserError for a file that is none."""
-    def timings(entry: dict) -> Timings:
-        return Timings(entry, tuple(Row(**row) for row in entry.pop("rows")))
-
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Table({gpu: timings(entry) for gpu, entry in value["gpus"].items()},
-                     tuple(map(timings, value.get("published", ()))))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is no table of timings ({error!r:.200}): restore it, or python -m bench.kernels makes it "
-                        f"anew") from error
+        return Table(*({architecture: [Timings(entry.pop("gpu"), tuple(Row(**row) for row in entry.pop("rows")), entry)
+                                       for entry in entries] for architecture, entries in value[kind].items()}
+                       for kind in Table._fields))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION} ({error!r:.200}): restore it, or python -m "
+                        f"bench.kernels makes it anew") from error
 
 
 def to_text(value: dict) -> str:
@@ -79,12 +85,9 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
     """
     if gpu is None:
         return None, "no GPU: FP8 pays on FP8 units alone"
-    if gpu in table.measured:
-        kind, rows = "measured", table.measured[gpu].rows
-    else:
-        kind, rows = "published", [row for timings in table.published if timings.origin["gpu"] in gpu for row in timings.rows]
+    kind, rows = _timings(table, gpu)
     if not rows:
-        return None, "no timings of this GPU: python -m bench.kernels makes them"
+        return None, "no timings of this GPU or its architecture: python -m bench.kernels makes them"
     found = [_evidence([row for row in rows if row.recipe == recipe], K, N) for recipe in candidates]
     best = max(filter(None, found), key=lambda row: row.ratio, default=None)    # of equals the first candidate
     if best is None:
@@ -93,6 +96,25 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
     if best.ratio > PAYS:
         return best.recipe, number
     return None, f"{'BF16 is faster' if best.ratio <= 1 else 'FP8 gains too little'}: best {number}"
+
+
+def _timings(table: Table, gpu: str) -> tuple[str, list[Row]]:
+    """The rows that count for this GPU, and what the verdict calls them; none where its architecture was never timed."""
+    for kind, timings in table._asdict().items():
+        entries = timings.get(architecture_of(gpu), [])
+        if own := [entry for entry in entries if entry.gpu == gpu or kind == "published" and entry.gpu in gpu]:
+            return kind, [row for entry in own for row in entry.rows]
+        if entries:
+            name = entries[0].gpu       # of several others the first: rows of two GPUs do not mix
+            return f"{kind} on {name}", [row for entry in entries if entry.gpu == name for row in entry.rows]
+    return "", []
+
+
+def architecture_of(gpu: str) -> str | None:
+    """A GPU's compute capability, as sm_90: the one at hand is asked, another one is known by its name, or not (None)."""
+    if torch.cuda.is_available() and gpu == torch.cuda.get_device_name():
+        return "sm_{}{}".format(*torch.cuda.get_device_capability())
+    return next((sm for sm, names in ARCHITECTURES.items() if any(name in gpu for name in names)), None)
 
 
 def _evidence(rows: list[Row], K: int, N: int) -> Row | None:

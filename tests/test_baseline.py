@@ -49,7 +49,7 @@ def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
     for model in (ours, plain):
         model.init_weights(1)
     for _ in range(2):
-        fp8.refresh_fp8_weights(ours)
+        fp8.refresh_weight_copies(ours)
         assert torch.equal(ours(x, x), plain(x, x))
         for model in (ours, plain):
             model(x, x).sum().backward()
@@ -83,7 +83,7 @@ def test_the_unit_of_compilation_changes_nothing_but_rounding(tiny, unit):
     x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
     for m in (model, eager):
         m.init_weights(1)
-        fp8.refresh_fp8_weights(m)
+        fp8.refresh_weight_copies(m)
         m(x, x).sum().backward()
     is_compiled = [module._compiled_call_impl is not None for module in (model, *model.layers)]
     assert is_compiled == {"model": [True, False, False], "block": [False, True, True], "off": [False] * 3}[unit]

@@ -92,6 +92,7 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
     ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
+    *[(f"fp8.fast_backward=true fp8.recipe={recipe}", "fp8.fast_backward") for recipe in ("off", "mxfp8", "nvfp4")],
     ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"), ("log.to=wandbb", "'wandb'"),
     ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("model.vocab_size=50257", "model.vocab_size=257"),
     ("data.tokenizer=bite", "gpt2, byte"), ("data.micro_batch=5", "multiple of 160"), ("data.micro_batch=Auto", "'Auto'"),

@@ -29,7 +29,7 @@ def build(label="off", device_type=None, head=False, **changes):
     layers = fp8.convert(model, replace(fp8.by_name(label), head=head), device_type=device_type)
     model.to_empty(device="cpu")
     model.init_weights(0)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     return model, layers
 
 
@@ -44,7 +44,7 @@ def linear(w, label, device_type="cpu", loss_scale=1.0):
     module.weight.data.copy_(w)
     holder = torch.nn.Sequential(module)
     fp8.convert(holder, fp8.by_name(label), loss_scale, device_type)
-    fp8.refresh_fp8_weights(holder)
+    fp8.refresh_weight_copies(holder)
     return holder
 
 
@@ -160,6 +160,28 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
 
 
+@pytest.mark.parametrize("recipe", RECIPES[:5])
+def test_torchaos_matmuls_accumulate_fast_backward_where_that_is_asked_for(monkeypatch, recipe):
+    x, w, g = operands("random")
+    for label, backward in ((recipe, False), (f"{recipe}+fast_backward", True)):
+        holder, seen = linear(w, label, "cuda"), []
+        monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
+            seen.append(use_fast_accum), torch.zeros(len(a), b.size(1), dtype=out_dtype))[1])
+        passes(holder, x, g)
+        assert seen == [True] + [backward] * (1 if recipe.endswith("gw_hp") else 2), label
+
+
+def test_fast_accumulation_backward_is_another_run_and_says_that_a_cpu_has_none(tiny):
+    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)) for is_fast in (False, True))
+    assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
+    assert fast.identity() == plain.identity() | {"fp8.fast_backward": True} and fast.fp8.label == "tensorwise+fast_backward"
+    x, w, g = operands("random")
+    assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
+    on_cpu = parallel.World(0, 0, 1, torch.device("cpu"))
+    assert parallel.set_torch_flags(plain, on_cpu, []) == []
+    assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, on_cpu, [])[0]
+
+
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 def test_rounding_is_torchs_cast(format):
     """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""
@@ -235,7 +257,7 @@ def test_compiled_equals_eager_also_when_the_weights_have_changed(no_scaled_mm):
             for model in (eager, compiled):
                 with torch.no_grad():
                     model.kernels[0].weight.mul_(factor)
-                fp8.refresh_fp8_weights(model)
+                fp8.refresh_weight_copies(model)
                 model.zero_grad()
                 leaf = x.clone().requires_grad_()
                 ys = model(leaf)
@@ -306,8 +328,9 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
     rows = (("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("rowwise", 64, 192, 1.1),
             ("tensorwise", 64, 64, 0.8), ("rowwise_with_gw_hp", 96, 64, 1.3), ("tensorwise+kernels", 96, 64, 1.1),
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
-    timings = speed.Timings({}, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows))
-    monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({GPU: timings}, ()))
+    timings = speed.Timings(GPU, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows), {})
+    monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({"sm_90": [timings]}, {}))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     for kernels in (False, True):

@@ -4,6 +4,7 @@ against torchao, fp64 and themselves. Compiled: test_fp8.py; sharded: test_paral
 import importlib.util
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -237,7 +238,8 @@ def test_every_bit_is_torchaos(label, emulated_scaled_mm):
             assert not all(t.isfinite().all() for t in ours)
 
 
-def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
+@pytest.mark.parametrize("fast_backward", [False, True])
+def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch, fast_backward):
     """A CPU takes any layout; a GPU needs the second operand column-major, and fast accumulation changes only its numbers."""
     calls, (x, w, g) = [], operands("random")
 
@@ -247,11 +249,17 @@ def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch):
         return scaled_mm(a, a_inverse, b, b_inverse, dtype, fast)
 
     monkeypatch.setattr(fp8, "scaled_mm", spy)
-    passes(linear(w, "tensorwise+kernels"), x, g)
-    passes(without_copies(linear(w, "tensorwise+kernels")), x, g)
+    extra = "+fast_backward" * fast_backward
+    passes(linear(w, f"tensorwise+kernels{extra}"), x, g)
+    passes(without_copies(linear(w, f"tensorwise+kernels{extra}")), x, g)
+    monkeypatch.setitem(RECIPES, "tensorwise", replace(RECIPES["tensorwise"], fast_backward=fast_backward))
     head_loss(*head_case())
-    assert calls == 3 * [(E4M3, E4M3, True, torch.bfloat16), (E5M2, E4M3, False, torch.bfloat16),
-                         (E5M2, E4M3, False, torch.float32)]
+    passes(linear(w, f"tensorwise_gw_hp+kernels{extra}"), x, g)
+    holder = linear(w, f"cscale{extra}")
+    fp8.ConstantScaleMatmul.apply(x.requires_grad_(), holder[0].weight, holder[0].recipe).backward(g)
+    first, second, third = ((E4M3, E4M3, True, torch.bfloat16), (E5M2, E4M3, fast_backward, torch.bfloat16),
+                            (E5M2, E4M3, fast_backward, torch.float32))
+    assert calls == 3 * [first, second, third] + [first, second] + [first, second, second]
 
 
 def test_one_byte_a_value_is_kept_for_the_backward_pass(emulated_scaled_mm):
@@ -349,9 +357,9 @@ def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
     step(model, x, y)
     before = copies()
     torch.optim.AdamW(model.parameters()).step()            # a fused one needs runtime/optim.py's hook for it
-    with pytest.raises(AssertionError, match="refresh_fp8_weights"):
+    with pytest.raises(AssertionError, match="refresh_weight_copies"):
         model(x, y)
-    fp8.refresh_fp8_weights(model)
+    fp8.refresh_weight_copies(model)
     assert len(before) == 15 and all(a is b for a, b in zip(before, copies(), strict=True))
     fresh = without_copies(build("tensorwise+kernels", head=True, n_layer=1)[0])
     fresh.load_state_dict(model.state_dict())

@@ -39,12 +39,15 @@ def model_on_gpu(config, is_compiled=True):
 
 # --------------------------------------------------------------------------------------------------------------- numerics
 
-@pytest.mark.parametrize("label", RECIPES + KERNELS)
+FAST = [f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")]
+
+
+@pytest.mark.parametrize("label", [*RECIPES, *KERNELS, *FAST])
 def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
         holder = linear(w, label, "cuda").cuda()
-        fp8.refresh_fp8_weights(holder)
+        fp8.refresh_weight_copies(holder)
         got = passes(holder, x.cuda(), g.cuda())
         want = reference(fp8.by_name(label).recipe, x, w, g)
         assert all(distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)), kind
@@ -115,7 +118,7 @@ def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
     results = []
     for one in (label, label.removesuffix("+kernels")):
         holder = linear(w, one, "cuda").cuda()
-        fp8.refresh_fp8_weights(holder)
+        fp8.refresh_weight_copies(holder)
         results.append(passes(holder, x.cuda(), g.cuda()))
     ours, theirs = results
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
@@ -130,7 +133,7 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
         model.compile(dynamic=False, fullgraph=True)
         optimizer, curve = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True), []
         for _ in range(20):
-            fp8.refresh_fp8_weights(model)
+            fp8.refresh_weight_copies(model)
             curve.append(step(model, x, y)[0])
             optimizer.step()
         curves.append(torch.tensor(curve))

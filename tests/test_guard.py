@@ -5,15 +5,19 @@ A diagnosis of several ranks: tests/test_faults.py."""
 import json
 import math
 import random
+import time
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from model import GPT, GPTConfig
-from runtime import fp8
+from runtime import fp8, guard
 from runtime.config import FP8Config, GuardConfig
 from runtime.guard import Guard, Verdict, diagnose
 
@@ -265,3 +269,26 @@ def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
     assert len(found["weights"]) == 14
     text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True, SCALE)
     assert text.startswith("loss inf: ") and "AttributeError" in text
+
+
+def test_a_rank_whose_new_pass_fails_alone_tells_the_others(tmp_path):
+    mp.spawn(rank_of_a_diagnosis, (tmp_path,), nprocs=2)
+    text, found = (tmp_path / "told").read_text(), strict(tmp_path / "diagnosis.json")
+    assert found["problems"] == ["RuntimeError: the new pass failed on 1 of the other ranks"] and found["problems"][0] in text
+    assert len(found["weights"]) == 14 and found["modules"] == {}
+
+
+def rank_of_a_diagnosis(rank, folder):
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 2), rank=rank, world_size=2,
+                            timeout=timedelta(seconds=60))
+    group, (model, x, y) = dist.new_group(), build()
+    text = diagnose(model, tensors_of(model), x + rank * 10**6, y, 3, "loss inf", folder, rank == 0, SCALE, group)
+    if rank == 0:
+        (folder / "told").write_text(text)
+    else:       # where the others stand within the pass, the failed one does not wait for them for ever
+        assert "IndexError" in text
+        guard.AGREEMENT, began = timedelta(seconds=0.5), time.monotonic()
+        with pytest.raises(ZeroDivisionError):
+            guard._on_all_ranks(lambda: 1 / 0, group)
+        assert 0.4 < time.monotonic() - began < 30
+    dist.barrier()

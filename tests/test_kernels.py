@@ -78,8 +78,9 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once(capsys, tmp_path):
     out = tmp_path / "cpu.json"
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise,tensorwise+kernels")
     assert code == 0 and "2 rows to time" in said
-    (gpu, timings), = speed.load_table(out).measured.items()
-    assert gpu.startswith("cpu ") and "rehearsal" in timings.origin["timer"] and timings.origin["torch"] == torch.__version__
+    timings, = speed.load_table(out).measured["cpu"]
+    assert timings.gpu.startswith("cpu ") and "rehearsal" in timings.origin["timer"]
+    assert timings.origin["torch"] == torch.__version__
     assert timings.origin["command"].startswith("python -m bench.kernels out=")
     assert [row[:4] for row in timings.rows] == [("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
     assert all(0 < row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in timings.rows)
@@ -109,7 +110,7 @@ def test_a_cut_or_failing_row_costs_no_other_and_the_same_command_goes_on(capsys
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
     assert "1 rows are left, the same command goes on" in call(capsys, *arguments, "budget=20")[1]
     assert call(capsys, *arguments, "budget=20")[0] == 0
-    (timings,) = speed.load_table(out).measured.values()
+    timings, = speed.load_table(out).measured["cpu"]
     assert [(row.recipe, row.N) for row in timings.rows] == [
         ("tensorwise", 64), ("tensorwise", 128), ("rowwise", 64), ("rowwise", 128)]
 
@@ -120,14 +121,14 @@ def test_rows_of_two_setups_do_not_mix_and_other_entries_stay(capsys, tmp_path, 
     assert call(capsys, f"out={out}", *arguments)[0] == 0
     value = json.loads(out.read_text())
     assert value["published"] == json.loads(speed.SHIPPED.read_text())["published"]
-    (gpu,) = (name for name in value["gpus"] if name.startswith("cpu"))
-    value["gpus"][gpu]["commit"] = "0123"       # another commit is no other setup: both are named
+    entry, = value["measured"]["cpu"]
+    entry["commit"] = "0123"        # another commit is no other setup: both are named
     out.write_text(json.dumps(value))
     assert call(capsys, f"out={out}", "shapes=64x128", *arguments[1:])[0] == 0
-    entry = json.loads(out.read_text())["gpus"][gpu]
+    entry, = json.loads(out.read_text())["measured"]["cpu"]
     assert len(entry["rows"]) == 2 and entry["commit"].startswith("0123, ")
     entry["torch"] = "1.0"
-    out.write_text(json.dumps({**value, "gpus": {gpu: entry}}))
+    out.write_text(json.dumps({**value, "measured": {"cpu": [entry]}}))
     before = out.read_bytes()
     code, _, said = call(capsys, f"out={out}", "shapes=64x256", *arguments[1:])
     assert code == 2 and "torch 1.0" in said and out.read_bytes() == before and len(timed) == 2
@@ -139,12 +140,12 @@ def test_rows_of_two_setups_do_not_mix_and_other_entries_stay(capsys, tmp_path, 
     ("out=torn.json", "torn.json"), ("out=runtime/fp8_speed.json", "nothing about a GPU")])
 def test_mistakes_get_a_sentence(capsys, tmp_path, timed, monkeypatch, argument, word):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    (torn := tmp_path / "torn.json").write_text('{"format_version": 1, "gpus": {"NVIDIA')
+    (torn := tmp_path / "torn.json").write_text('{"format_version": 2, "measured": {"sm_90')
     shipped = speed.SHIPPED.read_bytes()
     given = {"out": f"out={tmp_path / 'cpu.json'}"} | {argument.split("=")[0]: argument.replace("torn.json", str(torn))}
     code, _, said = call(capsys, *given.values())
     assert code == 2 and word in said and said.count("\n") == 1 and not timed
-    assert torn.read_text().endswith("NVIDIA") and speed.SHIPPED.read_bytes() == shipped
+    assert torn.read_text().endswith("sm_90") and speed.SHIPPED.read_bytes() == shipped
 
 
 @pytest.mark.gpu
@@ -152,7 +153,8 @@ def test_rows_of_this_gpu(capsys, tmp_path):
     out = tmp_path / "gpu.json"
     code, said, _ = call(capsys, f"out={out}", "shapes=1024x4096", "tokens=4096", "recipes=tensorwise,rowwise")
     assert code == 0, said
-    timings = speed.load_table(out).measured[torch.cuda.get_device_name()]
+    (timings,), = speed.load_table(out).measured.values()
+    assert timings.gpu == torch.cuda.get_device_name()
     assert timings.origin["timer"] == "CUDA events" and len(timings.rows) == 2
     assert all(0.2 < row.ratio < 2 and row.ratio_p90 / row.ratio_p10 < 1.2 for row in timings.rows)
     assert call(capsys, "casts")[0] == 0 and call(capsys, "matmuls", "shapes=1024x4096", "tokens=4096")[0] == 0

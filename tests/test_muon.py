@@ -8,9 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
-from runtime import optim
+from runtime import optim, parallel
 from runtime.cli import UserError
 from runtime.config import FP8Config, OptimConfig, ParallelConfig
 from runtime.rows import read_rows
@@ -70,6 +74,36 @@ def test_each_matrix_is_torchs_muon_by_parts_and_the_rest_is_adamw():
     assert {name.rpartition(".")[2] for name in optim.state_tensors(optimizer, model)} == {"momentum", "exp_avg", "exp_avg_sq"}
 
 
+def test_every_matrix_tall_wide_or_square_follows_muon_in_fp64():
+    """By its definition, part by part: momentum, Nesterov's step, five iterations, decay. The learning rate changes."""
+    model = GPT(MODEL)
+    model.init_weights(0)
+    optimizer = optim.build_optimizer(model, C)
+    optim.fill_state(optimizer)
+    torch.manual_seed(1)
+    parts = {p: p.detach().double().split(rows) for p, rows in optim.muon_parts(model).items()}
+    shapes = {part.shape for of in parts.values() for part in of}
+    assert shapes == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    before, momenta = {p: p.detach().clone() for p in parts}, {p: [torch.zeros_like(w) for w in of] for p, of in parts.items()}
+    for lr in (0.02, 0.01, 0.03):
+        optimizer.muon["lr"] = lr
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        for p, of in parts.items():
+            for w, m, g in zip(of, momenta[p], p.grad.double().split([len(w) for w in of]), strict=True):
+                m.mul_(0.9).add_(0.1 * g)
+                x = 0.1 * g + 0.9 * m
+                x /= x.norm()
+                for _ in range(5):
+                    x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+                w.mul_(1 - lr * 0.1).sub_(lr * 0.2 * max(w.shape)**0.5 * x)
+        optimizer.step()
+    for p, of in parts.items():
+        due, momentum = torch.cat(of), torch.cat(momenta[p])
+        assert (p - due).norm() < 0.05 * (due - before[p]).norm() and (p - due).norm() > 0, "BF16's roundings"
+        torch.testing.assert_close(optimizer.state[p]["momentum"], momentum.float())
+
+
 def test_a_resumed_run_ends_in_the_same_bits_and_the_loss_falls(tiny, tmp_path, capsys):
     config = replace(tiny, optim=replace(tiny.optim, kind="muon"), steps=6)
     assert call_train(capsys, config, tmp_path).returncode == 0
@@ -94,6 +128,74 @@ def test_two_ranks_train_what_one_process_trains(tiny, tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     for (loss, norm), (other, its_norm) in zip(rows(one), rows(two), strict=True):
         assert other == pytest.approx(loss, rel=2e-3) and its_norm == pytest.approx(norm, rel=2e-2)
+
+
+LAYOUTS = (1, 2), (1, 3), (2, 2), (4, 1)      # replicas x shards: three shards of 32 rows are not equal
+
+
+def test_a_matrix_has_one_owner_and_the_bits_of_one_process(tmp_path):
+    mp.spawn(ranks_of_muon, (str(tmp_path),), nprocs=4)
+    for replicas, shards in LAYOUTS:
+        seen = torch.load(tmp_path / f"{replicas}x{shards}.pt")
+        assert sum(seen["parts"]) == 7 and len(seen["parts"]) == replicas * shards
+        assert seen["parts"] == [0, 0, 7, 0] if replicas == 4 else max(seen["parts"]) < 5
+        assert seen["found"].keys() == seen["due"].keys()
+        for name, due in seen["due"].items():   # AdamW's last values of a shard are rounded by other instructions
+            is_muons = name.startswith("layers") and "norm" not in name
+            torch.testing.assert_close(seen["found"][name], due, rtol=0 if is_muons else 1e-6, atol=0 if is_muons else 1e-7)
+
+
+def ranks_of_muon(rank, folder):
+    torch.set_num_threads(1)
+    for replicas, shards in LAYOUTS:
+        if rank < (size := replicas * shards):
+            store = dist.FileStore(f"{folder}/{replicas}x{shards}", size)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+            mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+            if replicas == 4:
+                optim.deal = lambda costs, ranks: [2] * len(costs)      # three ranks have nothing to do
+            one_layout(parallel.World(rank, rank, size, torch.device("cpu"), mesh), f"{folder}/{replicas}x{shards}.pt")
+            dist.destroy_process_group()
+
+
+def one_layout(world, path):
+    """Two updates of a sharded model and of a whole one by the same gradients; rank 0 keeps both and how many each rank did."""
+    models, seen, calls, compute = [GPT(MODEL), GPT(MODEL)], {}, [], optim.orthogonalised
+    for model in models:
+        model.init_weights(0)
+    parallel.shard(models[0], world)
+    for model in models:
+        optimizer = optim.build_optimizer(model, C)
+        optim.fill_state(optimizer)
+        torch.manual_seed(1)
+        optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
+        for _ in range(2):
+            calls.clear()
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape)
+                if isinstance(p, DTensor):
+                    p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+            optimizer.step()
+        tensors = {name: p.detach() for name, p in model.named_parameters()} | optim.state_tensors(optimizer, model)
+        if model is models[0]:
+            seen["parts"] = [int(n) for n in parallel.all_concatenate(torch.tensor(float(len(calls))), world)]
+        seen["found" if model is models[0] else "due"] = {
+            name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    optim.orthogonalised = compute
+    if world.is_main:
+        torch.save(seen, path)
+
+
+def test_work_is_dealt_evenly():
+    with torch.device("meta"):
+        parts = optim.muon_parts(GPT(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
+    costs = [optim.newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()]
+    square = 5 * 6 * 2048**3        # by hand: three products of 2 x 2048^3
+    assert costs[:2] == [3 * square, square] and costs[2] == 2 * costs[3] == 2 * 5 * (4 * 2048**2 * 5632 + 2 * 2048**3)
+    for ranks, most in ((1, 1), (3, 1.01), (8, 1.03), (64, 1.5)):
+        owners = optim.deal(costs, ranks)
+        sums = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
+        assert sum(sums) == sum(costs) and max(sums) <= most * sum(costs) / ranks, ranks
 
 
 def rows(config):

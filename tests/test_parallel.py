@@ -48,7 +48,7 @@ def build(config, world=ALONE, fp8_config=None, model=None, **changes):
     built = parallel.build(replace(config, fp8=fp8_config or FP8Config(), model=replace(config.model, **(model or {})),
                                    parallel=replace(config.parallel, **changes)), world)
     built.model.init_weights(0, built.assign)
-    fp8.refresh_fp8_weights(built.model)
+    fp8.refresh_weight_copies(built.model)
     return built
 
 
@@ -206,7 +206,7 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
         seen["losses"].append(losses)
         fp8.reshard(model)      # as a backward pass does
         with CommDebugMode() as mode:
-            fp8.refresh_fp8_weights(model)
+            fp8.refresh_weight_copies(model)
         seen.setdefault("all_reduces", mode.get_total_counts())
     return seen
 
@@ -235,7 +235,7 @@ def descent(config, world, *how, **changes) -> list[tuple[float, float]]:
             for weight in built.model.parameters():
                 weight -= 1e-3 * weight.grad
         built.model.zero_grad()
-        fp8.refresh_fp8_weights(built.model)
+        fp8.refresh_weight_copies(built.model)
     with fp8.in_bf16(built.model), torch.no_grad():
         return [*told, (parallel.all_sum(built.model(*tokens(10 * world.rank)).sum(), world).item(), 0.0)]
 

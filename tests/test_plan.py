@@ -64,6 +64,15 @@ def test_llama_by_hand(tmp_path):
         planned(tmp_path, config, gpu="h10")
 
 
+def test_muon_by_hand(tmp_path):
+    config = replace(FP8_RUN, optim=replace(FP8_RUN.optim, kind="muon"), parallel=replace(FP8_RUN.parallel, shard=8))
+    page, (C, F) = planned(tmp_path, config), (2048, 5632)
+    update = 28 * 5 * (4 * 6 * C**3 + 3 * (4 * C * C * F + 2 * C**3))     # Q, K, V, out; gate, up, down
+    assert f"Muon                   {update * config.total_steps:.4e}   {update:.4e} an update, 0.7% of" in page
+    assert f"exchange takes {10 * 28 * (4 * C * C + 3 * C * F) / 8 / 2**30:.2f} GiB" in page and "one of 8 GPUs" in page
+    assert "Muon" not in planned(tmp_path, FP8_RUN)
+
+
 def speed_rows(gpu="NVIDIA H100 80GB HBM3", T=1024, micro_batch=16, t="2026-12-01T00:00:00Z", **tok_per_s):
     """A row of bench/throughput.py of FP8_RUN's model at T for each label; the numbers are invented."""
     with torch.device("meta"):

@@ -5,6 +5,7 @@ import random
 from itertools import product
 
 import pytest
+import torch
 
 from runtime import speed
 from runtime.cli import UserError
@@ -14,11 +15,11 @@ GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
 RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
 
 
-def table(measured=(), published=(), gpu=GPU):
-    """A Table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPU was never measured."""
-    def rows(values):
-        return tuple(Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in values)
-    return Table({gpu: Timings({}, rows(measured))} if measured else {}, (Timings({"gpu": "H100"}, rows(published)),))
+def table(measured=(), published=(), gpus=(GPU,)):
+    """A Table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPUs were never measured."""
+    def timings(gpu, values):
+        return Timings(gpu, tuple(Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in values), {})
+    return Table({"sm_90": [timings(gpu, measured) for gpu in gpus]} if measured else {}, {"sm_90": [timings("H100", published)]})
 
 
 @pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
@@ -28,10 +29,27 @@ def table(measured=(), published=(), gpu=GPU):
     ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
     # Our own rows override published ones altogether: rowwise was not even timed.
     ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"), ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
-    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings")])
+    # Another GPU of the architecture, named.
+    ([(TW, 64, 64, 1.2)], "NVIDIA H200", 64, 64, TW, f"measured on {GPU} 1.20x"),
+    ([(TW, 64, 64, 1.2)], "H100", 64, 64, TW, f"measured on {GPU} 1.20x"),       # --plan h100
+    ([], "NVIDIA H200", 64, 64, "rowwise", "published on H100 1.60x at 64 x 64"),
+    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA B200", 64, 64, None, "no timings"),
+    ([(TW, 16, 16, 2.0)], "NVIDIA Unheard", 64, 64, None, "no timings")])
 def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
     chosen, reason = choose(table(measured, [(TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6)]), gpu, K, N, RECIPES)
     assert chosen == recipe and why in reason
+
+
+def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
+    two = table([(TW, 64, 64, 1.2)], gpus=("NVIDIA H200", GPU))
+    two.measured["sm_90"][1] = two.measured["sm_90"][1]._replace(rows=(Row(TW, 64, 64, 16384, 1.1),))
+    for gpu, due in ((GPU, "measured 1.10x"), ("NVIDIA H200", "measured 1.20x"),
+                     ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x")):
+        assert choose(two, gpu, 64, 64, RECIPES)[1].startswith(due), gpu
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)       # the GPU at hand is asked: no name needs to be known
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Unheard")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert choose(two, "NVIDIA Unheard", 64, 64, RECIPES) == (TW, "measured on NVIDIA H200 1.20x at 64 x 64")
 
 
 def by_definition(rows, K, N):
@@ -56,7 +74,7 @@ def test_random_tables_against_the_rule_by_definition():
         t = table([(r, K, N, rng.choice((0.7, 0.99, 1.0, 1.03, 1.04, 1.1, 1.2, 1.5)), M) for r, K, N, M in sorted(cells)])
         for K, N in product(sizes, sizes):
             recipe, why = choose(t, GPU, K, N, RECIPES)
-            allowed, best = by_definition(t.measured[GPU].rows, K, N)
+            allowed, best = by_definition(t.measured["sm_90"][0].rows, K, N)
             assert (recipe in allowed and f"{best:.2f}x" in why) if allowed else recipe is None, (seed, K, N, why)
 
 
@@ -66,7 +84,7 @@ def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h1
     for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
         assert choose(published, GPU, K, N, RECIPES)[0] is None, (K, N)
     assert choose(published, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
-    for damaged in (text[:-9], text.replace('"gpus"', '"gpu"'), text.replace('"N"', '"n"')):
+    for damaged in (text[:-9], text.replace('"measured"', '"gpus"'), text.replace('"N"', '"n"')):
         (file := tmp_path / "table.json").write_text(damaged)
         with pytest.raises(UserError, match="table.json is no table of timings"):
             load_table(file)

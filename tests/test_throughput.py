@@ -220,6 +220,15 @@ def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(rows) == 18, "7 of each whole call, 4 of the named cell's: a torn line is no row and costs no other"
 
 
+def test_a_cell_of_auto_that_would_be_bf16_is_left_out(turns, capsys):
+    cells = [throughput.Cell(size, "auto", 4) for size in ("125m", "1p5b")]
+    assert [throughput.is_bf16(cell, "NVIDIA H100") for cell in cells] == [True, False], "as the published timings say"
+    assert not throughput.is_bf16(replace(TOY, label="tensorwise"), None)
+    asked, left, _ = turns([TOY, replace(TOY, label="auto+kernels"), replace(TOY, label="rowwise")], again=True)
+    assert [label for label, _ in asked] == ["bf16", "rowwise", "bf16"] and left == 0
+    assert "toy auto+kernels: left out, auto converts nothing" in capsys.readouterr().out
+
+
 def test_a_row_is_on_disk_before_the_next_cell_begins(turns, tmp_path):
     def looks(cell):
         rows = throughput.rows_of(tmp_path / "rows.jsonl")

@@ -165,13 +165,13 @@ def test_compiled_nvfp4_learns_as_eager_does(tiny):
         fp8.set_position(built.model, 0)
         losses[unit] = []
         for _ in range(4):
-            fp8.refresh_fp8_weights(built.model)
+            fp8.refresh_weight_copies(built.model)
             loss = built.model(x, x).sum()
             (loss * built.loss_scale).backward()
             built.optimizer.step()
             built.optimizer.zero_grad()
             losses[unit].append(loss.item())
-        fp8.refresh_fp8_weights(built.model)
+        fp8.refresh_weight_copies(built.model)
         with torch.no_grad():
             assert built.model(x, x).sum().isfinite()
     assert losses["block"][0] == pytest.approx(losses["off"][0], rel=0.02)
