@@ -218,6 +218,8 @@ class GPT(nn.Module):
 
     Raises ValueError where config.problems() finds an impossible size.
     """
+    cos: torch.Tensor
+    sin: torch.Tensor
 
     def __init__(self, config: GPTConfig, compute_dtype: torch.dtype = torch.bfloat16):
         super().__init__()
@@ -238,9 +240,9 @@ class GPT(nn.Module):
         if self.config.tied:
             self.head.weight = self.wte.weight
 
-    def blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[Block]:
         """Where this model may be cut: the units of sharding, of per-block compilation and of recomputation."""
-        return list(self.layers)
+        return [block for block in self.layers if isinstance(block, Block)]
 
     # ------------------------------------------------------------------------------------------------ initialisation
 

@@ -34,6 +34,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,8 @@ FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it doe
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
 HASHERS = 4             # files hashed at a time: SHA-256 runs at about 1.8 GB/s a core, a disk rarely faster than four
 ATTEMPTS = 3            # failed saves in a row after which going on only burns hours that no checkpoint will hold
+
+T = TypeVar("T")
 
 
 class DamagedError(UserError):
@@ -341,7 +344,7 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
     found = run_on_rank0(world, partial(_newest_whole, Path(run_dir), say, before))
     if found:
         try:
-            load(*found, tensors, world)
+            load(found[0], found[1], tensors, world)
         except DamagedError as error:       # its files are what was written
             raise MachineError(f"{error}: run the same command again, or move it away to use the one before it") from error
     return found
@@ -354,9 +357,9 @@ def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None)
                 return path, read_manifest(path)
             except DamagedError as error:
                 names = (path.with_name(f"bad_{path.name}" + f"_{n}" * (n > 1)) for n in count(1))
-                bad = next(name for name in names if not name.exists())     # an earlier one of that step stays too
-                os.rename(path, bad)
-                say(f"checkpoint {path.name} is damaged, set aside as {bad.name}: {str(error).partition(': move ')[0]}")
+                aside = next(name for name in names if not name.exists())   # an earlier one of that step stays too
+                os.rename(path, aside)
+                say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {str(error).partition(': move ')[0]}")
     if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
         raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a "
                            f"copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
@@ -445,7 +448,7 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
     Of a checkpoint that is_weights_only() the weights alone are filled. By all ranks of `world` together. Raises UserError
     where there is no such checkpoint, it is damaged, or it does not fit this run.
     """
-    path = Path(config.start_from)
+    path = Path(config.start_from or "")
     manifest = run_on_rank0(world, lambda: _branch_point(config, path, tokenizer_sha256))
     if is_weights_only(manifest):
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
@@ -464,6 +467,7 @@ def origin_of(manifest: dict) -> dict | None:
 
 
 def _branch_point(config: Config, path: Path, tokenizer_sha256: str) -> dict:
+    assert config.parent
     run_dir, step = path.parent.parent, config.parent[1]
     if path not in (there := checkpoints(run_dir)):
         remedy = (f"train that run past this step with checkpoint.at={step}, or leave start_from out: the whole run ends in the "
@@ -489,9 +493,10 @@ def _branch_point(config: Config, path: Path, tokenizer_sha256: str) -> dict:
 
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
-def run_on_rank0(world, work: Callable[[], object]) -> object:
+def run_on_rank0(world, work: Callable[[], T]) -> T:
     """What work() returns on rank 0, on every rank; what it raises there is raised on every rank. None: one process."""
-    result = error = None
+    result: Any = None
+    error = None
     if world is None or world.is_main:
         try:
             result = work()

@@ -32,7 +32,8 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     A flag is a field of type bool: `--serve` stands for serve=true. Bare words (also files with "=" in their names) fill the
     fields of cls.POSITIONAL in order; one of type tuple[str, ...] takes all that are left as they are, commas and all.
     keys: the fields that may be given, none = all. defaults: those that differ from the class's own. Raises UserError."""
-    hints, texts, bare, rest = get_type_hints(cls), {}, [], iter(arguments)
+    hints, bare, rest = get_type_hints(cls), [], iter(arguments)
+    texts: dict[str, str] = {}
     names = [f.name for f in fields(cls) if keys is None or f.name in keys]
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -135,7 +136,7 @@ def _read(text: str, hint):
     if origin not in (tuple, dict):
         return text
     outer = BRACKETS.fullmatch(text.strip())
-    parts = [part.strip() for part in (outer[outer.lastindex] if outer else text).split(",") if part.strip()]
+    parts = [part.strip() for part in (outer[outer.lastindex or 0] if outer else text).split(",") if part.strip()]
     if origin is tuple:
         return tuple(_read(part, inner[0]) for part in parts)
     pairs = [part.rsplit(":", 1) for part in parts]      # fineweb_edu:0.8,python:0.1

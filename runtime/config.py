@@ -14,10 +14,11 @@ import math
 import os
 import re
 import runpy
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, parse, type_problems
@@ -255,11 +256,18 @@ class Config:
         """Optimizer steps: as given, or enough for tokens_per_param x all parameters, rounded up."""
         if self.steps is not None:
             return self.steps
+        assert self.tokens_per_param is not None
         return math.ceil(self.tokens_per_param * self.model.params_total / self.data.tokens_per_step)
 
     @property
     def total_tokens(self) -> int:
         return self.total_steps * self.data.tokens_per_step
+
+    @property
+    def micro_batch(self) -> int:
+        """data.micro_batch, once auto has become a number."""
+        assert isinstance(self.data.micro_batch, int)
+        return self.data.micro_batch
 
     @property
     def run_dir(self) -> Path:
@@ -268,16 +276,14 @@ class Config:
     @property
     def parent(self) -> tuple[str, int] | None:
         """Of a branch: the run it starts from, and after which of that run's steps; None for a run from scratch."""
-        if self.start_from is None:
-            return None
-        run, step = PARENT.search(self.start_from).groups()
-        return run, int(step)
+        match = PARENT.search(self.start_from or "")
+        return (match[1], int(match[2])) if match else None
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
         """First and last step to trace, counted from 1 as rows are; None without profile=."""
         match = re.fullmatch(r"(\d{1,9}):(\d{1,9})", self.profile or "", re.ASCII)
-        return tuple(map(int, match.groups())) if match else None
+        return (int(match[1]), int(match[2])) if match else None
 
     def accumulation(self, world_size: int) -> int:
         """Micro-batches per rank and step, of one sequence each while they are auto. Raises UserError where the ranks do not
@@ -308,7 +314,7 @@ class Config:
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
 
-SECTIONS = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
+SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
 PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
             "parallel.replicate parallel.shard parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever "
@@ -373,7 +379,7 @@ FOREIGN = {
 }
 
 
-def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The Config that the file at `path` binds, with `section.key=value` overrides applied and everything validated.
 
     Raises UserError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
@@ -395,7 +401,7 @@ def load_config(path: str | Path, overrides: list[str] = ()) -> Config:
     return apply_overrides(config, overrides)
 
 
-def apply_overrides(config: Config, overrides: list[str]) -> Config:
+def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     """A new Config with each `section.key=value` (a leading -- is accepted) parsed by its field's annotation."""
     changes: dict[str, dict] = {}
     for text in overrides:

@@ -13,7 +13,7 @@ import json
 import math
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
@@ -315,13 +315,13 @@ class Data:
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
         read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary.
         """
-        size = self.config.data.micro_batch
+        size = self.config.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
         return _read_batch(self._rows(step)[place:place + size], self.n_ctx)
 
     def stream(self, start_step: int, stop_step: int, rank: int, world_size: int,
-               device: torch.device) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+               device: torch.device) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
         Steps past the planned ones are served too. A background thread prepares the next two batches; its errors are

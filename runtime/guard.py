@@ -26,6 +26,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ class Guard:
     def __init__(self, settings: GuardConfig, state: dict | None = None):
         state = state or {}
         self.settings = settings
-        self.reason: str | None = None                      # of the last verdict that was not OK
+        self.reason = ""                                    # of the last verdict that was not OK
         self.skipped: int = state.get("skipped", 0)         # steps since the run began, those undone by a rollback included
         self.rollbacks: int = state.get("rollbacks", 0)     # since the run began
         self._is_back: bool = state.get("is_back", False)   # no step has been accepted since the last rollback
@@ -140,7 +141,7 @@ class Guard:
             self.reason += f", and guard.mode={s.mode} never goes back"
         elif self.rollbacks >= s.rollbacks:
             self.reason += f", and all guard.rollbacks={s.rollbacks} are used up"
-        elif not can_roll_back(self.suspect_since):
+        elif not can_roll_back(self.suspect_since or 0):
             self.reason += f", and there is no checkpoint from before step {self.suspect_since} to go back to"
         else:
             return Verdict.ROLLBACK
@@ -193,8 +194,8 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
         loss_anew, gradients_anew       loss of that pass in nats a token, null if not finite; if finite, its gradients
         problems                        what kept this from being completed
     """
-    found = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {}, "gradients_anew": {},
-             "loss_anew": None, "problems": []}
+    found: dict[str, Any] = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {},
+                             "gradients_anew": {}, "loss_anew": None, "problems": []}
     path = run_dir / "diagnosis.json"
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
@@ -243,7 +244,7 @@ def _count_gradients(model: nn.Module) -> dict[str, dict[str, int]]:
 def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict,
                 group: dist.ProcessGroup | None) -> None:
     """Repeat the micro-batch eagerly: a forward pass that looks at every module's output, then one for the gradients."""
-    seen: dict[str, tuple[int, torch.Tensor]] = {}      # module -> values of its outputs, those not finite
+    seen: dict[str, tuple[float, torch.Tensor]] = {}      # module -> values of its outputs, those not finite
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
         if isinstance(output, torch.Tensor) and output.is_floating_point():
@@ -269,7 +270,7 @@ def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_sca
             found["gradients_anew"] = _count_gradients(model)
 
 
-def _on_all_ranks(work: Callable[[], object], group: dist.ProcessGroup | None) -> object:
+def _on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     """What work() returns, or an error on every rank where it fails on one: none waits in the next collective for one that has
     left. Others that stand within work(), in a collective of FSDP2's, wait until the failed one has exited."""
     result = error = None

@@ -5,6 +5,7 @@ BF16 and an FP8 run share. metrics.jsonl (format: runtime/rows.py) is what the p
 """
 
 import hashlib
+import io
 import json
 import os
 import platform
@@ -42,8 +43,9 @@ class Log:
     def __init__(self, config: Config, resume_step: int, total_steps: int):
         self.config, self.total_steps, self.path = config, total_steps, config.run_dir / "metrics.jsonl"
         self._is_terminal, self._is_line_open, self._is_waiting = sys.stdout.isatty(), False, False
-        self._file = None       # stays open: on NFS each close sends the row to the server while the GPUs wait
-        self._steps, self._seconds = 0, deque(maxlen=50)    # since this start; of the latest steps after the warm-up
+        self._file: io.FileIO | None = None     # stays open: on NFS each close sends the row to the server while the GPUs wait
+        self._steps = 0         # since this start
+        self._seconds: deque[float] = deque(maxlen=50)      # of the latest steps after the warm-up
         self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
         self._write()
         self._dashboards = {name: DASHBOARDS[name]() for name in config.log.to}
@@ -118,7 +120,7 @@ class Log:
             self._close_file()
             self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
             self._is_new, self._unwritten = False, b""
-        while self._unwritten:
+        while self._file and self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten):]
 
     def _close_file(self) -> None:
@@ -207,7 +209,8 @@ class Meter:
     A thread of its own reads them once a period, so that a slow driver delays no step. NVML's own average is over 1/6 to 1 s."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
-        self._latest, self._is_closed = {}, threading.Event()
+        self._latest: dict[str, float] = {}
+        self._is_closed = threading.Event()
         self.close = self._is_closed.set
         if device.type == "cuda":       # NVML counts all GPUs of the machine, CUDA those that are visible; the uuid is common
             uuid = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")

@@ -3,6 +3,7 @@ branch off another."""
 
 import math
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,7 +53,7 @@ class MuonAdamW:
         self.owners = dict(sorted(zip(parts, owners, strict=True), key=lambda item: item[1]))      # matrix -> rank
         self.parts = {p: parts[p] for p in self.owners}
         self.adamw = _adamw([p for p in model.parameters() if p not in parts], config)
-        self.muon = {"params": list(self.parts), "lr": config.lr}
+        self.muon: dict[str, Any] = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
         self.state = self.adamw.state
 
@@ -66,7 +67,7 @@ class MuonAdamW:
             _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
         torch.autograd.graph.increment_version(list(self.parts))
 
-    def _momentum(self, p: nn.Parameter) -> torch.Tensor:
+    def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
         grad, momentum, beta = _local(p.grad), _local(self.state[p]["momentum"]), self.config.momentum
         momentum.lerp_(grad, 1 - beta)
@@ -77,7 +78,8 @@ class MuonAdamW:
 
         Replicas hold equal shards: an owner hears its own replica alone, and answers all."""
         me, ranks = dist.get_rank(), range(dist.get_world_size())
-        n = next(iter(self.parts)).device_mesh.size(-1)         # ranks of a replica, which follow one another
+        any_of_them: Any = next(iter(self.parts))
+        n = any_of_them.device_mesh.size(-1)         # ranks of a replica, which follow one another
         near, owned = set(ranks[me // n * n:][:n]), [p for p, owner in self.owners.items() if owner == me]
         heights = [_heights(p.shape[0], n) for p in owned]
         by_owner = [[shard for shard, owner in zip(shards, self.owners.values(), strict=True) if owner == rank] for rank in ranks]
@@ -95,10 +97,11 @@ class MuonAdamW:
             p.grad = None
 
 
-def muon_parts(model: GPT) -> dict[nn.Parameter, tuple[int, ...]]:
+def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
     """The matrices that Muon updates -> rows of each part that is a matrix of its own."""
-    parts, C = {}, model.config.n_embd
-    for block in model.layers:
+    parts: dict[torch.Tensor, tuple[int, ...]] = {}
+    C = model.config.n_embd
+    for block in model.blocks():
         attn, mlp, ffn = block.attn, block.mlp, model.config.n_ffn
         parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D), attn.out.weight: (C,),
                   mlp.gate_up.weight: (ffn, ffn), mlp.down.weight: (C,)}
@@ -135,7 +138,7 @@ def _exchange(sent: list[list[torch.Tensor]], shapes: list[list[tuple]], like: t
     return [[next(pieces).view(shape) for shape in of] for of in shapes]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: Any) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -175,7 +178,7 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 def check_branch(config: Config, parent: Config, step: int) -> None:
     """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates but for its
     precision: the same model, data, seed and optimizer, and the same learning rate at every step before."""
-    if step != config.parent[1]:
+    if config.parent is None or step != config.parent[1]:
         raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
     is_switch = config.fp8.label != parent.fp8.label

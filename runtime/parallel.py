@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,10 +69,11 @@ def start(config: Config) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
                             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    for group in (dist.group.WORLD, *mesh.get_all_groups()):    # the mesh's were made with torch's default: 10 minutes for NCCL
-        backend = group._get_backend(device)
-        if hasattr(backend, "_set_default_timeout"):    # torch has no public call for it
-            backend._set_default_timeout(patience)
+    groups: list[Any] = [dist.group.WORLD, *mesh.get_all_groups()]
+    for group in groups:        # the mesh's were made with torch's default: 10 minutes for NCCL
+        transport = group._get_backend(device)
+        if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
+            transport._set_default_timeout(patience)
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
@@ -197,7 +199,7 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
     # Makes a GPU repeat its bits, Inductor choose no kernel by a measurement; an operation that cannot raises where it is called.
     torch.use_deterministic_algorithms(config.deterministic)
     # torch would also fill every new tensor, to show reads of uninitialised memory: a write of all that is ever allocated.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False     # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = config.deterministic
     if config.deterministic:
         # cuBLAS may split a sum by the memory that is free, but not with a workspace of fixed size. Read at its first call.
@@ -245,7 +247,7 @@ class RecomputedBlock(Block):
                           context_fn=_keep_attention)
 
 
-def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
+def shard(model: GPT, world: World, reshard: bool = True) -> None:
     """FSDP2 over the mesh, block by block; one process needs no wrapper.
 
     Blocks are gathered in the compute dtype, gradients reduced in fp32: BF16 sums over many ranks lose the small ones.
@@ -255,7 +257,7 @@ def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
 
     Raises UserError where a weight to be gathered as float8 does not divide evenly: torchao gathers no padded shards.
     """
-    if world.size == 1:
+    if world.mesh is None:
         return
     ranks = world.mesh["shard"].size()
     for name, p in model.named_parameters():
@@ -269,7 +271,7 @@ def shard(model: nn.Module, world: World, reshard: bool = True) -> None:
     fully_shard(model, mesh=mesh, mp_policy=replace(policy, param_dtype=None))
 
 
-def compile_model(model: nn.Module, is_whole: bool) -> None:
+def compile_model(model: GPT, is_whole: bool) -> None:
     """In place, so that the names in the state dict stay: the whole model, or block by block, as FSDP2 needs it.
 
     Block by block, head and cross-entropy are one more piece: eager, they would hold three copies of the logits.
@@ -281,7 +283,7 @@ def compile_model(model: nn.Module, is_whole: bool) -> None:
     for module in [model] if is_whole else model.blocks():
         module.compile(dynamic=False, fullgraph=True)
     if not is_whole:
-        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)
+        model.token_losses = torch.compile(model.token_losses, dynamic=False, fullgraph=True)   # type: ignore[method-assign]
 
 
 def sync_gradients(model: nn.Module, now: bool, reshard: bool = True) -> None:

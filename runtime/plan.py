@@ -155,7 +155,9 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     """Hours in BF16 and FP8, measured or estimated; `in_fp8` counts the parameters that are converted."""
     if not gpu:
         return ["hours: name a GPU, as in --plan h100"]
-    f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peak_flops(gpu)
+    peaks = peak_flops(gpu)
+    assert peaks, "plan() has refused other GPUs"
+    f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peaks
     tokens = config.total_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
     flops = counts["flops_per_token"] * tokens
     source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
@@ -231,7 +233,7 @@ def resolve_micro_batch(config: Config, world: World) -> Config:
 def _decide(config: Config, world: World) -> int:
     finished = is_finished(config)      # refuses the folder of another run now, not after minutes of trials
     if (config.run_dir / "config.json").exists():
-        n = read_config(config.run_dir).data.micro_batch
+        n = read_config(config.run_dir).micro_batch
         if finished or n in candidates(config, world.size):
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
@@ -240,14 +242,14 @@ def _decide(config: Config, world: World) -> int:
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
     # The same computation in one process.
     alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
-    n = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device, end))
-    if n is None:
+    found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device, end))
+    if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits into the memory of {world.device} with the "
                         f"model whole on one device: give parallel.recompute=true or model.loss_chunk=1024, or, where ranks "
                         f"share the model, data.micro_batch=1 all the same")
-    print(f"data.micro_batch=auto: {n} it is. A BF16/FP8 pair needs one number for both: give the other run "
-          f"data.micro_batch={n}", flush=True)
-    return n
+    print(f"data.micro_batch=auto: {found} it is. A BF16/FP8 pair needs one number for both: give the other run "
+          f"data.micro_batch={found}", flush=True)
+    return found
 
 
 def _with_number(config: Config, n: int) -> Config:
@@ -319,9 +321,10 @@ def try_one(config: Config, device: torch.device, end: float) -> Trial:
 
 def _try(config: Config, device: torch.device, sender) -> None:
     parent = multiprocessing.parent_process()
+    assert parent
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()      # ends with it, even by SIGKILL
     try:
-        answer = measure(config, device)
+        answer: Trial | UserError = measure(config, device)
     except UserError as error:
         answer = error
     except Exception as error:
@@ -335,7 +338,7 @@ def measure(config: Config, device: torch.device) -> Trial:
     The optimizer's part of a step is the same for any micro-batch: it runs once, for its memory, untimed."""
     _limit_memory(device)
     built = build(config, World(0, 0, 1, device))
-    model, m, n = built.model, config.model, config.data.micro_batch
+    model, m, n = built.model, config.model, config.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU
         for p in model.parameters():
             p.normal_(0.0, math.sqrt(0.4 / m.n_embd)) if p.ndim > 1 else p.fill_(1.0)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -58,7 +59,7 @@ class Probe:
         unit = max((recipe.multiple for recipe in self.recipes.values()), default=32)
         n, seen = sequences(x.size(0), x.size(1), self.tokens, max(32, unit)), {}
         for layer, recipe in self.recipes.items():
-            weight = self.model.get_submodule(layer).weight
+            weight: Any = self.model.get_submodule(layer).weight
             if is_wrapped(weight):      # the forward pass will only see its float8 copy
                 weight = unwrap(weight).detach().full_tensor()      # all ranks
                 if self.path is not None:
@@ -93,7 +94,7 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
     """Within the block, the next forward pass of `model`, and backward pass if there is one, fills `seen`.
 
     Of each Linear the first call alone is measured: a head in chunks is called often, and again to recompute."""
-    def linear(layer: str, recipe: Recipe, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
+    def linear(layer: str, recipe: Recipe, module: nn.Linear, inputs: tuple, output: torch.Tensor) -> None:
         if (layer, "activation") in seen:
             return
         seen[layer, "activation"] = statistics(inputs[0], recipe.input)
@@ -112,7 +113,7 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
 
     handles = [model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe))
                for layer, recipe in recipes.items()]
-    for i, block in enumerate(model.layers):
+    for i, block in enumerate(model.blocks()):
         handles.append(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
         handles.append(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
     try:
@@ -171,7 +172,7 @@ def attention_logit_max(attention: Attention, qkv: torch.Tensor, cos: torch.Tens
     """
     T, (H, K, D) = qkv.size(0), (attention.H, attention.K, attention.D)
     q, k = (part.view(1, T, -1, D) for part in qkv.split((H * D, K * D, K * D), dim=-1)[:2])
-    if attention.q_norm is not None:
+    if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = (rotate(part, cos[:T], sin[:T])[0].float().transpose(0, 1) for part in (q, k))      # (H or K, T, D)
     q = q.reshape(K, H // K, T, D)      # query heads by the key head they share

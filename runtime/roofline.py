@@ -25,7 +25,7 @@ from typing import ClassVar, Literal, NamedTuple
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, read_options, run_command
 from runtime.config import Config, load_config
-from runtime.log import peak_flops
+from runtime.log import PEAK_FLOPS, peak_flops
 
 BUCKETS = ("matmul", "cast", "attention", "pointwise", "loss", "optimizer", "other")
 
@@ -281,7 +281,7 @@ ANCHORS = (
 
 def anchors(c: Ceilings) -> list[tuple[str, str, tuple[float, ...], float]]:
     """(name, label, published, modelled) of every published run."""
-    found = []
+    found: list[tuple[str, str, tuple[float, ...], float]] = []
     for name, shape, micro_batch, tokens, shard, label, published in ANCHORS:
         bf16, this = (step(c, shape, one, micro_batch, tokens, shard=shard, bf16=AUTOCAST, rope=ROPE_BY_CAT)
                       for one in ("bf16", label))
@@ -341,14 +341,14 @@ def size_lines(c: Ceilings, size: str, context: int) -> list[str]:
     lines = [f"{size}, T={context}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step, "
              f"{shape.flops_per_token / 1e9:.3f} GFLOP a token",
              f"  {'label':26} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{b:>10}" for b in BUCKETS)]
-    base = step(c, shape, "bf16", micro_batch, TOKENS_PER_STEP).seconds
-    rows = [(label, label, None) for label in LABELS]
+    base, (peak, _) = step(c, shape, "bf16", micro_batch, TOKENS_PER_STEP).seconds, PEAK_FLOPS[c.name.split()[0]]
+    rows: list[tuple[str, str, Casts | None]] = [(label, label, None) for label in LABELS]
     rows += [("zero casts", "tensorwise", FREE), ("zero casts, head too", "tensorwise+head", FREE)]
     for name, label, casts in rows:
         s = step(c, shape, label, micro_batch, TOKENS_PER_STEP, casts)
         shares = "".join(f"{round(s.buckets[b] / s.seconds, 3) + 0.0:10.1%}" for b in BUCKETS)
         lines.append(f"  {name:26} {s.tok_per_s:8,.0f} {base / s.seconds:6.3f} "
-                     f"{s.tok_per_s * shape.flops_per_token / peak_flops(c.name)[0]:9.1%}   {shares}")
+                     f"{s.tok_per_s * shape.flops_per_token / peak:9.1%}   {shares}")
     return lines
 
 

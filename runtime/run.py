@@ -128,7 +128,7 @@ class Run:
         step = self.progress.step
         self._is_to_validate = restored is not None and not is_branching and (
             step == config.total_steps
-            or is_due(config.eval.every, step) and run_on_rank0(world, lambda: not self.log.has_validation(step)))
+            or is_due(config.eval.every, step) and run_on_rank0(world, lambda: not (self.log and self.log.has_validation(step))))
 
     # ------------------------------------------------------------------------------------------------------- the start
 
@@ -231,7 +231,7 @@ class Run:
                 what = f"validation loss {val.loss}"
                 if self.guard.reject_validation(self.progress.step, what, self.can_roll_back) is Verdict.STOP:
                     source = self._val_sets[self.data.sources[0]]
-                    self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.data.micro_batch)))
+                    self._give_up(*(t.to(self.world.device) for t in source.batch(0, self.config.micro_batch)))
                 self._roll_back()
             elif self.progress.step == self.config.total_steps:
                 self._finish(val)
@@ -249,7 +249,7 @@ class Run:
         self._batch = next(self._batches)
         if self._is_stochastic:
             config, world = self.config, self.world
-            tokens = (next(self._micro) * world.size + world.rank) * config.data.micro_batch * config.model.n_ctx
+            tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
             fp8.set_position(self.model, tokens, config.seed)
         self.at("forward and backward")
         return self._batch
@@ -320,7 +320,7 @@ class Run:
             self.watchdog.at("validating", self.progress.step)
             return bool(parallel.all_sum(torch.tensor(float(self.stop.requested), device=world.device), world))
 
-        return evaluate(self.model, self._val_sets, self.data.weights, config.data.micro_batch, world.device, world.rank,
+        return evaluate(self.model, self._val_sets, self.data.weights, config.micro_batch, world.device, world.rank,
                         world.size, lambda t: parallel.all_concatenate(t, world), any_rank_stops)
 
     def _save(self) -> None:

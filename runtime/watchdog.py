@@ -36,7 +36,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def __init__(self, world, run_dir: Path, timeout: float, start_timeout: float):
         self.world, self.run_dir, self.timeout, self.patience = world, Path(run_dir), timeout, start_timeout
-        self._place = (0, "start", None, None)      # calls of at(), phase, step, patience
+        self._place: tuple[int, str, int | None, float | None] = (0, "start", None, None)   # calls of at(), phase, step, patience
         self._beat = 0
         self._ended: str | None = None      # why this rank ended, for the others; "" if another rank is to blame
         self._closed = threading.Event()
@@ -105,7 +105,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def _report(self, message: str) -> None:
         print(f"\n{message}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        faulthandler.dump_traceback(file=2, all_threads=True)
         if not (self.run_dir / "config.json").exists():     # which marks a run: before it, nothing may be written there
             return
         stacks, recorder = self.run_dir / "stacks", self.run_dir / "flight_recorder"
@@ -151,6 +151,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def _signs(self) -> list[dict]:
         """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began."""
+        assert self._store
         return [json.loads(text) for text in self._store.multi_get([f"rank{rank}" for rank in range(self.world.size)])]
 
 
