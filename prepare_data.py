@@ -43,7 +43,7 @@ from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
 from prepare.pipeline import Job, cached_tokenizer, prepare
 from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
-from runtime.cli import MachineError, UserError, nearest, read_options
+from runtime.cli import MachineError, UserError, help_page, nearest, read_options
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
@@ -152,7 +152,7 @@ def _run(arguments: list[str]) -> int:
     if arguments and not words:
         raise UserError(f"{arguments[0]} does not say what to prepare: name a source, such as fineweb_edu; --help lists all")
     if (command := (words[0] if words else "help").removeprefix("--")) in ("help", "-h"):
-        print(__doc__)
+        print(help_page(__doc__))
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:

@@ -17,7 +17,7 @@ import sys
 import torch
 
 from runtime import fp8, optim, parallel
-from runtime.cli import MachineError, UserError
+from runtime.cli import MachineError, UserError, help_page
 from runtime.config import Config, help_text, load_config
 from runtime.guard import Verdict
 from runtime.log import check_mirrors
@@ -72,7 +72,7 @@ def train(config: Config, world: World) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's mistake."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"{__doc__}\n{help_text()}")
+        print(help_page(__doc__, options=help_text()))
         return 0 if argv else 2
     world = None
     try:

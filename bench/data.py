@@ -33,7 +33,7 @@ import torch
 from model import GPTConfig
 from prepare import harvest
 from runtime import tokenizer
-from runtime.cli import UserError, read_options
+from runtime.cli import UserError, help_page, read_options
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from runtime.machine import device_name
@@ -56,7 +56,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done, 2 the user's mistake."""
     if {"-h", "--help"} & set(arguments):
-        print(__doc__)
+        print(help_page(__doc__, Options))
         return 0
     try:
         options = read_options(Options, arguments)

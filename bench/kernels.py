@@ -33,7 +33,7 @@ import torch.nn as nn
 
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.cli import UserError, field_lines, nearest, read_options, run_command
+from runtime.cli import UserError, help_page, nearest, read_options, run_command
 from runtime.config import FP8_SCALED_MM, WITH_FAST_BACKWARD, RecipeName, load_config
 from runtime.log import environment
 from runtime.rows import write_atomically
@@ -62,7 +62,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
     if {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, *field_lines("", Options)]))
+        print(help_page(__doc__, Options))
         return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from bench.throughput import BASELINE, ROOT, Cell, Subject, show, time_all
-from runtime.cli import UserError, field_lines, nearest, read_options, run_command
+from runtime.cli import UserError, help_page, nearest, read_options, run_command
 from runtime.roofline import MICRO_BATCH
 
 # Sizes in the peers' own words. nanochat's depth d has width 64 d, rounded up to heads of 128.
@@ -91,7 +91,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 2 the user's mistake, 130 interrupted."""
     if {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, *field_lines("", Options)]))
+        print(help_page(__doc__, Options))
         return 0
     try:
         options = read_options(Options, arguments)

@@ -37,7 +37,7 @@ import torch.nn as nn
 
 from model import GPT
 from runtime import fp8, parallel
-from runtime.cli import UserError, field_lines, grid, nearest, read_options, run_command
+from runtime.cli import UserError, grid, help_page, nearest, read_options, run_command
 from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.machine import GIB, memory_error
@@ -555,7 +555,7 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--cell"]:
         return cell_main(arguments[1])
     if {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, *field_lines("", Options)]))
+        print(help_page(__doc__, Options))
         return 0
     try:
         options = read_options(Options, arguments)

@@ -29,7 +29,7 @@ import torch
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import DamagedError, latest, load_model
-from runtime.cli import UserError, read_options, run_command
+from runtime.cli import UserError, help_page, read_options, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.machine import memory_error
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -284,7 +284,7 @@ def command(doc: str, arguments: list[str], work: Callable[[], str | None], is_s
     """Print what work() returns; the exit code: 0, or 2 for the user's mistake and 1 for the machine's, with a sentence on
     stderr. Every command of this folder ends so. is_shown: whether this process speaks, one of several."""
     if {"-h", "--help"} & set(arguments) or not arguments:
-        print(doc)
+        print(help_page(doc))
         return 0 if arguments else 2
     try:
         said, code = work(), 0

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import types
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -14,6 +15,8 @@ from typing import Literal, Union, get_args, get_origin, get_type_hints
 UNION = (Union, types.UnionType)      # Optional[int], int | None
 # The brackets around a whole list, which are dropped; those of a pattern such as layers.[01].* stay.
 BRACKETS = re.compile(r"\((.*)\)|\{(.*)\}|\[((?:[^][]|\[[^][]*\])*)\]")
+
+EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
 
 
 class UserError(ValueError):
@@ -94,12 +97,33 @@ def nearest(word: str, choices: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else every
 
 
+def help_page(doc: str, cls=None, options: str | None = None) -> str:
+    """What --help prints of a command's docstring: usage, what it does, the options, the rest, its examples last.
+
+    Examples are its indented lines that begin with a program. Options are those of the dataclass `cls`, one a line, unless the
+    text given says them (options=) or the docstring does (cls None)."""
+    lines = doc.strip().splitlines()
+    examples = [line for line in lines if EXAMPLE.match(line)]
+    what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
+    program, words = EXAMPLE.match(next(line for line in examples if "python" in line)).groups()
+    bare = [word for word in words.split("  ")[0].split() if "=" not in word]
+    usage = " ".join(["usage:", program, *bare, "[key=value ...]"])
+    if cls is not None:
+        options = "\n".join(field_lines("", cls))
+    parts = [usage, what, options and f"options:\n{options}", rest.strip("\n"), "\n".join(["examples:", *examples])]
+    return "\n\n".join(filter(None, parts))
+
+
 def field_lines(prefix: str, cls) -> list[str]:
-    """A line for each field of a dataclass: key, type, default, and the meaning that stands beside it as a comment."""
-    meanings, hints = _meanings(cls), get_type_hints(cls)
-    return [f"  {prefix + f.name:24} {_type_name(hints[f.name]):28} "
-            f"{'required' if f.default is MISSING else _show(f.default):9}  {meanings.get(f.name, '')}"
-            for f in fields(cls) if not is_dataclass(hints[f.name])]
+    """Of each field of a dataclass: key, the meaning that stands beside it as a comment, type, default; 118 columns wide. A
+    comment on a line of its own heads the fields below it."""
+    meanings, hints, lines = _meanings(cls), get_type_hints(cls), []
+    for f in fields(cls):
+        if not is_dataclass(hints[f.name]):
+            default = "required" if f.default is MISSING else _show(f.default)
+            said = f"{meanings.get(f.name, '')} ({_type_name(hints[f.name])}; {default})".lstrip()
+            lines += textwrap.wrap(said, 118, initial_indent=f"  {prefix + f.name:24} ", subsequent_indent=" " * 27)
+    return lines
 
 
 def _meanings(cls) -> dict[str, str]:
@@ -189,7 +213,7 @@ def _type_name(hint) -> str:
 
 
 def _show(value) -> str:
-    return "none" if value is None else repr(value)
+    return "none" if value is None or value == () else repr(value)
 
 
 def grid(lines: list[list[str]]) -> str:

@@ -459,5 +459,6 @@ def known_keys() -> list[str]:
 
 
 def help_text() -> str:
-    """Every key with its type, default and meaning, as `--help` prints it."""
-    return "\n".join(field_lines("", Config) + [line for name, cls in SECTIONS.items() for line in field_lines(f"{name}.", cls)])
+    """Every key with its meaning, type and default by section, as `--help` prints it."""
+    return "\n\n".join("\n".join(field_lines(prefix, cls)) for prefix, cls in {"": Config, **{
+        f"{name}.": section for name, section in SECTIONS.items()}}.items())

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from model import GPTConfig
-from runtime.cli import UserError, field_lines, read_options, run_command
+from runtime.cli import UserError, help_page, read_options, run_command
 from runtime.config import Config, load_config
 from runtime.log import PEAK_FLOPS, peak_flops
 
@@ -311,7 +311,7 @@ class Options:
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 printed, 2 the user's mistake."""
     if {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, *field_lines("", Options)]))
+        print(help_page(__doc__, Options))
         return 0
     try:
         options = read_options(Options, arguments)

@@ -25,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, read_options, run_command
+from runtime.cli import UserError, help_page, read_options, run_command
 from runtime.rows import write_atomically
 from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
@@ -457,7 +457,7 @@ def main(arguments=None) -> int:
     from scaling import dynamics  # here, because it imports this module
     words = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(words):
-        print(__doc__)
+        print(help_page(__doc__))
         return 0
     try:
         options = read_options(Options, words)

@@ -10,7 +10,8 @@
 
 Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given, such as
 another way to count. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
-a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted.
+a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted. --where COLUMN=VALUE keeps
+its rows with that value, two of one column keep either.
 """
 
 import os
@@ -28,7 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, help_page, read_options, run_command
 from scaling import predict
 from scaling.figures import draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
@@ -87,8 +88,7 @@ def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the data or the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(__doc__, "Options, as name=value or --name value:", *field_lines("", Options),
-              f"  {'where':24} {'COLUMN=VALUE ...':39}  table: keep rows with it; two values of one column keep either", sep="\n")
+        print(help_page(__doc__, Options))
         return 0
     try:
         words, where = _conditions(arguments)

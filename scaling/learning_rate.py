@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, grid, help_page, read_options, run_command
 from runtime.progress import si
 from scaling.figures import RC, STYLES, sheet, write_with
 from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
@@ -53,7 +53,7 @@ def main(arguments=None) -> int:
     """Run the command; 0 where there is an optimum, 3 where rates are missing, 2 with a sentence on stderr for a mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print(help_page(__doc__))
         return 0 if arguments else 2
     try:
         options = read_options(Options, arguments)

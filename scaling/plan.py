@@ -21,7 +21,7 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, help_page, read_options, run_command
 from runtime.config import FP8Config, RecipeName, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
@@ -75,7 +75,7 @@ def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if not arguments or {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, "Options, as name=value or --name value:", *field_lines("", Options)]))
+        print(help_page(__doc__, Options))
         return 0 if arguments else 2
     try:
         print("\n".join(plan(read_options(Options, arguments))))

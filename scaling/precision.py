@@ -25,7 +25,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, help_page, read_options, run_command
 from runtime.progress import si
 from scaling import pairs, report
 from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, styles, write_files
@@ -303,8 +303,7 @@ def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or {"-h", "--help"} & set(words):
-        print(__doc__ + "\nOptions, as name=value or --name value:")
-        print("\n".join(field_lines("", Options)))
+        print(help_page(__doc__, Options))
         return 0 if words else 2
     try:
         if "--report" in words:

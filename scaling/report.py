@@ -24,7 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, grid, help_page, read_options, run_command
 from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
@@ -62,7 +62,7 @@ def main(arguments=None) -> int:
     """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
+        print(help_page(__doc__))
         return 0
     try:
         options = read_options(Options, arguments)

@@ -39,7 +39,7 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, grid, nearest, read_options, run_command
+from runtime.cli import UserError, grid, help_page, nearest, read_options, run_command
 from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
@@ -102,7 +102,7 @@ def main(arguments: list[str], began: float | None = None) -> int:
     """Returns the exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__.strip())
+        print(help_page(__doc__))
         return 0 if arguments else 2
     try:
         options = read_options(Options, arguments)

@@ -1,6 +1,8 @@
 """What the import graph promises: no cycles, a model that needs torch alone, light readers, nothing unpickled."""
 
 import ast
+import dataclasses
+import importlib
 import os
 import re
 import subprocess
@@ -36,6 +38,23 @@ def test_commands_run_as_files_and_as_modules_from_anywhere(command, tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([sys.executable, *command, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "python" in done.stdout, done.stderr
+
+
+COMMANDS = {"scaling": "fit figures learning_rate plan precision report sweep", "eval": "export harness precision sample table",
+            "bench": "data kernels peers throughput", "runtime": "roofline"}
+
+
+@pytest.mark.parametrize("name", [
+    "train", "prepare_data", *(f"{room}.{name}" for room, names in COMMANDS.items() for name in names.split())])
+def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, capsys):
+    module = importlib.import_module(name)
+    assert module.main(["--help"]) == 0
+    lines = (page := capsys.readouterr().out).splitlines()
+    assert lines[0].startswith("usage: python ") and max(map(len, lines)) <= 130
+    assert all(line.startswith("    ") for line in lines[lines.index("examples:") + 1:])
+    cls = getattr(module, "Options", None)
+    options = {f.name for f in dataclasses.fields(cls)} - {*cls.POSITIONAL} if cls else ()
+    assert not [option for option in options if option not in page and option.replace("_", "-") not in page]
 
 
 @pytest.mark.parametrize("code, unneeded", [
