@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,10 +25,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, read_options, run_command
+from runtime.cli import UserError, run_command
 from runtime.rows import write_atomically
 from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
+from scaling.records import command
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
@@ -127,14 +128,23 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> None:
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
-def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: str) -> None:
-    """folder/name.png and .svg, then `content` as the JSON folder/as_file: whoever finds that finds all of it.
+def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str]) -> str:
+    """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words.
 
-    Raises UserError where the folder cannot be written."""
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    for form in ("png", "svg"):
-        write_files(folder, {f"{name}.{form}": render(figure, form)})
-    write_files(folder, {as_file: text})
+    Without a figure those of an earlier call go: beside the new text they would pass for its own. Raises UserError where the
+    folder cannot be written."""
+    names = [f"{name}.png", f"{name}.svg"]
+    for file in names if figure else ():
+        write_files(folder, {file: render(figure, file[-3:])})
+    write_files(folder, texts)
+    for file in () if figure else names:
+        (folder / file).unlink(missing_ok=True)
+    return f"wrote {folder}/: {', '.join([*texts, *names * bool(figure)])}"
+
+
+def as_json(content: dict) -> str:
+    """Strict JSON, dataclasses as objects."""
+    return json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
@@ -450,20 +460,13 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Draw one run's figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
+    """Draw one run's figures; the exit code."""
     from scaling import dynamics  # here, because it imports this module
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(__doc__)
-        return 0
-    try:
-        options = read_options(Options, words)
+
+    def work(options: Options) -> None:
         draw_run = dynamics.draw_fp8 if options.fp8 else dynamics.draw_run
         draw_run(Path(options.run), Path(options.out or Path(options.run) / "figures"))
-    except UserError as error:
-        print(f"scaling/figures.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command("figures.py", __doc__, Options, work, arguments)
 
 
 if __name__ == "__main__":

@@ -28,9 +28,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from scaling import predict
-from scaling.figures import draw, write_with
+from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
 from scaling.laws import AXIS, DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
 from scaling.pairs import KIND, human, pairs
@@ -39,6 +39,7 @@ from scaling.records import (
     CONVENTIONS,
     LAW_FOLDER,
     check_comparable,
+    command,
     counted_as,
     from_scratch,
     read_curve,
@@ -59,7 +60,7 @@ COUNTS = {
 }
 INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
              "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
-FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest")      # of Options
+FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest", "where")  # of Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +78,7 @@ class Options:
     c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
     cluster: str = ""               # table: column that names the training run; its points are not independent
     drop_highest: int = 0           # table: how many of the highest losses to leave out
+    where: tuple[str, ...] = ()     # table: --where COL=VALUE ...: keep rows with it; two values of one column keep either
     insist: bool = False            # headline L(N, D) even where it does not fit
     all: bool = False               # print everything
 
@@ -84,23 +86,16 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the data or the arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__, "Options, as name=value or --name value:", *field_lines("", Options),
-              f"  {'where':24} {'COLUMN=VALUE ...':39}  table: keep rows with it; two values of one column keep either", sep="\n")
-        return 0
-    try:
-        words, where = _conditions(arguments)
-        options = read_options(Options, words)
-        _check(options, where)
+    """Run the command line; the exit code."""
+    words, where = _conditions(sys.argv[1:] if arguments is None else arguments)
+
+    def work(options: Options) -> None:
+        options = replace(options, where=tuple(where))
+        _check(options)
         # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
         with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            _fit_table(options, where) if options.points else _fit_runs(options)
-    except UserError as error:
-        print(f"scaling/fit.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+            _fit_table(options) if options.points else _fit_runs(options)
+    return command("fit.py", __doc__, Options, work, words)
 
 
 def _conditions(words) -> tuple[list[str], list[str]]:
@@ -120,10 +115,9 @@ def _conditions(words) -> tuple[list[str], list[str]]:
     return rest, where
 
 
-def _check(o: Options, where) -> None:
+def _check(o: Options) -> None:
     """Refuse what does not go together."""
-    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)] + ["where"] * bool(
-        where and not o.points)
+    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
     table = next((path for path in o.paths if Path(path).is_file()), None)
     for is_wrong, sentence in (
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
@@ -149,8 +143,8 @@ def _folder(options: Options) -> str:
 # ------------------------------------------------------------------------------------------------------- the two inputs
 
 
-def _fit_table(o: Options, where) -> None:
-    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, where, o.drop_highest, o.cluster or None)
+def _fit_table(o: Options) -> None:
+    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
     group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
     if all(fit.objective is None for fit in group.laws.values()):
         raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
@@ -214,7 +208,7 @@ def _write(groups, found, loss_key: str, law: dict, folder: Path) -> None:
     rays = [ray_of(group.points) for group in groups if "D" in group.x]
     ray = (min(low for low, _ in rays), max(high for _, high in rays)) if rays else None
     law = {"format_version": 2, "delta": DELTA, "tokens_per_param": ray, "one_ray": on_one_ray(ray), **law}
-    write_with(draw(groups, found, loss_key), folder, "figure", strict(law), "law.json")
+    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(strict(law))})
 
 
 # --------------------------------------------------------------------------------------- one group of points, its laws

@@ -21,14 +21,14 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.config import FP8Config, RecipeName, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
 from runtime.roofline import modelled_ratio
 from scaling.pairs import EPOCH, Surface
-from scaling.records import read_json, read_runs, usable, without_repeats
+from scaling.records import command, read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
@@ -72,17 +72,8 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print("\n".join([__doc__, "Options, as name=value or --name value:", *field_lines("", Options)]))
-        return 0 if arguments else 2
-    try:
-        print("\n".join(plan(read_options(Options, arguments))))
-    except UserError as error:
-        print(f"scaling/plan.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run the command line; the exit code."""
+    return command("plan.py", __doc__, Options, lambda options: print("\n".join(plan(options))), arguments)
 
 
 def plan(options: Options) -> list[str]:

@@ -12,10 +12,9 @@ its standard error over validation sequences is evaluation noise alone.
 """
 
 import itertools
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -25,11 +24,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, field_lines, grid, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
 from scaling import pairs, report
-from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, styles, write_files
-from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_runs, usable
+from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
+from scaling.records import LAW_FOLDER, check_comparable, command, counted_as, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -300,20 +299,11 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- command
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
+    """Run the command line; the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(__doc__ + "\nOptions, as name=value or --name value:")
-        print("\n".join(field_lines("", Options)))
-        return 0 if words else 2
-    try:
-        if "--report" in words:
-            return report.main([word for word in words if word != "--report"])
-        _run(read_options(Options, words))
-    except UserError as error:
-        print(f"scaling/precision.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if "--report" in words:
+        return report.main([word for word in words if word != "--report"])
+    return command("precision.py", __doc__, Options, _run, words)
 
 
 def _run(options: Options) -> None:
@@ -331,14 +321,9 @@ def _run(options: Options) -> None:
     notes += left_out + alone + pairs.null_pairs(records)[1]
     result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
-    figure = draw_precision(result) if found else None
-    files = {f"precision.{form}": render(figure, form) for form in ("png", "svg") if figure}
-    files["precision.json"] = json.dumps({"format_version": 1, **result, "notes": notes, "inputs": inputs}, indent=1,
-                                         allow_nan=False, default=asdict) + "\n"
-    write_files(folder, files)
-    for form in ("png", "svg") if not figure else ():      # of an earlier call, beside the new JSON it would pass for its own
-        (folder / f"precision.{form}").unlink(missing_ok=True)
-    _print(tables(result), notes, f"{folder}/: {', '.join(files)}", options.all)
+    wrote = write_with(folder, "precision", draw_precision(result) if found else None, {
+        "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
+    _print(tables(result), notes, wrote, options.all)
 
 
 def _print(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> None:
@@ -348,7 +333,7 @@ def _print(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> Non
     while blocks and (is_all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
     parts += [f"{len(blocks)} more tables: --all"] * bool(blocks)
-    print("\n\n".join([*parts, f"wrote {wrote}"]))
+    print("\n\n".join([*parts, wrote]))
 
 
 if __name__ == "__main__":

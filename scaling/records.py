@@ -6,12 +6,13 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError
+from runtime.cli import UserError, field_lines, read_options
 from runtime.rows import metrics_rows, read_bytes, read_rows
 
 SCHEMA_VERSION = 1
@@ -221,7 +222,20 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     return points[:, 0], points[:, 1]
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------- commands, files
+
+
+def command(name: str, usage: str, options: type, work, arguments=None) -> int:
+    """Run a command of this room: work(its Options) gives the exit code, None for 0; 2 with a sentence for a user's mistake."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print("\n".join([usage.strip(), "", "Options, as name=value or --name value:", *field_lines("", options)]))
+        return 0 if words else 2
+    try:
+        return work(read_options(options, words)) or 0
+    except (UserError, PermissionError) as error:
+        print(f"scaling/{name}: {error}", file=sys.stderr)
+        return 2
 
 
 def read_text(path) -> str:

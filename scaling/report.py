@@ -11,7 +11,6 @@ A study: its finished runs, and what other commands found in them: the laws of f
 the gaps of precision.py, the rates of learning_rate.py. What is missing is named with the command that makes it.
 """
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -24,15 +23,15 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
-from scaling.figures import RC, render, settle, sheet, steps_axis, write_files
+from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
 from scaling.laws import NAMES, Fit
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import load
-from scaling.records import LAW_FOLDER, Record, read_json, read_runs, read_study
+from scaling.records import LAW_FOLDER, Record, command, read_json, read_runs, read_study
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 SAME = {"val_sha256": "validation set", "tokenizer_sha256": "tokenizer", "data_sha256": "training data"}
@@ -59,18 +58,9 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(arguments):
-        print(__doc__.strip())
-        return 0
-    try:
-        options = read_options(Options, arguments)
-        print(report_study(Path(options.study)) if options.study else report_training(options.runs, options.out))
-    except UserError as error:
-        print(f"scaling/report.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run the command line; the exit code."""
+    return command("report.py", __doc__, Options, lambda options: print(
+        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)), arguments)
 
 
 def _listed(items: list[str]) -> str:
@@ -95,14 +85,9 @@ def report_training(paths, out: str | None) -> str:
     folder, result, figure = Path(out or arms[0].record.folder.parent / LAW_FOLDER), analyse(arms), draw_losses(arms)
     text = "\n\n".join([f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}", tables(result),
                         *["\n".join(f"- {note}" for note in notes)] * bool(notes)])
-    write_files(folder, {f"report_loss.{form}": render(figure, form) for form in ("png", "svg")} | {
-        "report.json": _json({"format_version": 1, **result, "notes": notes}),
-        "report.md": f"{text}\n\n![loss](report_loss.png)\n"})
-    return f"{text}\n\nwrote {folder}/: report.md, report.json, report_loss.png, report_loss.svg"
-
-
-def _json(value: dict) -> str:
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+    return f"{text}\n\n" + write_with(folder, "report_loss", figure, {
+        "report.md": f"{text}\n\n![loss](report_loss.png)\n",
+        "report.json": as_json({"format_version": 1, **result, "notes": notes})})
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
@@ -341,7 +326,7 @@ def report_study(folder: Path) -> str:
                                 "scored": scores.get(one.target, {}).get("runs", [])} for one in predictions],
                "gaps": precision.get("common", {}), "ranking": precision.get("ranking"),
                "inputs": {record.run_id: record.summary_sha256 for record in records}}
-    write_files(folder, {"report.json": _json(content), page.name: f"{MARK}\n{text}\n"})
+    write_files(folder, {"report.json": as_json(content), page.name: f"{MARK}\n{text}\n"})
     return f"{text}\n\nwrote {page}, report.json"
 
 

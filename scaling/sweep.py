@@ -5,16 +5,9 @@
     python scaling/sweep.py configs/study_demo.py --run jobs=2              two runs side by side
     python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8      an array task for each trunk with its branches
 
-    only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; one that is held out by its own name or
-                        a pattern that matches nothing else, and only once its prediction is frozen (fit.py --predict)
-    gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
-    limit=SECONDS       from the start of the command: the runs save and leave in time, none is begun that would only start.
-                        The same command goes on
-    out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
-    gpu=h100 mfu=0.45   whose peak, and which share of it, times are estimated with where no run of that size and recipe is done
-    start=60            seconds assumed there for the start and the end of a run: imports, compilation, evaluation, saving
-
-A branch whose trunk is done but whose checkpoint is gone (copied runs come without) is trained from scratch.
+Runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log. One that is held out runs by its own name or a pattern
+that matches nothing else, once its prediction is frozen (fit.py --predict). A branch whose trunk is done but whose checkpoint
+is gone (copied runs come without) is trained from scratch.
 
 Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at once. The next --run tries again what failed.
 Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
@@ -39,7 +32,7 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, grid, nearest, read_options, run_command
+from runtime.cli import UserError, grid, nearest, run_command
 from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
@@ -49,7 +42,7 @@ from runtime.roofline import modelled_ratio
 from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
-from scaling.records import LAW_FOLDER
+from scaling.records import LAW_FOLDER, command
 from scaling.study import (
     ENDED,
     ROOT,
@@ -78,16 +71,16 @@ LOG_S = 60.0        # between two lines about the runs under way
 @dataclass(frozen=True, kw_only=True)
 class Options:
     study: str                  # a file such as configs/study_demo.py
-    run: bool = False
-    slurm: bool = False
-    only: str | None = None
-    gpus: int = 1
-    jobs: int = 1
-    limit: float | None = None
-    out: str = "out"
-    gpu: str = "h100"
-    mfu: float = ASSUMED_MFU
-    start: float = 60.0
+    run: bool = False           # what is missing, on this machine
+    slurm: bool = False         # print an array script in its place
+    only: str | None = None     # names and patterns of runs (gpt50m_*), with the trunks they branch off from
+    gpus: int = 1               # processes per run, by torchrun above 1
+    jobs: int = 1               # runs at a time
+    limit: float | None = None  # seconds from the command's start: runs save and leave in time; none is begun only to start
+    out: str = "out"            # holds <study>/<run>/
+    gpu: str = "h100"           # times are estimated with its peak where no run of that size and recipe is done
+    mfu: float = ASSUMED_MFU    # share of that peak
+    start: float = 60.0         # seconds assumed there for imports, compilation, evaluation and saving
 
     POSITIONAL: ClassVar = ("study",)
 
@@ -98,35 +91,26 @@ class Options:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
 
 
-def main(arguments: list[str], began: float | None = None) -> int:
-    """Returns the exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+def main(arguments=None, began: float | None = None) -> int:
+    """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0 if arguments else 2
-    try:
-        options = read_options(Options, arguments)
-        study = load_study(options.study)
-        rows = expand(study)
-        folder = Path(options.out) / study.name
-        chosen = choose(rows, options)
-        declaration = declare(study, rows, folder)
-        if options.run or options.slurm:
-            check_predicted(chosen, folder)
-        if options.slurm:
-            print(slurm_script(chosen, options))
-        elif options.run:
-            gpus = visible_gpus(options)
-            for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
-                print(line, flush=True)
-            write_declaration(folder, declaration)
-            return run(rows, chosen, folder, options, gpus, began)
-        else:
-            print("\n".join(table(chosen, folder, options)))
-    except (UserError, PermissionError) as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command("sweep.py", __doc__, Options, lambda options: sweep(options, began), arguments)
+
+
+def sweep(options: Options, began: float) -> int:
+    study = load_study(options.study)
+    rows, folder = expand(study), Path(options.out) / study.name
+    chosen, declaration = choose(rows, options), declare(study, rows, folder)
+    if options.run or options.slurm:
+        check_predicted(chosen, folder)
+    if options.slurm or not options.run:
+        print(slurm_script(chosen, options) if options.slurm else "\n".join(table(chosen, folder, options)))
+        return 0
+    gpus = visible_gpus(options)
+    for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
+        print(line, flush=True)
+    write_declaration(folder, declaration)
+    return run(rows, chosen, folder, options, gpus, began)
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:

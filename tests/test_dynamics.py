@@ -294,7 +294,7 @@ def test_runs_with_little_to_show_are_drawn(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "run is missing"), (["--fp8", "{}", "dpi=3"], "there is no key 'dpi'"), (["{}/nowhere"], "nowhere is no folder"),
+    (["--fp8"], "run is missing"), (["--fp8", "{}", "dpi=3"], "there is no key 'dpi'"), (["{}/nowhere"], "nowhere is no folder"),
     (["--fp8", "{}/empty"], "has no probe.jsonl: expected the folder of a run trained with probe.every"),
     (["{}/empty"], "has no metrics.jsonl: expected the folder of a run"), (["--fp8", "{}/none"], "holds no row"),
     (["{}/none"], "has no step to draw yet"), (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])

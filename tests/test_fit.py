@@ -38,7 +38,7 @@ def fitted(capsys, *arguments):
 @pytest.fixture
 def no_figure(monkeypatch):
     """For tests that do not look at it: drawing takes longer than fitting."""
-    monkeypatch.setattr(cli, "draw", lambda *_: None)
+    monkeypatch.setattr(cli, "draw", lambda *_: "figure")
     monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
@@ -135,7 +135,7 @@ def test_a_longer_ladder_on_one_ray_headlines_the_ray_law(tmp_path, capsys, no_f
 def study(tmp_path_factory):
     folder = write_branches(tmp_path_factory.mktemp("study") / "out", curve=False)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        patch.setattr(cli, "draw", lambda *_: None)
+        patch.setattr(cli, "draw", lambda *_: "figure")
         patch.setattr("scaling.figures.render", lambda *_: b"")
         assert cli.main([str(folder), "--all"]) == 0
     return folder, out.getvalue()
@@ -323,7 +323,7 @@ def test_many_recipes_still_fit_one_screen(tmp_path, capsys, no_figure):
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    ("", "no runs given: name run folders"), ("good/a", "out=DIR is missing"), ("good mixed", "out=DIR is missing"),
+    ("out=r", "no runs given: name run folders"), ("good/a", "out=DIR is missing"), ("good mixed", "out=DIR is missing"),
     ("good --out", "--out needs a value"), ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"),
     ("good out=r n=N", "n='N' must be total or nonembed for runs"),
     ("good out=r loss=fp8", "loss='fp8' must be bf16 or as_trained"),
@@ -364,7 +364,7 @@ def test_a_killed_fit_leaves_no_half_law(tmp_path, monkeypatch):
     write_ladder(tmp_path / "out", sizes=SIZES[:2])
     (tmp_path / "out" / "law").mkdir()
     (tmp_path / "out" / "law" / "law.json").write_text('{"old": 1}')
-    monkeypatch.setattr(cli, "draw", lambda *_: None)
+    monkeypatch.setattr(cli, "draw", lambda *_: "figure")
 
     def killed(figure, form):
         if form == "svg":

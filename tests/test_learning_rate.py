@@ -130,7 +130,7 @@ def ask(capsys, *arguments, code=0):
     """(stdout, learning_rate.json) of a call that ends in `code`; the JSON is strict."""
     assert main([str(argument) for argument in arguments]) == code
     output = capsys.readouterr().out
-    with open(re.search(r"wrote (\S+learning_rate\.json)", output)[1]) as file:
+    with open(re.search(r"wrote (\S+)/: learning_rate.json", output)[1] + "/learning_rate.json") as file:
         return output, json.load(file, parse_constant=lambda name: pytest.fail(name))
 
 

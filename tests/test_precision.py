@@ -23,7 +23,7 @@ def render_nothing(monkeypatch, request):
     """Drawing takes most of the time; tests with "drawn" in their name draw."""
     if "drawn" not in request.node.name:
         monkeypatch.setattr(precision, "draw_precision", lambda result: "figure")
-        monkeypatch.setattr(precision, "render", lambda figure, form: b"")
+        monkeypatch.setattr("scaling.figures.render", lambda figure, form: b"")
 
 
 def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):

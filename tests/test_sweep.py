@@ -114,7 +114,7 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
         code, told = fake("finish()", "only=a_*", max_epochs=limit, held_out=True)
         assert (code, (tmp_path / "out").exists()) == (2, False)
-        assert told.startswith("sweep.py: b_bf16_t20_s1: this run plans ") and f"data.max_epochs={limit};" in told
+        assert told.startswith("scaling/sweep.py: b_bf16_t20_s1: this run plans ") and f"data.max_epochs={limit};" in told
     code, told = fake("finish()", "only=a_*", max_epochs=20)
     assert code == 0, told
     # 1124 steps of 16 sequences of 32 tokens; of web's 40,000 training tokens there are 1,249 windows with a target each
