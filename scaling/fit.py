@@ -22,7 +22,7 @@ if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -37,11 +37,11 @@ from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
 from scaling.records import (
     CONVENTIONS,
-    LAW_FOLDER,
     check_comparable,
     command,
     counted_as,
     from_scratch,
+    law_folder,
     read_curve,
     read_runs,
     usable,
@@ -127,34 +127,27 @@ def _check(o: Options) -> None:
             (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
             (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
             (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
-            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs"),
-            (not _folder(o), "out=DIR is missing: name the folder that receives law.json and the figure"),
-            (Path(_folder(o)).is_file(), f"out={o.out} is a file: name a folder")):
+            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs")):
         if is_wrong:
             raise UserError(sentence)
-
-
-def _folder(options: Options) -> str:
-    """Where law.json goes; "" where that is not said."""
-    alone = len(options.paths) == 1 and not (Path(options.paths[0]) / "summary.json").exists()
-    return options.out or (str(Path(options.paths[0]) / LAW_FOLDER) if alone else "")
 
 
 # ------------------------------------------------------------------------------------------------------- the two inputs
 
 
 def _fit_table(o: Options) -> None:
+    folder = law_folder((), o.out)
     chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
     group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
     if all(fit.objective is None for fit in group.laws.values()):
         raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
     law = {"source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes, **group.plain()}
-    _write([group], [], "loss", law, Path(o.out))
-    _print([group], chosen.notes, [], Path(o.out), o.all)
+    _write([group], [], "loss", law, folder)
+    _print([group], chosen.notes, [], folder, o.all)
 
 
 def _fit_runs(o: Options) -> None:
-    folder, loss_key = Path(_folder(o)), f"loss_{o.loss or 'bf16'}"
+    folder, loss_key = law_folder(o.paths, o.out), f"loss_{o.loss or 'bf16'}"
     records, notes = read_runs(o.paths)
     for sieve in (usable, from_scratch, without_repeats):
         records, left_out = sieve(records)
@@ -185,15 +178,8 @@ def _fit_runs(o: Options) -> None:
                        "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key), "summary_sha256": r.summary_sha256}
                       for group in groups for r in group.records],
            "groups": {group.recipe: group.plain() for group in groups},
-           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {}),
-           "pairs": [{"pair_id": pair.bf16.pair_id, "bf16": pair.bf16.run_id, "fp8": pair.fp8.run_id,
-                      "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
-                      "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found]}
+           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {})}
     said = [_seeds(noise), _pairs(found)]
-    if o.all:
-        said += _table([{"FP8 run": pair.fp8.run_id, "N": human(pair.fp8.N), "tokens": human(pair.fp8.tokens),
-                         "gap as trained [%]": pair.as_trained.percent, "gap in BF16 [%]": pair.in_bf16.percent,
-                         "± [nats]": pair.in_bf16.se, "tok/s FP8/BF16": pair.tok_per_s_ratio} for pair in found])
     if o.predict:
         lines = predict.describe(predict.freeze(o.predict, groups, folder, loss_key, roots=roots, commit=o.commit or None))
         said += lines if o.all else [*lines[:2], lines[-1]]
@@ -471,9 +457,7 @@ def _law_rows(group) -> list[dict]:
 
 
 def _table(rows: list[dict]) -> list[str]:
-    """Rows as a table with a column for each key that some row fills, numbers with four digits; nothing without rows."""
-    if not rows:
-        return []
+    """Rows as a table with a column for each key that some row fills, numbers with four digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return grid([names, *([f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name) or "") for name in names]
                           for row in rows)]).split("\n")

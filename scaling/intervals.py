@@ -120,7 +120,7 @@ def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
     Noise is the seeds' standard deviation where that is known, else that of repeats (equal N and D), else of neighbours: what
     the residuals of a point and of the nearest one of another trajectory differ by, half of which is the law's own error only
     where the grid is coarse. Early points (few tokens per parameter) lie above any such law, so the fewest of them that let
-    the rest fit are named: {residual_rms, noise, noise_of, by_ratio, below, left_out (indices), without (Fit)}."""
+    the rest fit are named: {residual_rms, noise, noise_of, below, left_out (indices), without (Fit)}."""
     least, times = MISSES
     if fit.residual_rms is None or fit.residual_rms <= least:
         return None
@@ -130,10 +130,8 @@ def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
     if fit.residual_rms <= limit:
         return None
     order, ratio = np.argsort(points.D / points.N, kind="stable"), points.D / points.N
-    by_ratio = [{"low": float(ratio[some].min()), "high": float(ratio[some].max()), "n": len(some),
-                 "mean_percent": float(100 * np.expm1(residual[some].mean()))} for some in np.array_split(order, 6) if len(some)]
-    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "by_ratio": by_ratio, "below": None,
-             "left_out": [], "without": None}
+    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
+             "without": None}
     for share in SHARES:
         below = ratio[order[round(share * len(order))]]
         some = np.flatnonzero(ratio >= below * (1 - 1e-9))

@@ -30,6 +30,7 @@ ALPHA = 0.05
 POWER = 0.8
 MOST = 100_000              # pairs; beyond it a plan says "more than"
 OVER = f"more than {MOST:,}"
+IDLE = "BF16 again: no Linear converted"      # the verdict on runs that were not FP8
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
 # Forms in question (constant N_eff/N against a constant relative gap) differ by half of the gap in a decade of N.
@@ -161,11 +162,11 @@ def _fewest(enough) -> int | None:
 
 @dataclass(frozen=True)
 class Trend:
-    """Change of the gap [%] per decade of N, or the reason why none is given; `needed` pairs per size would give one."""
+    """Change of the gap [%] per decade of N, or the reason why none is given."""
     slope: float | None
     half: float | None                  # half the 95 % interval, given wherever it can be computed
     reason: str | None
-    needed: int | None = None
+    needed: int | None = None           # pairs per size that would give one
 
 
 def fit_trend(N, gaps, size_of_effect: float | None) -> Trend:
@@ -210,10 +211,12 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
         f"{smallest_seen(found.sd, found.n):.2g}")
 
 
-def judged(found: Estimate, margin: Margin | None) -> dict:
-    """verdict, tost_p, smallest_seen [%] and the pairs that would see the margin or show equivalence; None where unknown."""
-    can_plan = found.se is not None and margin
-    return {"verdict": verdict(found, margin), "tost_p": margin and tost(found, -margin.percent, margin.percent),
+def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
+    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%], the pairs that would see the margin
+    or show equivalence (None where unknown), fewest and most Linears converted. What was not FP8 gets no verdict on FP8."""
+    can_plan, said = found.se is not None and margin, IDLE if is_idle(chosen) else verdict(found, margin)
+    return {"verdict": said, "converted": n_converted(chosen),
+            "tost_p": margin and tost(found, -margin.percent, margin.percent),
             "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n),
             "pairs_to_see_margin": pairs_to_see(found.sd, margin.percent) if can_plan else None,
             "pairs_to_show_margin": pairs_to_show(found.sd, margin.percent) if can_plan else None}
@@ -311,6 +314,11 @@ def over(chosen, value) -> Estimate:
 def percents(chosen) -> dict[str, Estimate]:
     """The gap in per cent of BF16's loss under both evaluations."""
     return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
+
+
+def is_idle(chosen) -> bool:
+    """Whether none of one recipe's runs had a Linear in FP8; a switched decay had them in its trunk."""
+    return n_converted(chosen) == [0, 0] and ">" not in chosen[0].fp8.recipe
 
 
 def n_converted(chosen) -> list[int]:
@@ -414,7 +422,7 @@ def rank(found, arm: str) -> dict:
     by_recipe, left_out, longest = {}, [], {}
     for recipe in sorted({p.fp8.recipe for p in found}):
         chosen = [p for p in found if p.fp8.recipe == recipe]
-        if idle := [p.fp8.run_id for p in chosen if n_converted([p]) == [0, 0] and ">" not in recipe]:
+        if idle := [p.fp8.run_id for p in chosen if is_idle([p])]:
             left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(idle)} of {len(chosen)} pairs "
                                                          f"({idle[0]}): it is BF16 there"})
         else:

@@ -15,7 +15,6 @@ import itertools
 import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar, Literal
 
 import matplotlib
@@ -28,7 +27,7 @@ from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
 from scaling import pairs, report
 from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
-from scaling.records import LAW_FOLDER, check_comparable, command, counted_as, read_runs, usable
+from scaling.records import check_comparable, command, counted_as, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -63,9 +62,9 @@ def analyse(records, found, arm: str, margin) -> dict:
         chosen = [p for p in found if cell_of(p) == (N, D, recipe)]
         nats, speed, run = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), chosen[0].fp8
         price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
-        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **pairs.percents(chosen),
-                      "nats": nats, "throughput": speed, "costs": price})
-        sizes[-1] |= _judged(chosen, sizes[-1][arm], margin)
+        gaps = pairs.percents(chosen)
+        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
+                      "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
@@ -86,14 +85,7 @@ def _common(chosen, arm: str, margin) -> dict:
     trend = pairs.fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
                       [np.mean([chosen[i].gap(arm).percent for i in own]) for own in grouped], effect)
     return {**logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "trend": trend,
-            **_judged(chosen, logs[arm], margin)}
-
-
-def _judged(chosen, found, margin) -> dict:
-    """pairs.judged, but no verdict on FP8 where nothing was FP8."""
-    said = pairs.judged(found, margin) | {"converted": pairs.n_converted(chosen)}
-    is_idle = said["converted"] == [0, 0] and ">" not in chosen[0].fp8.recipe        # a switched decay had FP8 in its trunk
-    return said | {"verdict": "BF16 again: no Linear converted"} if is_idle else said
+            **pairs.judged(chosen, logs[arm], margin)}
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -207,8 +199,7 @@ def draw_precision(result: dict):
         handles.append(Line2D([], [], **MARGIN_LINE, label=f"margin, ±{margin.percent:g} %"
                               + ", after the fact" * (not margin.is_declared)))
     for recipe, look in looks.items():
-        is_idle = common[recipe]["converted"] == [0, 0] and ">" not in recipe
-        name = f"{recipe}: BF16 again" if is_idle else f"FP8 {recipe}"
+        name = f"{recipe}: BF16 again" if common[recipe]["verdict"] == pairs.IDLE else f"FP8 {recipe}"
         handles.append(Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=name))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
     title = f"Loss of FP8 minus loss of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
@@ -307,12 +298,8 @@ def main(arguments=None) -> int:
 
 
 def _run(options: Options) -> None:
-    paths = options.paths
-    if options.out is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
-        raise UserError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
-                        "precision.json and the figure")
-    folder = Path(options.out or Path(paths[0]) / LAW_FOLDER)
-    records, notes = read_runs(paths)
+    folder = law_folder(options.paths, options.out)
+    records, notes = read_runs(options.paths)
     records, left_out = usable(counted_as(records, options.n))
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))

@@ -257,6 +257,17 @@ def read_json(path: Path) -> dict:
     return content
 
 
+def law_folder(paths, out: str | None) -> Path:
+    """Where a command leaves what it found in the runs at `paths`: out, else the law folder of the one folder that holds them.
+
+    Raises UserError where that says nothing."""
+    if not out and (len(paths) != 1 or (Path(paths[0]) / "summary.json").exists()):
+        raise UserError("out=DIR is missing: name the folder that receives the JSON and the figure")
+    if out and Path(out).is_file():
+        raise UserError(f"out={out} is a file: name a folder")
+    return Path(out or Path(paths[0]) / LAW_FOLDER)
+
+
 def read_study(root: Path) -> dict:
     """The study.json of a folder of runs, as scaling/sweep.py writes it; {} where there is none."""
     path = root / "study.json"

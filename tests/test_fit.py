@@ -57,8 +57,7 @@ def test_a_ladder_on_one_ray(ladder):
     assert result.returncode == 0 and result.stderr == ""
     for line in ("bf16: 3 runs, N 38.9k to 184k, 20 tokens per parameter\n  power_c: L = 55.9 C^-0.117\n    95 %: K 8.904 to",
                  "3 points for 3 parameters leave 0 degrees of freedom", "left out mid: its learning rate had not annealed",
-                 "Seed noise: unknown", "3 BF16/FP8 pairs, gaps of +0.409 to +0.466 % in BF16", "| starts at best |",
-                 "\n| a_fp8   | 38.9k | 778k   | 0.69"):
+                 "Seed noise: unknown", "3 BF16/FP8 pairs, gaps of +0.409 to +0.466 % in BF16", "| starts at best |"):
         assert line in result.stdout, line
     assert result.stdout.startswith("bf16: 3 runs")
     assert sorted(path.name for path in (folder / "report").iterdir()) == ["figure.png", "figure.svg", "law.json"]
@@ -87,7 +86,6 @@ def test_law_json_of_runs(ladder):
     assert len(content["inputs"]) == 6 and all(len(one["summary_sha256"]) == 64 for one in content["inputs"])
     first = content["inputs"][0]
     assert (first["N"], first["D"], first["trunk"]) == (38_912, 778_240, "a_bf16") and first["loss"] == runs[0]["loss_bf16"]
-    assert content["pairs"][0]["gap_bf16"]["nats"] == pytest.approx(0.012, rel=1e-6)
     variants = [row["variant"] for row in group["robustness"]]
     assert variants == ["declared", "drop highest", *["delta"] * 3, *["count C as"] * 4, *["leave out N"] * 3]
 
@@ -106,7 +104,7 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     (tmp_path / "out" / "a_fp8" / "val_losses.npz").unlink()        # laws do without the losses of single sequences
     assert cli.main([str(tmp_path / "out"), "loss=as_trained", "--seed-sd=0.01"]) == 0
     out, content = capsys.readouterr().out, strict(tmp_path / "out" / "law" / "law.json")
-    assert "skipped" not in out and "no paired gap: " in out and content["pairs"] == []
+    assert "skipped" not in out and "no paired gap: " in out and "No BF16/FP8 pair" in out
     assert content["conventions"]["loss"] == "loss_as_trained" and len(content["notes"]) == 1
     assert content["seed_noise"] == {"estimate": None, "degrees_of_freedom": 0, "used": 0.01}
     runs = [summary(tmp_path / "out" / f"{letter}_fp8") for letter in "abc"]
@@ -160,7 +158,7 @@ def test_a_study_of_branches_end_to_end(study):
         first, second = (summary(path)["loss_bf16"] for path in (one.parent, folder / one.parent.name.replace("_1", "_2", 1)))
         squares += np.log(first / second) ** 2 / 2
     assert content["seed_noise"]["estimate"] == pytest.approx((squares / 40) ** 0.5, rel=1e-9)
-    assert len(content["pairs"]) == 40
+    assert "40 BF16/FP8 pairs" in out
     assert {one["trunk"] for one in content["inputs"]} == {f"s{n}_{r}_{s}" for n in (30_000, 60_000, 120_000, 240_000, 480_000)
                                                           for r in ("bf16", "tensorwise") for s in (1, 2)}
 
