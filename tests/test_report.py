@@ -7,7 +7,7 @@ import statistics
 
 import numpy as np
 import pytest
-from scaling_runs import declare_branches, write_branches, write_run
+from scaling_runs import asked, declare_branches, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.dynamics import STYLES, read_history
@@ -69,20 +69,13 @@ def runs(tmp_path):
 
 
 def call(capsys, *words, said=report.main):
-    """Standard output and report.json of a call that succeeds; the JSON is strict."""
-    assert said([*map(str, words)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    folder = out.rsplit("wrote ", 1)[1].split("/: ")[0]
-    with open(f"{folder}/report.json") as file:
-        return out, json.load(file, parse_constant=lambda name: pytest.fail(name))
+    """Standard output and report.json of a call that succeeds."""
+    out = asked(capsys, said, *words)
+    return out, strict(out.rsplit("wrote ", 1)[1].split("/: ")[0] + "/report.json")
 
 
 def refused(capsys, *words):
-    assert report.main([*map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("scaling/report.py: ") and "Traceback" not in err
-    return err
+    return asked(capsys, report.main, *words, code=2)
 
 
 def tables_of(text):
@@ -141,11 +134,6 @@ def test_gaps_are_those_of_the_paired_analysis(runs, tmp_path, capsys, monkeypat
     assert costs["bf16 (a_null)"]["speed against BF16"] == "0.900"
 
 
-def test_spread_of_nothing_and_of_one():
-    assert spread([]) is None and spread([math.nan, math.inf]) is None
-    assert spread([math.nan, 3.0]) == {"max": 3.0, "min": 3.0, "mean": 3.0, "final": 3.0, "sd": None, "n": 1}
-
-
 def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path, capsys):
     """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are done twice, 9 tells no time."""
     rows = [step_row(1, step_s=6.0), *(step_row(s, step_s=1.0) for s in (2, 3, 4)),
@@ -168,7 +156,8 @@ def test_steps_without_targets_have_no_loss_and_oddities_are_told(tmp_path, caps
     out, result = call(capsys, write_arm(tmp_path / "run", rows=rows, status="diverged"), f"out={tmp_path / 'law'}")
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     found = result["runs"][0]["train_loss"]
-    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
+    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1]) and spread([math.nan]) is None
+    assert spread([math.nan, 3.0]) == {"max": 3.0, "min": 3.0, "mean": 3.0, "final": 3.0, "sd": None, "n": 1}
     assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
     for word in ("2 steps had a training loss of exactly 0", "1 training losses are not", "1 steps were judged", "'diverged'"):
         assert sum(word in note for note in result["notes"]) == 1
@@ -286,9 +275,7 @@ def study(tmp_path_factory):
     write_branches(folder, sizes=(30_000, 60_000, 120_000), ratios=(5, 20), t_start="2026-11-20T09:00:00Z")
     write_branches(later, sizes=(240_000,), ratios=(20,), seeds=(1,), recipes=("bf16",), t_start="2999-01-01T00:00:00Z")
     target = "s240000_bf16_1"
-    goal = json.loads((later / target / "summary.json").read_text())
-    declare_branches(folder)
-    declared = json.loads((folder / "study.json").read_text())
+    goal, declared = strict(later / target / "summary.json"), strict(declare_branches(folder) / "study.json")
     row = {"run": target, "size": "x", "recipe": "bf16", "parent": None, "parent_step": None, "tokens": goal["tokens"]}
     row |= {key: goal[key] for key in ("params_total", "params_nonembed", "params_matmul", "flops_per_token", "seed")}
     declared |= {"study": "s", "held_out": [target], "runs": [*declared["runs"], row]}
@@ -303,11 +290,10 @@ def study(tmp_path_factory):
 
 
 def test_a_studys_page_says_what_its_files_say(study, capsys):
-    assert report.main(["--study", str(study)]) == 0
-    out, page = capsys.readouterr().out, (study / "README.md").read_text()
-    said, law = (json.loads((study / name).read_text()) for name in ("report.json", "law/law.json"))
-    found = json.loads((study / "law/precision.json").read_text())["common"]["tensorwise"]["bf16"]
-    score, = json.loads((study / "law/score_s240000_bf16_1.json").read_text())["runs"]
+    out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
+    said, law = (strict(study / name) for name in ("report.json", "law/law.json"))
+    found = strict(study / "law/precision.json")["common"]["tensorwise"]["bf16"]
+    score, = strict(study / "law/score_s240000_bf16_1.json")["runs"]
     assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z; held out: s240000_bf16_1." in page
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
     assert ["all", "all", "tensorwise", f"{found['mean']:+.3f} ± {found['high'] - found['mean']:.3f}", "6"] in [
@@ -318,25 +304,25 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
     assert "![figure](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
-    summaries = {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
+    summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
         assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
     assert said["predictions"][0]["scored"][0]["error_percent"] == score["error_percent"]
     assert said["gaps"]["tensorwise"]["bf16"] == found
-    assert report.main(["--study", str(study)]) == 0 and (study / "README.md").read_text() == page      # again: the same bytes
+    asked(capsys, report.main, "--study", study)
+    assert (study / "README.md").read_text() == page
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
-    assert report.main(["--study", str(folder)]) == 0
+    asked(capsys, report.main, "--study", folder)
     page = (folder / "README.md").read_text()
     assert "3 finished runs of 4 declared on 2026-11-19T00:00:00Z; missing: s30000_bf16_1_d5" in page
     assert f"**Missing:** law/law.json (`python scaling/fit.py {folder}`)." in page
     assert f"**Missing:** law/precision.json (`python scaling/precision.py {folder}`)." in page
-    capsys.readouterr()
     (folder / "README.md").write_text("mine")
     assert "was not written by this command" in refused(capsys, "--study", folder)
     (folder / "README.md").unlink()
@@ -349,9 +335,8 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     folder = shutil.copytree(study, tmp_path / "s")
     path = folder / "s30000_bf16_1/summary.json"
     path.write_text(path.read_text() + " ")
-    assert report.main(["--study", str(folder)]) == 0
+    asked(capsys, report.main, "--study", folder)
     assert "law.json is not of these files: s30000_bf16_1 went in with other bytes" in (folder / "README.md").read_text()
     score = folder / "law/score_s240000_bf16_1.json"
     score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
-    capsys.readouterr()
     assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)
