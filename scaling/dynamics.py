@@ -62,7 +62,6 @@ def _rows(run: Path, name: str, expected: str) -> list:
 
 # ------------------------------------------------------------------------------------------------------- a run's training
 
-
 @dataclass
 class History:
     """A run's rows as arrays; NaN is what was not finite, or not told."""
@@ -208,7 +207,6 @@ def _few_log_ticks(panel) -> None:
 
 # ------------------------------------------------------------------------------------------------------- what FP8 did inside
 
-
 @dataclass(frozen=True)
 class Probe:
     """The rows of one probe file as arrays, NaN where no number was written."""
@@ -288,9 +286,7 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 
 def draw_fp8(run: Path, folder: Path) -> None:
     """Write the figures of a run's probes into `folder`, print the table and what was left out.
-
-    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError where the run has no probe rows, where they are
-    damaged, or where `folder` cannot be written."""
+    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError: no probe rows, damaged ones, no such `folder`."""
     probe, notes, figures, name = read_probe(run / "probe.jsonl"), [], {}, run.resolve().name
     with matplotlib.rc_context(RC):
         if probe.layers:

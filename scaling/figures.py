@@ -55,11 +55,9 @@ FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewi
 
 # ------------------------------------------------------------------------------------------------ one style for all figures
 
-
 def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n_columns: int = 4, **shared):
     """An empty page of `size` inches, laid out by matplotlib: title, legend, panels with a grid, caption; (figure, panels).
-
-    The title heads the legend, because constrained layout would put the one on the other. shared: of Figure.subplots."""
+    The title heads the legend: constrained layout would put the one on the other. shared: of Figure.subplots."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     big = matplotlib.rcParams["font.size"]
@@ -149,7 +147,6 @@ def as_json(content: dict) -> str:
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
 
-
 def draw(groups, pairs, loss_key: str) -> Figure:
     """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
     groups, others = drawn(groups)
@@ -179,8 +176,7 @@ def draw(groups, pairs, loss_key: str) -> Figure:
 
 def _draw_losses(panel, groups, axis: str) -> None:
     """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
-
-    Colours are darker for larger models, over parameters for more tokens per parameter where points differ in that."""
+    Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
     low, high = span(groups, axis)
     grid, is_by_ratio = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups))
     each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
@@ -328,7 +324,6 @@ def name_of(group) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ lines of the laws
 
-
 @dataclass(frozen=True)
 class Line:
     """A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points."""
@@ -358,10 +353,8 @@ def is_spread(group) -> bool:
 
 
 def drawn(groups) -> tuple[list, list]:
-    """The groups that the figure shows, and those that it only names: of fewer sizes than another, or without an irreducible
-    loss that their points identify where some law has one.
-
-    A recipe tried at two sizes of four has a power law over its own sizes, which beside the others' frontier says nothing."""
+    """The groups that the figure shows; those that it only names, because their law says nothing beside the others' frontier: of
+    fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
     has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
@@ -370,11 +363,8 @@ def drawn(groups) -> tuple[list, list]:
 
 
 def law_lines(group, axis: str, grid) -> list[Line]:
-    """The lines of the group's law over `grid`.
-
-    Where an identified L(N, D) heads the group: its frontier over compute, a line per size over tokens, a line per number of
-    tokens per parameter over parameters. Else one line over each axis where the points lie on one ray; where they do not,
-    over compute alone."""
+    """The lines of the group's law over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per
+    size over tokens, per ratio over parameters. Else one line over each axis on one ray; over compute alone off it."""
     law, points = group.laws["chinchilla"], group.points
     if not is_surface(group):
         is_drawn = axis in group.lines and (axis == "C" or not is_spread(group))
@@ -409,9 +399,8 @@ def _line(law, x, where, each=None) -> Line:
 
 
 def _cheapest(group, compute):
-    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are.
-
-    A vocabulary's share of a token's FLOPs falls with size, so that the best size is larger than 6 N D would have it."""
+    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are: the
+    vocabulary's share of a token's FLOPs falls with size, so the best size is larger than 6 N D would have it."""
     law = group.laws["chinchilla"]
     N, D, _ = frontier(law, compute)
     if group.records:
@@ -448,7 +437,6 @@ def smooth(x, loss) -> tuple[np.ndarray, np.ndarray]:
 
 
 # ------------------------------------------------------------------------------------------------------------------- command
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

@@ -134,7 +134,6 @@ def _check(o: Options) -> None:
 
 # ------------------------------------------------------------------------------------------------------- the two inputs
 
-
 def _fit_table(o: Options) -> None:
     folder = law_folder((), o.out)
     chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
@@ -199,13 +198,9 @@ def _write(groups, found, loss_key: str, law: dict, folder: Path) -> None:
 
 # --------------------------------------------------------------------------------------- one group of points, its laws
 
-
 @dataclass(frozen=True)
 class Group:
-    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,).
-
-    Its headline is Chinchilla's L(N, D) where the points identify it and it fits them, else the ray law where they lie on
-    one ray and identify that, else a power law."""
+    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,)."""
 
     recipe: str                         # a table's file name where there are no runs
     records: tuple                      # of Record; () for a table
@@ -244,9 +239,8 @@ class Group:
     @cached_property
     def allocation(self) -> dict[str, float]:
         """Convention of C -> the exponent a of N* ~ C^a so counted; {} without runs or an identified L(N, D).
-
-        FLOPs per token grow as N^k with k below 1, attention and head being less than proportional: minimising L(N, D) at
-        constant N^k D gives a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
+        FLOPs per token grow as N^k, k below 1 for attention and head: the minimum of L(N, D) at constant N^k D has
+        a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
         law = self.laws["chinchilla"]
         if not self.counts or not law.identified:
             return {}
@@ -274,10 +268,8 @@ class Group:
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
               insist: bool = False) -> Group:
     """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
-
-    seed_sd: standard deviation of ln(loss) between seeds; None estimates it from runs that differ in the seed alone.
-    held: held-out runs (predict.Held), carried along for the figure. resamples: of the bootstrap over trunks, where
-    there are enough of them; 0 leaves t-intervals that take every run for an independent one."""
+    seed_sd: of ln(loss) between seeds; None estimates it. held: of predict.Held, carried along for the figure. resamples: of the
+    bootstrap; 0 leaves t-intervals that take every run for an independent one."""
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
     # FLOPs are whole numbers of FLOPs per token times tokens, rounded to a float once.
@@ -334,9 +326,8 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
-    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom.
-
-    Recipes and branches of one size and seed share their data and most of their training: they add no freedom."""
+    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom: recipes and
+    branches of one size and seed share their data and most of their training, so they add none."""
     alike, seeds = {}, {}
     for record in records:
         key = (record.recipe, record.params_total, record.params_matmul, record.tokens, record.decays_from)
@@ -365,9 +356,7 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
 
 
 def _lines(laws, headline, x, points, seed_sd, ray):
-    """What the figure draws: a law per axis, and the forms of its band.
-
-    Nothing where L(N, D) is headlined: over one axis alone it is no curve."""
+    """What the figure draws: a law per axis, and the forms of its band; nothing where L(N, D) is headlined, which is no curve."""
     lines, bands = {}, {}
     for axis in x if headline != "chinchilla" else ():
         power = laws[f"power_{axis.lower()}"]
@@ -384,7 +373,6 @@ def _lines(laws, headline, x, points, seed_sd, ray):
 
 
 # --------------------------------------------------------------------------------------------------- text for a terminal
-
 
 def _print(groups, notes, said, folder: Path, everything: bool) -> None:
     """Warnings, headlines, notes and what else is `said`; all tables where everything is wanted, else at most LINES."""

@@ -81,10 +81,9 @@ class Trial:
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
-    """The sweep's runs under `folder`, by size, tokens, rate and seed; plus a line for each folder left out.
-
-    A run of study.json without a summary.json is unfinished, or diverged where it stopped itself (diagnosis.json). Raises
-    UserError: no such folder, no finished run, a damaged file, runs that differ in more than the rate, the seed and the size."""
+    """The sweep's runs by size, tokens, rate and seed; plus a line for each left out. A run of study.json without a summary.json
+    is unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
+    differ in more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
     records, repeats = without_repeats(records)
     trials, first = [], {}

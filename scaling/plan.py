@@ -150,10 +150,8 @@ def _near(values: dict[int, float], N: float) -> float:
 
 
 def tokens(N, sizes, flops: float, in_fp8: bool):
-    """Training tokens of an N-parameter model for `flops` at the BF16 peak; between the sizes by interpolation in ln N.
-
-    Beyond the smallest and the largest, MFU and speed-up stay, and attention's share of a token's FLOPs falls as N^-1/3,
-    as it does when depth grows with width."""
+    """Training tokens of an N-parameter model for `flops` at the BF16 peak; between the sizes by interpolation in ln N, beyond
+    them with attention's share of a token's FLOPs falling as N^-1/3, as it does when depth grows with width."""
     N, at = np.asarray(N, dtype=float), np.log([size.N for size in sizes])
 
     def along(values):
@@ -166,9 +164,8 @@ def tokens(N, sizes, flops: float, in_fp8: bool):
 
 
 def optimum(surface: Surface, sizes, flops: float, in_fp8: bool) -> tuple[float, float]:
-    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it.
-
-    A relative gap that is the same for every size moves the loss, not the optimum."""
+    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it; a gap that is the same
+    share of the loss for every size does not move it."""
     def loss(log_n):
         return surface.loss(np.exp(log_n), tokens(np.exp(log_n), sizes, flops, in_fp8))
 
@@ -204,9 +201,8 @@ class Law:
 
 
 def read_law(path: str | None) -> Law:
-    """The BF16 runs' own Chinchilla law from a law.json; else Epoch's, saying so.
-
-    Raises UserError for a file that cannot be read, KeyError or TypeError for one of another version."""
+    """The BF16 runs' own Chinchilla law from a law.json; else Epoch's, saying so. Raises UserError for a file that cannot be
+    read, KeyError or TypeError for one of another version."""
     published = f"{EPOCH.source}: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
         return Law(EPOCH, published)
@@ -243,10 +239,8 @@ def read_gap(options: Options, sizes) -> tuple[float, str]:
 
 def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float | None:
     """The least standard error of ln L at target = (N, D) from runs at points (N, D, trajectory); None if they identify no law.
-
-    The Cramer-Rao bound: if the law is about right and each run's ln(loss) carries noise SIGMA, correlated by rho within a
-    trajectory, no unbiased fit has a smaller one. It knows nothing of a wrong form or of badly tuned sizes, so it ranks
-    designs; fit.py --predict says how wide an interval really is."""
+    The Cramer-Rao bound for noise SIGMA of each run's ln(loss), correlated by rho within a trajectory. It knows nothing of a
+    wrong form or of badly tuned sizes, so it ranks designs; fit.py --predict says how wide an interval really is."""
     N, D, trunks = zip(*points, strict=True) if points else ((), (), ())
     rows = gradient(law, N, D, target) / SIGMA
     labels, member = np.unique(np.asarray(trunks, dtype=str), return_inverse=True)

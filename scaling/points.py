@@ -35,11 +35,9 @@ class Selection:
 def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = None, where=(), drop_highest: int = 0,
                 cluster: str | None = None) -> Selection:
     """Points of a comma-, tab- or semicolon-separated table with one header line (UTF-8).
-
-    n, loss, d, c, cluster: column names. With c, D = C / (6 N); with d, C = 6 N D; with neither only N is known.
-    where: texts COLUMN=VALUE; a row must have, in each column named, one of the values given for it.
-    drop_highest: leave out that many of the highest losses. cluster: rows with equal text there are one trajectory.
-    Raises UserError for a table, a column, a condition or a cell that cannot be meant."""
+    n, loss, d, c, cluster: column names; with c, D = C / (6 N); with d, C = 6 N D; with neither only N is known. where: texts
+    COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of the highest losses are left
+    out. cluster: equal text there is one trajectory. Raises UserError for what cannot be meant."""
     path = Path(path)
     if d is not None and c is not None:
         raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")

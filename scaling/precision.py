@@ -53,9 +53,8 @@ class Options:
 # ------------------------------------------------------------------------------------------------------------ analysis
 
 def analyse(records, found, arm: str, margin) -> dict:
-    """Everything that precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss.
-
-    found: Pairs of `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
+    """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
+    `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
     sizes, common, cell_of = [], {}, lambda pair: (pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe)
     for N, D, recipe in sorted(set(map(cell_of, found))):

@@ -91,9 +91,8 @@ def report_training(paths, out: str | None) -> str:
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
-    """Finished runs, BF16 and its repeats first, else in the order given; plus a line for each thing left out or worth knowing.
-
-    Raises UserError where no run is finished, a file is damaged, or runs differ in more than the precision."""
+    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing. Raises UserError where no
+    run is finished, a file is damaged, or runs differ in more than the precision."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes, arms = [record.recipe for record in records], []
@@ -146,10 +145,8 @@ def _oddities(record: Record, history: History, summary: dict) -> list[str]:
 
 
 def step_times(history: History) -> dict | None:
-    """Seconds of all steps as they passed, without what compilation added, the difference; None where no row tells any.
-
-    Steps that a rollback took back are time too. The first step after a start (since_start 1) compiles: without that it
-    counts as long as the median step. A step whose time is not told counts as the median."""
+    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference; None where no row
+    tells any. The first step after a start (since_start 1) compiles; a step whose time is not told counts as the median."""
     seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
     is_told = np.isfinite(seconds)
     if not is_told.any():
@@ -287,9 +284,8 @@ def _smooth(values: np.ndarray, times: int = 1) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------- a study
 
 def report_study(folder: Path) -> str:
-    """Write the page of a study's folder and its JSON; returns what the console shows.
-
-    Raises UserError where there is no finished run, where a file is damaged, or where the page is not ours to replace."""
+    """Write the page of a study's folder and its JSON; returns what the console shows. Raises UserError where there is no
+    finished run, where a file is damaged, or where the page is not ours to replace."""
     records, notes = read_runs([folder])
     records.sort(key=lambda one: (one.N, one.recipe != "bf16", one.recipe, one.repeat, one.tokens, one.seed))
     page, law_folder, study = folder / "README.md", folder / LAW_FOLDER, read_study(folder)

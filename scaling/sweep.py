@@ -114,9 +114,8 @@ def sweep(options: Options, began: float) -> int:
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:
-    """The rows that only= names and the trunks they need; without it all, except that nothing held out is run.
-
-    A pattern that matches other runs too leaves out those held out: a broad one must not start the study's largest runs."""
+    """The rows that only= names and the trunks they need; without it all that are not held out. A pattern that matches other runs
+    too leaves out those held out: a broad one must not start the study's largest runs."""
     if options.only is None:
         return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
     names = set()
@@ -254,11 +253,9 @@ def _time(value: float) -> str:
 # ------------------------------------------------------------------------------------------------- the data, before it all
 
 def check_data(rows: list[Row], folder: Path) -> list[str]:
-    """A line for each set of data that the runs which are not done see: how often the largest of them sees each source.
-
-    `rows` are all of the study: too little data for the held-out runs is to be known before the others have taken their hours.
-    Raises UserError, by open_data: what is missing, damaged, of another tokenizer, or would be seen more than data.max_epochs
-    times; or data or a config that are not those of a run that is done."""
+    """A line for each set of data that the runs to do see: how often the largest of them sees each source. `rows` are all of the
+    study: too little data for held-out runs is to be known first. Raises UserError for data that will not do, by open_data, and
+    for data or a config that are not those of a run that is done."""
     largest, done, lines = {}, {}, []
     for row in sorted(rows, key=lambda row: row.tokens):
         config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
@@ -291,10 +288,8 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- running the runs
 
 def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[str], began: float) -> int:
-    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code.
-
-    `rows` are all of the study, whose finished runs tell how long a start takes; `began` is when the limit began to count, by
-    time.monotonic()."""
+    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows` are
+    all of the study, whose finished runs tell how long a start takes; `began`: time.monotonic() when the limit began to count."""
     asked: list[int] = []           # signals, and the limit: requests to leave
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
@@ -357,10 +352,8 @@ def leave_s(row: Row) -> float:
 
 
 def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> tuple[subprocess.Popen, IO] | None:
-    """The run as a process with its log, or None where another sweep has it.
-
-    The log is the lock: the run inherits it open, so it stays locked for as long as the run lives, though the sweep be
-    killed."""
+    """The run as a process with its log, or None where another sweep has it. The log is the lock: the run inherits it open, so it
+    stays locked for as long as the run lives, though the sweep be killed."""
     log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
     if not can_lock(log, fcntl.LOCK_EX):
         log.close()
