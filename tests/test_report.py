@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import statistics
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from scaling_runs import asked, declare_branches, strict, write_branches, write_
 
 from scaling import fit, precision, report
 from scaling.dynamics import STYLES, read_history
+from scaling.pairs import pairs
+from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms, spread, step_times
 from tests.conftest import call_train, with_recipe
 
@@ -114,19 +117,15 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys):
     assert cells["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
 
 
-def test_gaps_are_those_of_the_paired_analysis(runs, tmp_path, capsys, monkeypatch):
-    """Also of a repeat of the BF16 run, which stands beside it: given first, it is still not what the others are held to."""
+def test_gaps_are_those_of_the_pairs_and_a_repeat_of_the_bf16_run_has_one_too(runs, capsys):
+    """Given first, a repeat is still not what the others are held to."""
     again = write_arm(runs[0].parent / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
     out, result = call(capsys, again, *runs)
     assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise"]
-    monkeypatch.setattr(precision, "draw_precision", lambda result: None)
-    assert precision.main([str(runs[0].parent), f"out={tmp_path / 'law'}"]) == 0
-    for pair in json.loads((tmp_path / "law/precision.json").read_text())["pairs"]:
-        row = next(one for one in result["runs"] if one["run_id"] == pair["fp8"])
-        for arm in ("as_trained", "bf16"):
-            theirs = pair[f"gap_{arm}"]
-            assert {key: row["gap"][arm][key] for key in theirs} == theirs
-            assert row["gap"][arm]["se_percent"] == pytest.approx(100 * theirs["se"] / 2.6)
+    for pair in pairs(read_runs(runs)[0])[0]:
+        row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
+        for arm, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16)):
+            assert row["gap"][arm] == asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
     losses, costs = tables_of(out)["Validation"], tables_of(out)["Time,"]
     assert losses["tensorwise"]["gap in BF16 [%]"].startswith(f"{100 * 0.01 / 2.6:+.3f} ± ")
     assert losses["bf16 (a_null)"]["gap in BF16 [%]"] == f"{100 * 0.005 / 2.6:+.3f}"
