@@ -27,6 +27,7 @@ from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
 from runtime.roofline import modelled_ratio
+from scaling.laws import log_law, terms
 from scaling.pairs import EPOCH, Surface
 from scaling.records import command, read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
@@ -262,11 +263,9 @@ def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float |
 
 def gradient(law, N, D, target) -> np.ndarray:
     """d ln L / d (ln E, ln of either term at target = (N, D), alpha, beta) at N, D of shape (n,); (n, 5)."""
-    N, D = np.atleast_1d(np.asarray(N, dtype=float)), np.atleast_1d(np.asarray(D, dtype=float))
-    size, data = law.A * N**-law.alpha, law.B * D**-law.beta
-    loss = law.E + size + data
-    return np.column_stack([law.E / loss, size / loss, data / loss, -np.log(N / target[0]) * size / loss,
-                            -np.log(D / target[1]) * data / loss])
+    logs = [np.log(np.atleast_1d(np.asarray(x, dtype=float)) / at) for x, at in zip((N, D), target, strict=True)]
+    heights = np.log([law.E, law.A * target[0]**-law.alpha, law.B * target[1]**-law.beta])
+    return log_law(*terms("chinchilla", logs), np.array([*heights, law.alpha, law.beta]))[1]
 
 
 def advice(law: Law, sizes, options: Options) -> list[str]:

@@ -231,6 +231,11 @@ def command(name: str, usage: str, options: type, work, arguments=None) -> int:
         return 2
 
 
+def listed(items, most: int = 6) -> str:
+    """Items in a sentence, the first `most` of them and how many more."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
 def read_text(path) -> str:
     """A file as text, "" where there is none; bytes that are not UTF-8 become a sign that says so."""
     return read_bytes(path).decode(errors="replace")

@@ -31,14 +31,13 @@ from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files,
 from scaling.laws import NAMES, Fit
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import load
-from scaling.records import LAW_FOLDER, Record, command, read_json, read_runs, read_study
+from scaling.records import LAW_FOLDER, Record, command, listed, read_json, read_runs, read_study
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 SAME = {"val_sha256": "validation set", "tokenizer_sha256": "tokenizer", "data_sha256": "training data"}
 # Keys of config.json that change neither weights nor times, or that the report is about.
 FREE = ("run", "out", "data.dir", "fp8.recipe", "log.", "profile")
 WEIGHTS = ("model.", "data.", "optim.", "seed", "steps", "tokens_per_param", "start_from")     # what pair_id is made of
-LISTED = 6      # differences, or runs, that a sentence names
 LOSS = ("max", "min", "mean", "final", "sd")
 CALM = 3        # a difference is smoothed over so many times as many steps as a loss: it is noise about little
 CPU = "A CPU has no FP8 units: its speeds say nothing about a GPU."
@@ -61,10 +60,6 @@ def main(arguments=None) -> int:
     """Run the command line; the exit code."""
     return command("report.py", __doc__, Options, lambda options: print(
         report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)), arguments)
-
-
-def _listed(items: list[str]) -> str:
-    return ", ".join(items[:LISTED]) + (f" and {len(items) - LISTED} more" if len(items) > LISTED else "")
 
 
 # --------------------------------------------------------------------------------------------- one training: its runs
@@ -114,7 +109,7 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
                   if first.settings.get(key) != arm.settings.get(key) and not key.startswith(FREE)]
         _check_one_training(first, arm, [one for one in unlike if one.startswith(WEIGHTS)])
         if unlike:
-            notes.append(f"{arm.label} differs from {first.label} beside the recipe: {_listed(unlike)}. The training is the "
+            notes.append(f"{arm.label} differs from {first.label} beside the recipe: {listed(unlike)}. The training is the "
                          "same; times and validations may not be alike")
     if first.record.recipe != "bf16":
         notes.append("no BF16 run among these: nothing to compare speed and loss with")
@@ -125,7 +120,7 @@ def _check_one_training(first: Arm, arm: Arm, unlike: list[str]) -> None:
     """Raise UserError where two runs differ in more than the precision: the sentence says in what."""
     both = f"{first.record.folder} ({first.label}) and {arm.record.folder} ({arm.label})"
     if arm.record.pair_id != first.record.pair_id:
-        raise UserError(f"{both} differ in more than the precision: {_listed(unlike) or 'their pair_id'}; give the runs of one "
+        raise UserError(f"{both} differ in more than the precision: {listed(unlike) or 'their pair_id'}; give the runs of one "
                         "training, alike in seed, data order and settings")
     for key, what in SAME.items():
         if (mine := first.summary.get(key)) != (its := arm.summary.get(key)):
@@ -297,7 +292,7 @@ def report_study(folder: Path) -> str:
     scores = {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law_folder.glob("score_*.json"))}
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
-    told += f"; missing: {_listed(lacking)}" * bool(lacking) + f"; held out: {_listed(held)}" * bool(held)
+    told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
     notes += _stale(records, law, "law.json") + _stale(records, precision, "precision.json")
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
@@ -315,13 +310,7 @@ def report_study(folder: Path) -> str:
                         f"{told}. This page: `python scaling/report.py --study {folder}`.",
                         *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
-               "runs": runs, "laws": {name: {"headline": group["headline"], **group["laws"][group["headline"]["form"]]}
-                                      for name, group in law.get("groups", {}).items()},
-               "predictions": [{**{key: getattr(one, key) for key in
-                                   ("target", "date", "sha256", "loss", "low", "high", "headline")},
-                                "scored": scores.get(one.target, {}).get("runs", [])} for one in predictions],
-               "gaps": precision.get("common", {}), "ranking": precision.get("ranking"),
-               "inputs": {record.run_id: record.summary_sha256 for record in records}}
+               "runs": runs, "inputs": {record.run_id: record.summary_sha256 for record in records}}
     write_files(folder, {"report.json": as_json(content), page.name: f"{MARK}\n{text}\n"})
     return f"{text}\n\nwrote {page}, report.json"
 
@@ -391,7 +380,7 @@ def _predictions(predictions, scores: dict, folder: Path) -> str:
     lacking = [one.target for one in predictions if one.target not in scores]
     return "\n\n".join([
         grid(lines) if predictions else _missing("a frozen prediction", f"fit.py {folder} --predict RUN"),
-        *[_missing(f"the score of {_listed(lacking)}", f"fit.py {folder} --score")] * bool(lacking),
+        *[_missing(f"the score of {listed(lacking)}", f"fit.py {folder} --score")] * bool(lacking),
         "Only a commit that holds a prediction and not its run shows that it is older."])
 
 
@@ -415,7 +404,7 @@ def _stale(records: list[Record], made: dict, name: str) -> list[str]:
     """Sentences where a file was made from other runs than those that are there now."""
     there = {record.run_id: record.summary_sha256 for record in records}
     changed = [one["run_id"] for one in made.get("inputs", []) if there.get(one["run_id"]) != one["summary_sha256"]]
-    return [f"{name} is not of these files: {_listed(changed)} went in with other bytes"] * bool(changed)
+    return [f"{name} is not of these files: {listed(changed)} went in with other bytes"] * bool(changed)
 
 
 def _figure(folder: Path, name: str) -> str:

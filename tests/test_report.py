@@ -308,8 +308,6 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
     for row in said["runs"]:
         assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
-    assert said["predictions"][0]["scored"][0]["error_percent"] == score["error_percent"]
-    assert said["gaps"]["tensorwise"]["bf16"] == found
     asked(capsys, report.main, "--study", study)
     assert (study / "README.md").read_text() == page
 

@@ -213,20 +213,6 @@ def test_cramer_rao_bounds_as_computed_elsewhere(sizes, ratios, prediction):
     assert 100 * bound(EPOCH, points(*ladder(sizes, ratios)), (1.5e9, 30e9)) == pytest.approx(prediction, abs=6e-3)
 
 
-def test_the_gradient_is_that_of_the_law():
-    """Central differences of ln L in each parameter, the factors' held at the target."""
-    N, D, target, h = *ladder((6e7, 3.5e8), (5, 40)), (1.5e9, 3e10), 1e-6
-    for i, name in enumerate(("E", "A", "B", "alpha", "beta")):
-        def moved(step, name=name):
-            law = replace(EPOCH, **{name: getattr(EPOCH, name) * np.exp(step) if name in "EAB" else getattr(EPOCH, name) + step})
-            if name == "alpha":
-                law = replace(law, A=law.A * target[0]**step)
-            if name == "beta":
-                law = replace(law, B=law.B * target[1]**step)
-            return np.log(law.loss(N, D))
-        assert gradient(EPOCH, N, D, target)[:, i] == pytest.approx((moved(h) - moved(-h)) / (2 * h), rel=1e-6, abs=1e-9)
-
-
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
 def test_points_of_one_trunk_share_their_noise(rho):
     N, D = ladder((60e6, 125e6, 250e6, 350e6), (5, 10, 20, 40))
