@@ -32,7 +32,7 @@ from runtime.cli import UserError, grid, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
-from scaling.laws import AXIS, DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
+from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
 from scaling.records import (
@@ -417,7 +417,7 @@ def _headline_lines(group) -> list[str]:
     what += f", {kind}N {_span(N.min(), N.max(), human)}"
     if "D" in group.x:
         what += f", {_span(*ray_of(group.points))} tokens per {kind}parameter"
-    lines = [what, f"  {group.headline}: {_formula(fit) or f'not fitted: {fit.reason}'}"]
+    lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",
                   f"    from {INTERVALS[fit.interval].format(fit.clusters, fit.resamples)}: the points' noise alone"]
@@ -430,16 +430,12 @@ def _headline_lines(group) -> list[str]:
     return lines
 
 
-def _formula(fit) -> str:
-    return "" if fit.objective is None else fit.formula(AXIS.get(fit.form, ""))
-
-
 def _intervals(fit) -> str:
     return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
 
 
 def _law_rows(group) -> list[dict]:
-    return [{"law": form, "n": fit.n, "fitted": _formula(fit), "95 %": _intervals(fit), "rms": fit.residual_rms,
+    return [{"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
              "not identified because": fit.reason} for form, fit in group.laws.items()]
 

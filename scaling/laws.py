@@ -138,8 +138,10 @@ class Fit:
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
 
-    def formula(self, symbol: str = "C") -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
+    def formula(self, symbol: str | None = None) -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted. symbol: of another abscissa."""
+        if self.objective is None:
+            return ""
         p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
         if self.form == "isoflop":
             return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
@@ -147,12 +149,12 @@ class Fit:
         if self.form.startswith("chinchilla"):
             return f"L = {floor}{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}"
         factor, exponent = NAMES[self.form][-2:]
-        return f"L = {floor}{p[factor]} {symbol}^-{p[exponent]}".replace("^--", "^")
+        return f"L = {floor}{p[factor]} {symbol or AXIS[self.form]}^-{p[exponent]}".replace("^--", "^")
 
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
-        return strict(content | self.parameters)
+        return strict(content | self.parameters | {"formula": self.formula()})
 
 
 def strict(value):

@@ -28,7 +28,6 @@ from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
 from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
-from scaling.laws import NAMES, Fit
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import load
 from scaling.records import LAW_FOLDER, Record, command, listed, read_json, read_runs, read_study
@@ -351,15 +350,11 @@ def _laws(law: dict, folder: Path) -> str:
         head = group["headline"]["form"]
         reasons.append(f"- {recipe}: {group['headline']['reason']}")
         for form in dict.fromkeys((head, "chinchilla")):
-            fit, names, cells = group["laws"][form], NAMES.get(form, ()), ["not fitted", "", ""]
-            if fit["objective"] is not None:
-                shape = Fit(form, {name: fit[name] for name in names}, fit["n"], fit["identified"], fit["reason"])
-                ends = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit["ci95"] or {}).items()
-                        if name in ("alpha", "beta", "a") or name == "gamma" and name in names]
-                cells = [shape.formula(form[-1].upper() if "power" in form else "C"), ", ".join(ends),
-                         f"{100 * fit['residual_rms']:.3f}"]
-            lines.append([recipe, form + " (headline)" * (form == head), *cells, str(fit["n"]),
-                          "yes" if fit["identified"] else f"no: {fit['reason']}"])
+            fit, shown = group["laws"][form], ("alpha", "beta", "a", "gamma")[:3 if form == "chinchilla" else 4]
+            ends = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit["ci95"] or {}).items() if name in shown]
+            residuals = "" if fit["residual_rms"] is None else f"{100 * fit['residual_rms']:.3f}"
+            lines.append([recipe, form + " (headline)" * (form == head), fit["formula"] or "not fitted", ", ".join(ends),
+                          residuals, str(fit["n"]), "yes" if fit["identified"] else f"no: {fit['reason']}"])
     return "\n\n".join([_figure(folder, "figure") + grid(lines), "\n".join(reasons)])
 
 
