@@ -93,10 +93,11 @@ def steps_axis(panel) -> None:
 
 
 def counts_axis(axis) -> None:
-    """A few round values in words on a log axis of counts whose limits stand."""
+    """A few round values in words on a log axis whose limits stand."""
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
+    axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
+        subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
     axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
     axis.set_minor_formatter(NullFormatter())
 

@@ -215,7 +215,6 @@ class Group:
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
     counts: dict = field(default_factory=dict)          # of runs: convention -> N or training FLOPs so counted
-    slopes: dict = field(default_factory=dict)          # of runs: convention -> -d ln L / d ln x of the power law
     by_convention: dict = field(default_factory=dict)   # of runs: convention of N, the fitted one first -> Chinchilla's law
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
@@ -261,7 +260,7 @@ class Group:
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
-                "form_doubt": self.form_doubt, "slopes": self.slopes, "allocation": self.allocation,
+                "form_doubt": self.form_doubt, "allocation": self.allocation,
                 "by_convention": {name: fit.plain() for name, fit in self.by_convention.items()}, "robustness": self.robustness}
 
 
@@ -282,8 +281,7 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, tuple(records), insist)
     by_convention = {own: group.laws["chinchilla"]} | {
         name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples) for name in COUNTS["N"] if name != own}
-    slopes = {name: fit_form("power_c", replace(points, C=values)).parameters["gamma"] for name, values in counts.items()}
-    return replace(group, counts=counts, slopes=slopes, by_convention=by_convention,
+    return replace(group, counts=counts, by_convention=by_convention,
                    curves=tuple(read_curve(record) for record in records), held_out=tuple(held))
 
 

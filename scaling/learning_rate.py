@@ -23,11 +23,10 @@ from typing import ClassVar
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
-from scaling.figures import RC, STYLES, as_json, sheet, write_with
+from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
 from scaling.records import LAW_FOLDER, command, read_json, read_runs, read_study, without_repeats
 
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
@@ -264,8 +263,7 @@ def draw(found: dict, name: str) -> Figure:
                 right.errorbar(sweep["N"], best["lr"], yerr=reach, color=color, marker=marker, capsize=2.5)
         for one in panels[0]:
             for axis in (one.xaxis, one.yaxis)[:1 + (one is not panel)]:
-                axis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_formatter=NullFormatter(),
-                         major_formatter=FuncFormatter(lambda value, _: si(value) if value >= 1 else f"{value:g}"))
+                counts_axis(axis)
             one.legend(frameon=False)
     return figure
 

@@ -71,11 +71,11 @@ def test_law_json_of_runs(ladder):
     assert ray["identified"] is False and ray["ci95"] is None and ray["starts_at_best"] == ray["starts"] == 15
     assert power["identified"] and power["ci95"]["gamma"][0] < power["gamma"] < power["ci95"]["gamma"][1]
     assert {"objective", "n", "gradient_norm", "singular_values", "residual_rms", "se", "reason"} <= power.keys()
-    # The slope under another convention is the power law on that convention's numbers.
+    # Under another convention it is the power law on that convention's numbers.
     runs = [summary(folder / "out" / f"{letter}_bf16") for letter in "abc"]
-    for name, factor in (("params_nonembed", None), ("flops_per_token_6n_nonembed", "tokens")):
-        x = [one[name] * (one[factor] if factor else 1) for one in runs]
-        assert group["slopes"][name] == pytest.approx(fit_power(x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
+    x = [one["flops_per_token_6n_nonembed"] * one["tokens"] for one in runs]
+    row = next(row for row in group["robustness"] if row["value"] == "flops_per_token_6n_nonembed")
+    assert row["gamma"] == pytest.approx(fit_power(x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
     assert len(content["inputs"]) == 6 and all(len(one["summary_sha256"]) == 64 for one in content["inputs"])
     first = content["inputs"][0]
     assert (first["N"], first["D"], first["trunk"]) == (38_912, 778_240, "a_bf16") and first["loss"] == runs[0]["loss_bf16"]
