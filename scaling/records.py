@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError, field_lines, read_options
-from runtime.rows import metrics_rows, read_bytes, read_rows
+from runtime.rows import metrics_rows, read_rows
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
@@ -234,11 +234,6 @@ def command(name: str, usage: str, options: type, work, arguments=None) -> int:
 def listed(items, most: int = 6) -> str:
     """Items in a sentence, the first `most` of them and how many more."""
     return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
-
-
-def read_text(path) -> str:
-    """A file as text, "" where there is none; bytes that are not UTF-8 become a sign that says so."""
-    return read_bytes(path).decode(errors="replace")
 
 
 def read_json(path: Path) -> dict:
