@@ -121,6 +121,11 @@ def asked(capsys, main, *words, code=0):
     return err
 
 
+def cells(text):
+    """The cells of each line of the Markdown tables in a text."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+
+
 def legend(figure):
     return [text.get_text() for text in figure.legends[0].get_texts()]
 

@@ -17,6 +17,7 @@ from scaling.fit import fit_group, fit_points, seed_noise
 from scaling.laws import Points, fit_power
 from scaling.records import read_runs
 from tests.test_laws import FOLDER, published
+from tests.test_laws import ladder as ladder_of
 
 
 def summary(folder):
@@ -239,13 +240,8 @@ def write_points(path, N, D, loss, head="Model Size,tokens,val"):
     return path
 
 
-def grid(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320)):
-    N, ratio = (a.ravel() for a in np.meshgrid(sizes, ratios, indexing="ij"))
-    return N, N * ratio
-
-
 def test_a_table_of_a_known_law(tmp_path, capsys, no_figure):
-    N, D = grid()
+    N, D, _ = ladder_of((3e7, 1e8, 3e8, 1e9), (5, 20, 80, 320))
     path = write_points(tmp_path / "points.csv", N, D, 1.8 + 400 * N**-0.34 + 1500 * D**-0.36)
     out, content = fitted(capsys, f"out={tmp_path / 'r'}", "--points", path, "--n=Model Size", "d=tokens", "--loss", "val")
     assert out.startswith("points.csv: 16 points, N 30M to 1B, 5 to 320 tokens per parameter\n  chinchilla: L = ")
@@ -269,7 +265,7 @@ def test_n_alone_gives_the_power_law_in_n(tmp_path, capsys):
 
 
 def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path, capsys, no_figure):
-    N, D = grid(np.geomspace(3e7, 1e9, 8), (0.1, 1, 5, 20, 80, 320))
+    N, D, _ = ladder_of(np.geomspace(3e7, 1e9, 8), (0.1, 1, 5, 20, 80, 320))
     early = D / N < 0.5
     loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.where(early, 1.3, 1)
     loss *= np.exp(np.random.default_rng(0).normal(0, 2e-3, 48))

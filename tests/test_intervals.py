@@ -213,8 +213,7 @@ def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
 
 
 def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0):
-    N, ratio = (a.ravel() for a in np.meshgrid(sizes, ratios, indexing="ij"))
-    D = N * ratio
+    N, D, _ = ladder(sizes, ratios)
     loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(0).normal(0, noise, len(N)))
     return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from scaling_runs import asked, cut, declare_branches, legend, strict, write_branches, write_run
+from scaling_runs import asked, cells, cut, declare_branches, legend, strict, write_branches, write_run
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
@@ -50,8 +50,7 @@ def run(capsys, folder, *arguments):
 def row(output, name, first="N"):
     """Cells of the line that holds `name`, in the table whose first column is `first`."""
     table = re.split(rf"^\| {first} ", output, maxsplit=1, flags=re.M)[1].split("\n\n")[0]
-    cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
-    return next(line for line in cells if name in line)
+    return next(line for line in cells(table) if name in line)
 
 
 # ------------------------------------------------------------------------------------------------------ statistics

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scaling_runs import asked, declare_branches, strict, write_branches, write_run
+from scaling_runs import asked, cells, declare_branches, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.dynamics import STYLES, read_history
@@ -86,8 +86,8 @@ def tables_of(text):
     found = {}
     for block in text.split("\n\n**")[1:]:
         title, body = block.split("**\n\n", 1)
-        lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in body.split("\n\n")[0].splitlines()]
-        found[title.split(" ")[0]] = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
+        head, *lines = cells(body.split("\n\n")[0])
+        found[title.split(" ")[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
     return found
 
 
@@ -107,14 +107,14 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys):
         assert row["utilisation_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_util_pct"] for one in train[1:]))
         assert row["memory_percent"]["min"] == 70 and row["mem_peak_gib"] == 55.5 and row["wall_s"] == 60
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else pytest.approx(SPEED[row["recipe"]] / 1000))
-    cells = tables_of(out)
-    assert cells["Time,"]["tensorwise"] == {
+    found = tables_of(out)
+    assert found["Time,"]["tensorwise"] == {
         "recipe": "tensorwise", "speed against BF16": "1.300", "tokens/s": "1,300", "steps [s]": f"{20 / 1.3 + 8:.2f}",
         "without compilation [s]": f"{20 / 1.3:.2f}", "compilation [s]": "8.00", "whole run [s]": "60.00",
         "memory allocated, mean [%]": "71.0", "memory, peak [GiB]": "55.50", "GPU utilisation, mean [%]": "88.0"}
-    loss = cells["Training"]["rowwise"]
+    loss = found["Training"]["rowwise"]
     assert (loss["max"], loss["min"], loss["final"], loss["steps"]) == ("6.0060", "2.0960", "2.0960", "40")
-    assert cells["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
+    assert found["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
 
 
 def test_gaps_are_those_of_the_pairs_and_a_repeat_of_the_bf16_run_has_one_too(runs, capsys):
@@ -294,11 +294,10 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
     found = strict(study / "law/precision.json")["common"]["tensorwise"]["bf16"]
     score, = strict(study / "law/score_s240000_bf16_1.json")["runs"]
     assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z; held out: s240000_bf16_1." in page
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
     assert ["all", "all", "tensorwise", f"{found['mean']:+.3f} ± {found['high'] - found['mean']:.3f}", "6"] in [
-        line[:5] for line in cells]
+        line[:5] for line in cells(out)]
     assert ["s240000_bf16_1", f"{score['loss']:.4f}", f"{score['error_percent']:+.2f}",
-            "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells]
+            "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells(out)]
     for group in law["groups"].values():
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page

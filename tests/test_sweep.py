@@ -24,7 +24,7 @@ from scaling.predict import digest
 from scaling.study import ENDED, expand, state_of
 from scaling.sweep import Cost, Options, costs_of, kind_of, table
 from tests.conftest import ROOT
-from tests.scaling_runs import asked
+from tests.scaling_runs import asked, cells
 from tests.study_cases import checkpoint, fake_sweep, finish, summaries, tiny_study
 
 OPTIONS = Options(study="x", start=2.0)
@@ -47,7 +47,7 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
 def told(rows, folder, options):
     """(rows of the grid as lists of cells, the lines below it)."""
     grid, *below = table(rows, folder, options)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in grid.splitlines() if "--" not in line], below
+    return cells(grid), below
 
 
 def test_the_table_by_hand(rows, tmp_path):
