@@ -17,12 +17,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from runtime.cli import UserError, grid
 from runtime.progress import si
 from runtime.rows import metrics_rows, read_rows
-from scaling.figures import RC, render, settle, sheet, steps_axis, write_files
+from scaling.figures import RC, counts_axis, render, settle, sheet, steps_axis, write_files
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project
 # A shape of its own for each name; any other name gets OTHER.
@@ -61,7 +61,6 @@ def _rows(run: Path, name: str, expected: str) -> list:
 
 
 # ------------------------------------------------------------------------------------------------------- a run's training
-
 
 @dataclass
 class History:
@@ -189,7 +188,7 @@ def _set_limits(panels, history: History) -> None:
     if len(norm) and np.quantile(norm, 0.002) > 0:
         panels["grad_norm"].set_yscale("log")
         panels["grad_norm"].set_ylim(np.quantile(norm, 0.002) / 1.3, 2 * np.quantile(norm, 0.98))
-        _few_log_ticks(panels["grad_norm"])
+        counts_axis(panels["grad_norm"].yaxis)
     panels["tok_per_s"].set_ylim(0, 1.15 * max(np.quantile(speed, 0.99), 1e-6) if len(speed) else 1)
     panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
     panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
@@ -198,16 +197,7 @@ def _set_limits(panels, history: History) -> None:
         panels[key].set_ylim(bottom=0)
 
 
-def _few_log_ticks(panel) -> None:
-    """A few values in words on a log axis, whose range may be less than a decade."""
-    low, high = panel.get_ylim()
-    panel.yaxis.set_major_locator(MaxNLocator(3) if high < 4 * low else LogLocator(subs=(1, 3), numticks=5))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y)))
-    panel.yaxis.set_minor_formatter(NullFormatter())
-
-
 # ------------------------------------------------------------------------------------------------------- what FP8 did inside
-
 
 @dataclass(frozen=True)
 class Probe:
@@ -288,9 +278,7 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 
 def draw_fp8(run: Path, folder: Path) -> None:
     """Write the figures of a run's probes into `folder`, print the table and what was left out.
-
-    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError where the run has no probe rows, where they are
-    damaged, or where `folder` cannot be written."""
+    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError: no probe rows, damaged ones, no such `folder`."""
     probe, notes, figures, name = read_probe(run / "probe.jsonl"), [], {}, run.resolve().name
     with matplotlib.rc_context(RC):
         if probe.layers:
@@ -403,7 +391,7 @@ def draw_outliers(probe: Probe, name: str) -> Figure:
         smallest, largest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
         if smallest > 0 and largest > 20 * smallest:
             panel.set_yscale("log")
-            _few_log_ticks(panel)
+            counts_axis(panel.yaxis)
         panel.set_ylabel(label)
         steps_axis(panel)
     figure.colorbar(ScalarMappable(norm, "viridis"), ax=panels, label="block", pad=0.01, ticks=MaxNLocator(6, integer=True),

@@ -13,7 +13,7 @@ import json
 import math
 import sys
 import textwrap
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,10 +25,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, help_page, read_options, run_command
+from runtime.cli import UserError, run_command
 from runtime.rows import write_atomically
 from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
+from scaling.records import command
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
@@ -56,11 +57,9 @@ FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewi
 
 # ------------------------------------------------------------------------------------------------ one style for all figures
 
-
 def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n_columns: int = 4, **shared):
     """An empty page of `size` inches, laid out by matplotlib: title, legend, panels with a grid, caption; (figure, panels).
-
-    The title heads the legend, because constrained layout would put the one on the other. shared: of Figure.subplots."""
+    The title heads the legend: constrained layout would put the one on the other. shared: of Figure.subplots."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     big = matplotlib.rcParams["font.size"]
@@ -97,10 +96,11 @@ def steps_axis(panel) -> None:
 
 
 def counts_axis(axis) -> None:
-    """A few round values in words on a log axis of counts whose limits stand."""
+    """A few round values in words on a log axis whose limits stand."""
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
+    axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
+        subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
     axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
     axis.set_minor_formatter(NullFormatter())
 
@@ -130,18 +130,26 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> None:
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
-def write_with(figure: Figure, folder: Path, name: str, content: dict, as_file: str) -> None:
-    """folder/name.png and .svg, then `content` as the JSON folder/as_file: whoever finds that finds all of it.
+def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str]) -> str:
+    """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words.
 
-    Raises UserError where the folder cannot be written."""
-    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    for form in ("png", "svg"):
-        write_files(folder, {f"{name}.{form}": render(figure, form)})
-    write_files(folder, {as_file: text})
+    Without a figure those of an earlier call go: beside the new text they would pass for its own. Raises UserError where the
+    folder cannot be written."""
+    names = [f"{name}.png", f"{name}.svg"]
+    for file in names if figure else ():
+        write_files(folder, {file: render(figure, file[-3:])})
+    write_files(folder, texts)
+    for file in () if figure else names:
+        (folder / file).unlink(missing_ok=True)
+    return f"wrote {folder}/: {', '.join([*texts, *names * bool(figure)])}"
+
+
+def as_json(content: dict) -> str:
+    """Strict JSON, dataclasses as objects."""
+    return json.dumps(content, indent=1, allow_nan=False, default=asdict) + "\n"
 
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
-
 
 def draw(groups, pairs, loss_key: str) -> Figure:
     """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
@@ -172,8 +180,7 @@ def draw(groups, pairs, loss_key: str) -> Figure:
 
 def _draw_losses(panel, groups, axis: str) -> None:
     """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
-
-    Colours are darker for larger models, over parameters for more tokens per parameter where points differ in that."""
+    Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
     low, high = span(groups, axis)
     grid, is_by_ratio = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups))
     each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
@@ -321,7 +328,6 @@ def name_of(group) -> str:
 
 # ------------------------------------------------------------------------------------------------------------ lines of the laws
 
-
 @dataclass(frozen=True)
 class Line:
     """A line of a law, arrays of one shape; `each`: its size or its tokens per parameter, None for one of all points."""
@@ -351,10 +357,8 @@ def is_spread(group) -> bool:
 
 
 def drawn(groups) -> tuple[list, list]:
-    """The groups that the figure shows, and those that it only names: of fewer sizes than another, or without an irreducible
-    loss that their points identify where some law has one.
-
-    A recipe tried at two sizes of four has a power law over its own sizes, which beside the others' frontier says nothing."""
+    """The groups that the figure shows; those that it only names, because their law says nothing beside the others' frontier: of
+    fewer sizes than another, or without an irreducible loss that their points identify where some law has one."""
     sizes = [len(np.unique(group.x["N"])) for group in groups]
     shown = [group for group, size in zip(groups, sizes, strict=True) if size == max(sizes)]
     has_floor = [group for group in shown if group.headline in ("chinchilla", "ray") and group.laws[group.headline].identified]
@@ -363,11 +367,8 @@ def drawn(groups) -> tuple[list, list]:
 
 
 def law_lines(group, axis: str, grid) -> list[Line]:
-    """The lines of the group's law over `grid`.
-
-    Where an identified L(N, D) heads the group: its frontier over compute, a line per size over tokens, a line per number of
-    tokens per parameter over parameters. Else one line over each axis where the points lie on one ray; where they do not,
-    over compute alone."""
+    """The lines of the group's law over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per
+    size over tokens, per ratio over parameters. Else one line over each axis on one ray; over compute alone off it."""
     law, points = group.laws["chinchilla"], group.points
     if not is_surface(group):
         is_drawn = axis in group.lines and (axis == "C" or not is_spread(group))
@@ -402,9 +403,8 @@ def _line(law, x, where, each=None) -> Line:
 
 
 def _cheapest(group, compute):
-    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are.
-
-    A vocabulary's share of a token's FLOPs falls with size, so that the best size is larger than 6 N D would have it."""
+    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are: the
+    vocabulary's share of a token's FLOPs falls with size, so the best size is larger than 6 N D would have it."""
     law = group.laws["chinchilla"]
     N, D, _ = frontier(law, compute)
     if group.records:
@@ -442,7 +442,6 @@ def smooth(x, loss) -> tuple[np.ndarray, np.ndarray]:
 
 # ------------------------------------------------------------------------------------------------------------------- command
 
-
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: str                    # folder of a run, such as out/RUN
@@ -453,20 +452,13 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Draw one run's figures; 0 on success, 2 with a sentence on stderr for a mistake in the run or the arguments."""
+    """Draw one run's figures; the exit code."""
     from scaling import dynamics  # here, because it imports this module
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(words):
-        print(help_page(__doc__))
-        return 0
-    try:
-        options = read_options(Options, words)
+
+    def work(options: Options) -> None:
         draw_run = dynamics.draw_fp8 if options.fp8 else dynamics.draw_run
         draw_run(Path(options.run), Path(options.out or Path(options.run) / "figures"))
-    except UserError as error:
-        print(f"scaling/figures.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command("figures.py", __doc__, Options, work, arguments)
 
 
 if __name__ == "__main__":

@@ -23,25 +23,26 @@ if __name__ == "__main__":
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, grid, help_page, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from scaling import predict
-from scaling.figures import draw, write_with
+from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
-from scaling.laws import AXIS, DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
+from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
 from scaling.records import (
     CONVENTIONS,
-    LAW_FOLDER,
     check_comparable,
+    command,
     counted_as,
     from_scratch,
+    law_folder,
     read_curve,
     read_runs,
     usable,
@@ -60,7 +61,7 @@ COUNTS = {
 }
 INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
              "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
-FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest")      # of Options
+FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest", "where")  # of Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,7 @@ class Options:
     c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
     cluster: str = ""               # table: column that names the training run; its points are not independent
     drop_highest: int = 0           # table: how many of the highest losses to leave out
+    where: tuple[str, ...] = ()     # table: --where COL=VALUE ...: keep rows with it; two values of one column keep either
     insist: bool = False            # headline L(N, D) even where it does not fit
     all: bool = False               # print everything
 
@@ -85,22 +87,16 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the data or the arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
-    try:
-        words, where = _conditions(arguments)
-        options = read_options(Options, words)
-        _check(options, where)
+    """Run the command line; the exit code."""
+    words, where = _conditions(sys.argv[1:] if arguments is None else arguments)
+
+    def work(options: Options) -> None:
+        options = replace(options, where=tuple(where))
+        _check(options)
         # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
         with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
-            _fit_table(options, where) if options.points else _fit_runs(options)
-    except UserError as error:
-        print(f"scaling/fit.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+            _fit_table(options) if options.points else _fit_runs(options)
+    return command("fit.py", __doc__, Options, work, words)
 
 
 def _conditions(words) -> tuple[list[str], list[str]]:
@@ -120,10 +116,9 @@ def _conditions(words) -> tuple[list[str], list[str]]:
     return rest, where
 
 
-def _check(o: Options, where) -> None:
+def _check(o: Options) -> None:
     """Refuse what does not go together."""
-    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)] + ["where"] * bool(
-        where and not o.points)
+    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
     table = next((path for path in o.paths if Path(path).is_file()), None)
     for is_wrong, sentence in (
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
@@ -133,34 +128,26 @@ def _check(o: Options, where) -> None:
             (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
             (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
             (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
-            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs"),
-            (not _folder(o), "out=DIR is missing: name the folder that receives law.json and the figure"),
-            (Path(_folder(o)).is_file(), f"out={o.out} is a file: name a folder")):
+            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs")):
         if is_wrong:
             raise UserError(sentence)
 
 
-def _folder(options: Options) -> str:
-    """Where law.json goes; "" where that is not said."""
-    alone = len(options.paths) == 1 and not (Path(options.paths[0]) / "summary.json").exists()
-    return options.out or (str(Path(options.paths[0]) / LAW_FOLDER) if alone else "")
-
-
 # ------------------------------------------------------------------------------------------------------- the two inputs
 
-
-def _fit_table(o: Options, where) -> None:
-    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, where, o.drop_highest, o.cluster or None)
+def _fit_table(o: Options) -> None:
+    folder = law_folder((), o.out)
+    chosen = read_points(o.points, o.n, o.loss, o.d or None, o.c or None, o.where, o.drop_highest, o.cluster or None)
     group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
     if all(fit.objective is None for fit in group.laws.values()):
         raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
     law = {"source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes, **group.plain()}
-    _write([group], [], "loss", law, Path(o.out))
-    _print([group], chosen.notes, [], Path(o.out), o.all)
+    _write([group], [], "loss", law, folder)
+    _print([group], chosen.notes, [], folder, o.all)
 
 
 def _fit_runs(o: Options) -> None:
-    folder, loss_key = Path(_folder(o)), f"loss_{o.loss or 'bf16'}"
+    folder, loss_key = law_folder(o.paths, o.out), f"loss_{o.loss or 'bf16'}"
     records, notes = read_runs(o.paths)
     for sieve in (usable, from_scratch, without_repeats):
         records, left_out = sieve(records)
@@ -191,15 +178,8 @@ def _fit_runs(o: Options) -> None:
                        "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key), "summary_sha256": r.summary_sha256}
                       for group in groups for r in group.records],
            "groups": {group.recipe: group.plain() for group in groups},
-           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {}),
-           "pairs": [{"pair_id": pair.bf16.pair_id, "bf16": pair.bf16.run_id, "fp8": pair.fp8.run_id,
-                      "gap_as_trained": asdict(pair.as_trained), "gap_bf16": asdict(pair.in_bf16),
-                      "tok_per_s_ratio": pair.tok_per_s_ratio} for pair in found]}
+           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {})}
     said = [_seeds(noise), _pairs(found)]
-    if o.all:
-        said += _table([{"FP8 run": pair.fp8.run_id, "N": human(pair.fp8.N), "tokens": human(pair.fp8.tokens),
-                         "gap as trained [%]": pair.as_trained.percent, "gap in BF16 [%]": pair.in_bf16.percent,
-                         "± [nats]": pair.in_bf16.se, "tok/s FP8/BF16": pair.tok_per_s_ratio} for pair in found])
     if o.predict:
         lines = predict.describe(predict.freeze(o.predict, groups, folder, loss_key, roots=roots, commit=o.commit or None))
         said += lines if o.all else [*lines[:2], lines[-1]]
@@ -214,18 +194,14 @@ def _write(groups, found, loss_key: str, law: dict, folder: Path) -> None:
     rays = [ray_of(group.points) for group in groups if "D" in group.x]
     ray = (min(low for low, _ in rays), max(high for _, high in rays)) if rays else None
     law = {"format_version": 2, "delta": DELTA, "tokens_per_param": ray, "one_ray": on_one_ray(ray), **law}
-    write_with(draw(groups, found, loss_key), folder, "figure", strict(law), "law.json")
+    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(strict(law))})
 
 
 # --------------------------------------------------------------------------------------- one group of points, its laws
 
-
 @dataclass(frozen=True)
 class Group:
-    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,).
-
-    Its headline is Chinchilla's L(N, D) where the points identify it and it fits them, else the ray law where they lie on
-    one ray and identify that, else a power law."""
+    """One recipe's runs, smallest compute first, or one table's points, with their laws; arrays have shape (n,)."""
 
     recipe: str                         # a table's file name where there are no runs
     records: tuple                      # of Record; () for a table
@@ -240,7 +216,6 @@ class Group:
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
     counts: dict = field(default_factory=dict)          # of runs: convention -> N or training FLOPs so counted
-    slopes: dict = field(default_factory=dict)          # of runs: convention -> -d ln L / d ln x of the power law
     by_convention: dict = field(default_factory=dict)   # of runs: convention of N, the fitted one first -> Chinchilla's law
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
@@ -264,9 +239,8 @@ class Group:
     @cached_property
     def allocation(self) -> dict[str, float]:
         """Convention of C -> the exponent a of N* ~ C^a so counted; {} without runs or an identified L(N, D).
-
-        FLOPs per token grow as N^k with k below 1, attention and head being less than proportional: minimising L(N, D) at
-        constant N^k D gives a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
+        FLOPs per token grow as N^k, k below 1 for attention and head: the minimum of L(N, D) at constant N^k D has
+        a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
         law = self.laws["chinchilla"]
         if not self.counts or not law.identified:
             return {}
@@ -287,17 +261,15 @@ class Group:
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
-                "form_doubt": self.form_doubt, "slopes": self.slopes, "allocation": self.allocation,
+                "form_doubt": self.form_doubt, "allocation": self.allocation,
                 "by_convention": {name: fit.plain() for name, fit in self.by_convention.items()}, "robustness": self.robustness}
 
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
               insist: bool = False) -> Group:
     """Fit every law to the runs of one recipe; a law that the runs cannot carry is there with the reason.
-
-    seed_sd: standard deviation of ln(loss) between seeds; None estimates it from runs that differ in the seed alone.
-    held: held-out runs (predict.Held), carried along for the figure. resamples: of the bootstrap over trunks, where
-    there are enough of them; 0 leaves t-intervals that take every run for an independent one."""
+    seed_sd: of ln(loss) between seeds; None estimates it. held: of predict.Held, carried along for the figure. resamples: of the
+    bootstrap; 0 leaves t-intervals that take every run for an independent one."""
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
     # FLOPs are whole numbers of FLOPs per token times tokens, rounded to a float once.
@@ -310,8 +282,7 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, tuple(records), insist)
     by_convention = {own: group.laws["chinchilla"]} | {
         name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples) for name in COUNTS["N"] if name != own}
-    slopes = {name: fit_form("power_c", replace(points, C=values)).parameters["gamma"] for name, values in counts.items()}
-    return replace(group, counts=counts, slopes=slopes, by_convention=by_convention,
+    return replace(group, counts=counts, by_convention=by_convention,
                    curves=tuple(read_curve(record) for record in records), held_out=tuple(held))
 
 
@@ -354,9 +325,8 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
-    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom.
-
-    Recipes and branches of one size and seed share their data and most of their training: they add no freedom."""
+    """Pooled standard deviation of ln(loss) among runs that differ in the seed alone, with its degrees of freedom: recipes and
+    branches of one size and seed share their data and most of their training, so they add none."""
     alike, seeds = {}, {}
     for record in records:
         key = (record.recipe, record.params_total, record.params_matmul, record.tokens, record.decays_from)
@@ -385,9 +355,7 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
 
 
 def _lines(laws, headline, x, points, seed_sd, ray):
-    """What the figure draws: a law per axis, and the forms of its band.
-
-    Nothing where L(N, D) is headlined: over one axis alone it is no curve."""
+    """What the figure draws: a law per axis, and the forms of its band; nothing where L(N, D) is headlined, which is no curve."""
     lines, bands = {}, {}
     for axis in x if headline != "chinchilla" else ():
         power = laws[f"power_{axis.lower()}"]
@@ -404,7 +372,6 @@ def _lines(laws, headline, x, points, seed_sd, ray):
 
 
 # --------------------------------------------------------------------------------------------------- text for a terminal
-
 
 def _print(groups, notes, said, folder: Path, everything: bool) -> None:
     """Warnings, headlines, notes and what else is `said`; all tables where everything is wanted, else at most LINES."""
@@ -449,7 +416,7 @@ def _headline_lines(group) -> list[str]:
     what += f", {kind}N {_span(N.min(), N.max(), human)}"
     if "D" in group.x:
         what += f", {_span(*ray_of(group.points))} tokens per {kind}parameter"
-    lines = [what, f"  {group.headline}: {_formula(fit) or f'not fitted: {fit.reason}'}"]
+    lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",
                   f"    from {INTERVALS[fit.interval].format(fit.clusters, fit.resamples)}: the points' noise alone"]
@@ -462,24 +429,18 @@ def _headline_lines(group) -> list[str]:
     return lines
 
 
-def _formula(fit) -> str:
-    return "" if fit.objective is None else fit.formula(AXIS.get(fit.form, ""))
-
-
 def _intervals(fit) -> str:
     return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
 
 
 def _law_rows(group) -> list[dict]:
-    return [{"law": form, "n": fit.n, "fitted": _formula(fit), "95 %": _intervals(fit), "rms": fit.residual_rms,
+    return [{"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
              "not identified because": fit.reason} for form, fit in group.laws.items()]
 
 
 def _table(rows: list[dict]) -> list[str]:
-    """Rows as a table with a column for each key that some row fills, numbers with four digits; nothing without rows."""
-    if not rows:
-        return []
+    """Rows as a table with a column for each key that some row fills, numbers with four digits."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     return grid([names, *([f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name) or "") for name in names]
                           for row in rows)]).split("\n")

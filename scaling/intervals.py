@@ -39,12 +39,9 @@ MANY = 2000                         # points: a quarter of the resamples must do
 
 
 def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
-    """The fit with the intervals that its trajectories allow, which also judge anew whether an exponent's holds 0; a fit
-    that its design does not identify as it is.
-
-    Every point a trajectory of its own and fewer than CLUSTERS of them: Student's t, as fitted. Trajectories that share
-    points, fewer than CLUSTERS: the jackknife over them, t of one less than their number. From CLUSTERS on: the bootstrap,
-    unless seeds differ by more than the residuals, of which a bootstrap knows nothing."""
+    """The fit with the intervals that its trajectories allow, which judge anew whether an exponent's holds 0.
+    Every point its own trajectory and fewer than CLUSTERS: Student's t, as fitted. Shared trajectories, fewer than CLUSTERS: the
+    jackknife over them. From CLUSTERS on: the bootstrap, unless seeds differ by more than the residuals, which it cannot know."""
     if fit.ci95 is None or fit.optimum is None:
         return fit
     clusters = len(np.unique(points.cluster))
@@ -85,10 +82,8 @@ def jackknife(fit: Fit, points: Points):
 
 def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
     """The fit with standard errors, covariance and 95 % percentile intervals over `resamples` draws of as many trajectories as
-    there are, with replacement; `failed` counts those without a converged fit, which are left out.
-
-    With every point its own trajectory the draws are those of np.random.seed(seed); np.random.choice(n, n), which is how
-    Besiroglu et al. 2024 made theirs."""
+    there are, with replacement; `failed` counts those without a converged fit. With every point its own trajectory the draws
+    are Besiroglu et al. 2024's: np.random.seed(seed); np.random.choice(n, n)."""
     labels, member = np.unique(points.cluster, return_inverse=True)
     rng, best = np.random.RandomState(seed), fit.optimum
     counts = np.array([np.bincount(rng.choice(len(labels), len(labels)), minlength=len(labels)) for _ in range(resamples)], float)
@@ -112,15 +107,11 @@ def _logs(fit: Fit, points: Points) -> list[np.ndarray]:
 
 # --------------------------------------------------------------------------------------------------------- lack of fit
 
-
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
-    """How Chinchilla's law misses its points, and the same law without the earliest of them; None where it fits.
-
-    It misses them where its residuals exceed MISSES: a law that is off by less than a per cent is of use, whatever the test.
-    Noise is the seeds' standard deviation where that is known, else that of repeats (equal N and D), else of neighbours: what
-    the residuals of a point and of the nearest one of another trajectory differ by, half of which is the law's own error only
-    where the grid is coarse. Early points (few tokens per parameter) lie above any such law, so the fewest of them that let
-    the rest fit are named: {residual_rms, noise, noise_of, by_ratio, below, left_out (indices), without (Fit)}."""
+    """How Chinchilla's law misses its points (residuals above MISSES), and the same law without the earliest; None where it fits.
+    Noise: the seeds' SD where known, else of repeats (equal N and D), else of neighbours, by what the residuals of a point and of
+    the nearest one of another trajectory differ. Points of few tokens per parameter lie above any such law; the fewest that let
+    the rest fit are named: {residual_rms, noise, noise_of, below, left_out (indices), without (Fit)}."""
     least, times = MISSES
     if fit.residual_rms is None or fit.residual_rms <= least:
         return None
@@ -130,10 +121,8 @@ def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
     if fit.residual_rms <= limit:
         return None
     order, ratio = np.argsort(points.D / points.N, kind="stable"), points.D / points.N
-    by_ratio = [{"low": float(ratio[some].min()), "high": float(ratio[some].max()), "n": len(some),
-                 "mean_percent": float(100 * np.expm1(residual[some].mean()))} for some in np.array_split(order, 6) if len(some)]
-    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "by_ratio": by_ratio, "below": None,
-             "left_out": [], "without": None}
+    found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
+             "without": None}
     for share in SHARES:
         below = ratio[order[round(share * len(order))]]
         some = np.flatnonzero(ratio >= below * (1 - 1e-9))
@@ -164,13 +153,10 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
 
 # ---------------------------------------------------------------------------------------------------------- robustness
 
-
 def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format) -> list[dict]:
-    """The declared fit and every variant of it, to show how much of a law is choice: the k highest losses left out, Huber's
-    threshold, another way of counting, each size left out (with the error of predicting it). Strict JSON; a variant that
-    cannot be fitted has its reason.
-
-    counts: convention -> N of shape (n,), for laws in N; or C for laws in C. say: a size in words."""
+    """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
+    out (with the error of predicting it). Strict JSON; a variant that cannot be fitted has its reason.
+    counts: convention -> N (n,) for laws in N, or C for laws in C. say: a size in words."""
     order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
     found = [_row("declared", "", points, form)]
     for k in DROPS:
@@ -186,9 +172,8 @@ def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None =
 
 
 def sizes(N) -> list[np.ndarray]:
-    """A mask of shape (n,) for each size, or for each of MOST_SIZES groups of neighbours where there are more; none of one size.
-
-    Sizes within 1 % count as one: counts read off a figure are not exact."""
+    """A mask of shape (n,) for each size (within 1 %: counts read off a figure are not exact), or for each of MOST_SIZES groups
+    of neighbours where there are more; none of one size."""
     order = np.argsort(N, kind="stable")
     index = np.empty(len(N), dtype=int)
     index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])

@@ -50,12 +50,10 @@ BENT = 0.05                 # chance of refusing a window in which the cubic hol
 
 # ------------------------------------------------------------------------------------------------- what a fitted law is
 
-
 @dataclass(frozen=True, eq=False)
 class Points:
-    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label.
-
-    Raises UserError where a value is not finite or not above zero."""
+    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label. Raises
+    UserError where a value is not finite or not above zero."""
 
     N: np.ndarray
     D: np.ndarray
@@ -140,8 +138,10 @@ class Fit:
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
 
-    def formula(self, symbol: str = "C") -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155."""
+    def formula(self, symbol: str | None = None) -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted. symbol: of another abscissa."""
+        if self.objective is None:
+            return ""
         p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
         if self.form == "isoflop":
             return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
@@ -149,12 +149,12 @@ class Fit:
         if self.form.startswith("chinchilla"):
             return f"L = {floor}{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}"
         factor, exponent = NAMES[self.form][-2:]
-        return f"L = {floor}{p[factor]} {symbol}^-{p[exponent]}".replace("^--", "^")
+        return f"L = {floor}{p[factor]} {symbol or AXIS[self.form]}^-{p[exponent]}".replace("^--", "^")
 
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
-        return strict(content | self.parameters)
+        return strict(content | self.parameters | {"formula": self.formula()})
 
 
 def strict(value):
@@ -174,12 +174,10 @@ def unfitted(form: str, n: int, reason: str) -> Fit:
 
 # ---------------------------------------------------------------------------------------------------------- the laws
 
-
 def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
     """Any form fitted to the points; where they cannot carry it, a Fit that says why.
-
-    seed_sd: standard deviation of ln L between seeds, a floor under the residuals when intervals are drawn.
-    delta: Huber's threshold on ln L, None for plain squares; isoflop has none."""
+    seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for
+    squares."""
     try:
         if form == "chinchilla":
             return fit_chinchilla(points.N, points.D, points.loss, seed_sd=seed_sd, delta=delta)
@@ -197,10 +195,8 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
 
 
 def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed.
-
-    seed_sd and delta as in fit_form. Raises UserError for points that are not finite, not positive, or fewer than the
-    parameters."""
+    """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed. Raises
+    UserError for points that are not finite, not positive, or fewer than the parameters."""
     size = 3 if gamma is None else 2
     logs, y, centres = centred_logs((C,), L, distinct=size)
     starts = []
@@ -221,22 +217,18 @@ def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None =
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
-    """The model-form envelope: the pure power law, then two-parameter ray laws with exponents factor * GAMMAS, without those
-    that would need E below zero. The spread of these forms beyond the points is the honest uncertainty of few points;
-    residuals know nothing of it."""
+    """The model-form envelope: the pure power law, then two-parameter rays with exponents factor * GAMMAS that need no E below
+    zero. Their spread beyond the points is the honest uncertainty of few points; residuals know nothing of it."""
     rays = [fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS]
     return [fit_power(x, L, axis), *(fit for fit in rays if fit.parameters["E"] >= COLLAPSED * np.min(L))]
 
 
 def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
                    raw: bool = False) -> Fit:
-    """Fit E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3) to N, D, L of shape (n,).
-
-    tied: beta = alpha, as in Gadre et al. 2024 and Kumar et al. 2024. raw: squares of L itself instead of Huber's loss of
-    ln L, Gadre's objective (scipy's curve_fit); the objective is then in nats squared.
-
-    Adds N* ~ C^a, D* ~ C^b and L* - E ~ C^-gamma of the frontier, C = 6 N D. seed_sd and delta as in fit_form. Raises
-    UserError as fit_ray does; a design that cannot identify the law is fitted and says so."""
+    """Fit E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3) to N, D, L of shape (n,); with its frontier at C = 6 N D:
+    N* ~ C^a, D* ~ C^b, L* - E ~ C^-gamma.
+    tied: beta = alpha (Gadre et al. 2024, Kumar et al. 2024). raw: squares of L itself, Gadre's objective, in nats squared.
+    Raises UserError as fit_ray does; a design that cannot identify the law is fitted and says so."""
     form = "chinchilla_tied" if tied else "chinchilla"
     logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)
     loss, starts = np.exp(y), []
@@ -289,7 +281,6 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 
 # ----------------------------------------------------------------------------------------------- one optimum, certified
 
-
 def checked(name: str, values) -> np.ndarray:
     """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
     values = np.asarray(values, dtype=float)
@@ -334,9 +325,8 @@ def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, 
 
 
 def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
-    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t of dof degrees.
-
-    An unidentified fit keeps none; one whose exponents' intervals hold 0 becomes unidentified."""
+    """The fit with se and ci95 from a covariance of theta, by the delta method and Student's t; an unidentified fit keeps
+    none."""
     best = replace(fit.optimum, covariance=covariance, dof=dof)
     fit = replace(fit, optimum=best)
     if not fit.identified:
@@ -372,7 +362,6 @@ def _lacking(form, values, y, n, p) -> str | None:
 
 
 # ----------------------------------------------------------------------------------------------- a law in its own terms
-
 
 def terms(form: str, logs, gamma: float | None = None):
     """(slopes (n, terms, p), offsets (n, terms)) with ln L = logsumexp over terms of slopes @ theta + offsets."""
@@ -428,14 +417,11 @@ def back(name: str, value: float) -> float:
 
 # -------------------------------------------------------------------------------------------------- many starts at once
 
-
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
     """(theta, Jacobian, residual, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-
-    delta None: plain squares; raw: squares of the loss instead of its logarithm. Below DELTA the starts descend with
-    DELTA, and their best then follows delta down by halves: as delta goes to 0 the objective becomes the least absolute
-    deviation, whose gradient jumps. raw descends in the logarithm, and its best finishes in the loss. Jacobian and residual
-    are of ln loss (of loss over its geometric mean where raw)."""
+    delta None: plain squares; raw: squares of the loss, in which the best start finishes; Jacobian and residual are then of the
+    loss over its geometric mean. Below DELTA the starts descend with DELTA and their best follows delta down by halves: as delta
+    goes to 0 the objective becomes the least absolute deviation, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
     scale = np.exp(y.mean()) if raw else 1.0
 
@@ -510,9 +496,8 @@ def _descend(starts, slopes, offsets, y, delta, weights, limit, are_few):
 
 
 def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
-    """(cost (B,), gradient (B, p), Gauss-Newton curvature (B, p, p), size (B, p)) of sum w Huber(r / delta).
-
-    Where Huber is linear it has no curvature; size is the diagonal of plain squares, the measure of a step."""
+    """(cost (B,), gradient (B, p), Gauss-Newton curvature (B, p, p), size (B, p)) of sum w Huber(r / delta), which has no
+    curvature where it is linear; size is the diagonal of plain squares, the measure of a step."""
     n, terms, p = slopes.shape
     unit = delta or 1.0
     share = offsets + (np.matmul(slopes[None], theta[:, None, :, None])[..., 0] if are_few else
@@ -545,18 +530,13 @@ def inefficiency(sigma: float, delta: float | None) -> float:
 
 # ----------------------------------------------------------------------------- IsoFLOP (Hoffmann et al., approaches 1, 2)
 
-
 def fit_isoflop(points: Points) -> Fit:
     """N* = k_n C^a and D* = k_d C^b over budgets of equal compute, by least squares on logarithms.
-
-    A budget's minimum is that of a cubic in ln N through the losses of the sizes within a window around it. (A parabola's
-    vertex is biased where the curve is not one; curves through every point follow the noise.) E + A/N^alpha + B/D^beta has one
-    shape around N* at every budget, so what bias the cubic of L (not of ln L) has is a factor on N*, not on a. Used is the
-    widest of WINDOWS in which a quartic term does nothing for the budgets together, a rule that sees residuals and not a. How
-    much a differs over the windows that pass (over all of them where none does) widens its interval.
-
-    Intervals are Student's t over budgets, or over trajectories (each left out once) where one trajectory serves several
-    budgets, whose minima then share its luck. D* is read off the points' own D at N*, so C may follow any convention."""
+    A budget's minimum is that of a cubic in ln N through the sizes within a window around it; a parabola's vertex is biased. The
+    law has one shape around N* at every budget, so the cubic's bias is a factor on N*, not on a. Used is the widest of WINDOWS in
+    which a quartic term does nothing for the budgets together; how a differs over those that pass widens its interval.
+    Intervals are Student's t over budgets, or over trajectories (each left out once) where one serves several budgets. D* is read
+    off the points' own D at N*, so C may follow any convention."""
     minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
     found = {window: _allocation(points, np.arange(n), window, minimum) for window in WINDOWS}
     fitted = [window for window in WINDOWS if found[window]["values"] is not None]

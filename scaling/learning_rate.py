@@ -23,12 +23,11 @@ from typing import ClassVar
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from runtime.cli import UserError, grid, help_page, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
-from scaling.figures import RC, STYLES, sheet, write_with
-from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
+from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
+from scaling.records import LAW_FOLDER, command, read_json, read_runs, read_study, without_repeats
 
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
 NEAR = 0.03         # a wider parabola takes losses within 3 % of the lowest: farther off the curve is none
@@ -50,22 +49,17 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command; 0 where there is an optimum, 3 where rates are missing, 2 with a sentence on stderr for a mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(help_page(__doc__))
-        return 0 if arguments else 2
-    try:
-        options = read_options(Options, arguments)
-        folder = Path(options.runs)
-        trials, notes = read_trials(folder)
-        found = analyse(trials, options.at)
-        out = Path(options.out or folder / LAW_FOLDER)
-        write_with(draw(found, folder.resolve().name), out, "learning_rate", found, "learning_rate.json")
-    except UserError as error:
-        print(f"scaling/learning_rate.py: {error}", file=sys.stderr)
-        return 2
-    print("\n".join([*notes, tables(found), "", f"wrote {out / 'learning_rate.json'}, .png, .svg"]))
+    """Run the command line; the exit code, 3 where rates are missing."""
+    return command("learning_rate.py", __doc__, Options, _run, arguments)
+
+
+def _run(options: Options) -> int:
+    folder = Path(options.runs)
+    trials, notes = read_trials(folder)
+    found = analyse(trials, options.at)
+    wrote = write_with(Path(options.out or folder / LAW_FOLDER), "learning_rate", draw(found, folder.resolve().name),
+                       {"learning_rate.json": as_json(found)})
+    print("\n".join([*notes, tables(found), "", wrote]))
     return 0 if found["base"] else 3
 
 
@@ -86,10 +80,9 @@ class Trial:
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
-    """The sweep's runs under `folder`, by size, tokens, rate and seed; plus a line for each folder left out.
-
-    A run of study.json without a summary.json is unfinished, or diverged where it stopped itself (diagnosis.json). Raises
-    UserError: no such folder, no finished run, a damaged file, runs that differ in more than the rate, the seed and the size."""
+    """The sweep's runs by size, tokens, rate and seed; plus a line for each left out. A run of study.json without a summary.json
+    is unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
+    differ in more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
     records, repeats = without_repeats(records)
     trials, first = [], {}
@@ -270,8 +263,7 @@ def draw(found: dict, name: str) -> Figure:
                 right.errorbar(sweep["N"], best["lr"], yerr=reach, color=color, marker=marker, capsize=2.5)
         for one in panels[0]:
             for axis in (one.xaxis, one.yaxis)[:1 + (one is not panel)]:
-                axis.set(major_locator=LogLocator(subs=(1, 2, 5)), minor_formatter=NullFormatter(),
-                         major_formatter=FuncFormatter(lambda value, _: si(value) if value >= 1 else f"{value:g}"))
+                counts_axis(axis)
             one.legend(frameon=False)
     return figure
 

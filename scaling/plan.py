@@ -21,14 +21,15 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, grid, help_page, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.config import FP8Config, RecipeName, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
 from runtime.roofline import modelled_ratio
+from scaling.laws import log_law, terms
 from scaling.pairs import EPOCH, Surface
-from scaling.records import read_json, read_runs, usable, without_repeats
+from scaling.records import command, read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
@@ -72,17 +73,8 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0 if arguments else 2
-    try:
-        print("\n".join(plan(read_options(Options, arguments))))
-    except UserError as error:
-        print(f"scaling/plan.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    """Run the command line; the exit code."""
+    return command("plan.py", __doc__, Options, lambda options: print("\n".join(plan(options))), arguments)
 
 
 def plan(options: Options) -> list[str]:
@@ -159,10 +151,8 @@ def _near(values: dict[int, float], N: float) -> float:
 
 
 def tokens(N, sizes, flops: float, in_fp8: bool):
-    """Training tokens of an N-parameter model for `flops` at the BF16 peak; between the sizes by interpolation in ln N.
-
-    Beyond the smallest and the largest, MFU and speed-up stay, and attention's share of a token's FLOPs falls as N^-1/3,
-    as it does when depth grows with width."""
+    """Training tokens of an N-parameter model for `flops` at the BF16 peak; between the sizes by interpolation in ln N, beyond
+    them with attention's share of a token's FLOPs falling as N^-1/3, as it does when depth grows with width."""
     N, at = np.asarray(N, dtype=float), np.log([size.N for size in sizes])
 
     def along(values):
@@ -175,9 +165,8 @@ def tokens(N, sizes, flops: float, in_fp8: bool):
 
 
 def optimum(surface: Surface, sizes, flops: float, in_fp8: bool) -> tuple[float, float]:
-    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it.
-
-    A relative gap that is the same for every size moves the loss, not the optimum."""
+    """(N*, D*): the size whose loss is lowest when it trains on as many tokens as the budget buys it; a gap that is the same
+    share of the loss for every size does not move it."""
     def loss(log_n):
         return surface.loss(np.exp(log_n), tokens(np.exp(log_n), sizes, flops, in_fp8))
 
@@ -213,9 +202,8 @@ class Law:
 
 
 def read_law(path: str | None) -> Law:
-    """The BF16 runs' own Chinchilla law from a law.json; else Epoch's, saying so.
-
-    Raises UserError for a file that cannot be read, KeyError or TypeError for one of another version."""
+    """The BF16 runs' own Chinchilla law from a law.json; else Epoch's, saying so. Raises UserError for a file that cannot be
+    read, KeyError or TypeError for one of another version."""
     published = f"{EPOCH.source}: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
         return Law(EPOCH, published)
@@ -252,10 +240,8 @@ def read_gap(options: Options, sizes) -> tuple[float, str]:
 
 def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float | None:
     """The least standard error of ln L at target = (N, D) from runs at points (N, D, trajectory); None if they identify no law.
-
-    The Cramer-Rao bound: if the law is about right and each run's ln(loss) carries noise SIGMA, correlated by rho within a
-    trajectory, no unbiased fit has a smaller one. It knows nothing of a wrong form or of badly tuned sizes, so it ranks
-    designs; fit.py --predict says how wide an interval really is."""
+    The Cramer-Rao bound for noise SIGMA of each run's ln(loss), correlated by rho within a trajectory. It knows nothing of a
+    wrong form or of badly tuned sizes, so it ranks designs; fit.py --predict says how wide an interval really is."""
     N, D, trunks = zip(*points, strict=True) if points else ((), (), ())
     rows = gradient(law, N, D, target) / SIGMA
     labels, member = np.unique(np.asarray(trunks, dtype=str), return_inverse=True)
@@ -277,11 +263,9 @@ def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float |
 
 def gradient(law, N, D, target) -> np.ndarray:
     """d ln L / d (ln E, ln of either term at target = (N, D), alpha, beta) at N, D of shape (n,); (n, 5)."""
-    N, D = np.atleast_1d(np.asarray(N, dtype=float)), np.atleast_1d(np.asarray(D, dtype=float))
-    size, data = law.A * N**-law.alpha, law.B * D**-law.beta
-    loss = law.E + size + data
-    return np.column_stack([law.E / loss, size / loss, data / loss, -np.log(N / target[0]) * size / loss,
-                            -np.log(D / target[1]) * data / loss])
+    logs = [np.log(np.atleast_1d(np.asarray(x, dtype=float)) / at) for x, at in zip((N, D), target, strict=True)]
+    heights = np.log([law.E, law.A * target[0]**-law.alpha, law.B * target[1]**-law.beta])
+    return log_law(*terms("chinchilla", logs), np.array([*heights, law.alpha, law.beta]))[1]
 
 
 def advice(law: Law, sizes, options: Options) -> list[str]:

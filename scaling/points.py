@@ -14,7 +14,7 @@ import numpy as np
 
 from runtime.cli import UserError, nearest
 from scaling.laws import Points
-from scaling.records import LARGEST
+from scaling.records import LARGEST, listed
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 MISSING = {"", "nan", "na", "n/a", "null", "none", "inf", "+inf", "-inf", "infinity", "-infinity"}     # of a loss
@@ -35,11 +35,9 @@ class Selection:
 def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = None, where=(), drop_highest: int = 0,
                 cluster: str | None = None) -> Selection:
     """Points of a comma-, tab- or semicolon-separated table with one header line (UTF-8).
-
-    n, loss, d, c, cluster: column names. With c, D = C / (6 N); with d, C = 6 N D; with neither only N is known.
-    where: texts COLUMN=VALUE; a row must have, in each column named, one of the values given for it.
-    drop_highest: leave out that many of the highest losses. cluster: rows with equal text there are one trajectory.
-    Raises UserError for a table, a column, a condition or a cell that cannot be meant."""
+    n, loss, d, c, cluster: column names; with c, D = C / (6 N); with d, C = 6 N D; with neither only N is known. where: texts
+    COLUMN=VALUE; a row must have one of the values given for each column. drop_highest: so many of the highest losses are left
+    out. cluster: equal text there is one trajectory. Raises UserError for what cannot be meant."""
     path = Path(path)
     if d is not None and c is not None:
         raise UserError("d and c are both given; choose one: with d, C = 6 N D; with c, D = C / (6 N)")
@@ -69,8 +67,8 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
                         "C": f"column {c!r}" if c else "6 N D" if d else None,
                         "loss": f"column {loss!r}, taken as nats per token"},
     }
-    notes = [f"left out {len(lines)} of {len(chosen)} rows, {why}: line{'s' * (len(lines) > 1)} {_listed(lines)}" for why, lines
-             in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
+    notes = [f"left out {len(lines)} of {len(chosen)} rows, {why}: line{'s' * (len(lines) > 1)} {listed(lines, SHOWN)}"
+             for why, lines in (("their loss is empty or not finite", missing), ("the highest losses", dropped)) if lines]
     if filters:
         conditions = "; ".join(f"{name} = {' or '.join(some)}" for name, some in filters.items())
         notes.insert(0, f"{len(chosen)} of {len(rows)} rows of {path.name} meet {conditions}")
@@ -128,8 +126,8 @@ def _filter(path, rows, where):
     for condition in where:
         name, _, value = (part.strip() for part in condition.partition("="))
         if not any(_equal(row[name], value) for row in rows.values()):
-            raise UserError(f"{path}: no row has {name}={value}; values there: "
-                            f"{_listed(list(dict.fromkeys(row[name] for row in rows.values())))}")
+            there = dict.fromkeys(row[name] or "(empty)" for row in rows.values())
+            raise UserError(f"{path}: no row has {name}={value}; values there: {listed([*there], SHOWN)}")
         filters.setdefault(name, []).append(value)
     chosen = {line: row for line, row in rows.items()
               if all(any(_equal(row[name], value) for value in values) for name, values in filters.items())}
@@ -143,8 +141,3 @@ def _equal(cell: str, value: str) -> bool:
     if NUMBER.fullmatch(cell) and NUMBER.fullmatch(value):
         return float(cell) == float(value)
     return cell == value
-
-
-def _listed(values) -> str:
-    shown = ", ".join(str(value) or "(empty)" for value in values[:SHOWN])
-    return shown + (f" and {len(values) - SHOWN} more" if len(values) > SHOWN else "")

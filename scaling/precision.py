@@ -12,11 +12,9 @@ its standard error over validation sequences is evaluation noise alone.
 """
 
 import itertools
-import json
 import math
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import matplotlib
@@ -25,11 +23,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, grid, help_page, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
 from scaling import pairs, report
-from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, styles, write_files
-from scaling.records import LAW_FOLDER, check_comparable, counted_as, read_runs, usable
+from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
+from scaling.records import check_comparable, command, counted_as, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -55,18 +53,17 @@ class Options:
 # ------------------------------------------------------------------------------------------------------------ analysis
 
 def analyse(records, found, arm: str, margin) -> dict:
-    """Everything that precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss.
-
-    found: Pairs of `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
+    """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
+    `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
     sizes, common, cell_of = [], {}, lambda pair: (pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe)
     for N, D, recipe in sorted(set(map(cell_of, found))):
         chosen = [p for p in found if cell_of(p) == (N, D, recipe)]
         nats, speed, run = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), chosen[0].fp8
         price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
-        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **pairs.percents(chosen),
-                      "nats": nats, "throughput": speed, "costs": price})
-        sizes[-1] |= _judged(chosen, sizes[-1][arm], margin)
+        gaps = pairs.percents(chosen)
+        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
+                      "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
@@ -87,14 +84,7 @@ def _common(chosen, arm: str, margin) -> dict:
     trend = pairs.fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
                       [np.mean([chosen[i].gap(arm).percent for i in own]) for own in grouped], effect)
     return {**logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "trend": trend,
-            **_judged(chosen, logs[arm], margin)}
-
-
-def _judged(chosen, found, margin) -> dict:
-    """pairs.judged, but no verdict on FP8 where nothing was FP8."""
-    said = pairs.judged(found, margin) | {"converted": pairs.n_converted(chosen)}
-    is_idle = said["converted"] == [0, 0] and ">" not in chosen[0].fp8.recipe        # a switched decay had FP8 in its trunk
-    return said | {"verdict": "BF16 again: no Linear converted"} if is_idle else said
+            **pairs.judged(chosen, logs[arm], margin)}
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -208,8 +198,7 @@ def draw_precision(result: dict):
         handles.append(Line2D([], [], **MARGIN_LINE, label=f"margin, ±{margin.percent:g} %"
                               + ", after the fact" * (not margin.is_declared)))
     for recipe, look in looks.items():
-        is_idle = common[recipe]["converted"] == [0, 0] and ">" not in recipe
-        name = f"{recipe}: BF16 again" if is_idle else recipe
+        name = f"{recipe}: BF16 again" if common[recipe]["verdict"] == pairs.IDLE else recipe
         handles.append(Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=name))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
     title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
@@ -300,28 +289,16 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- command
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
+    """Run the command line; the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(help_page(__doc__, Options))
-        return 0 if words else 2
-    try:
-        if "--report" in words:
-            return report.main([word for word in words if word != "--report"])
-        _run(read_options(Options, words))
-    except UserError as error:
-        print(f"scaling/precision.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    if "--report" in words:
+        return report.main([word for word in words if word != "--report"])
+    return command("precision.py", __doc__, Options, _run, words)
 
 
 def _run(options: Options) -> None:
-    paths = options.paths
-    if options.out is None and (len(paths) > 1 or (Path(paths[0]) / "summary.json").exists()):
-        raise UserError("out=DIR is missing: where several paths or a single run are given, name the folder that receives "
-                        "precision.json and the figure")
-    folder = Path(options.out or Path(paths[0]) / LAW_FOLDER)
-    records, notes = read_runs(paths)
+    folder = law_folder(options.paths, options.out)
+    records, notes = read_runs(options.paths)
     records, left_out = usable(counted_as(records, options.n))
     if not records:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
@@ -330,14 +307,9 @@ def _run(options: Options) -> None:
     notes += left_out + alone + pairs.null_pairs(records)[1]
     result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
-    figure = draw_precision(result) if found else None
-    files = {f"precision.{form}": render(figure, form) for form in ("png", "svg") if figure}
-    files["precision.json"] = json.dumps({"format_version": 1, **result, "notes": notes, "inputs": inputs}, indent=1,
-                                         allow_nan=False, default=asdict) + "\n"
-    write_files(folder, files)
-    for form in ("png", "svg") if not figure else ():      # of an earlier call, beside the new JSON it would pass for its own
-        (folder / f"precision.{form}").unlink(missing_ok=True)
-    _print(tables(result), notes, f"{folder}/: {', '.join(files)}", options.all)
+    wrote = write_with(folder, "precision", draw_precision(result) if found else None, {
+        "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
+    _print(tables(result), notes, wrote, options.all)
 
 
 def _print(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> None:
@@ -347,7 +319,7 @@ def _print(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> Non
     while blocks and (is_all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
     parts += [f"{len(blocks)} more tables: --all"] * bool(blocks)
-    print("\n\n".join([*parts, f"wrote {wrote}"]))
+    print("\n\n".join([*parts, wrote]))
 
 
 if __name__ == "__main__":

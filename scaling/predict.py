@@ -41,7 +41,6 @@ COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_p
 
 # ----------------------------------------------------------------------------------- frozen predictions, held-out runs
 
-
 @dataclass(frozen=True, eq=False)
 class Prediction:
     """A frozen prediction of one run; loss, low and high in nats per token, the interval at 95 %."""
@@ -109,9 +108,8 @@ def is_held(record, predictions, names=()) -> bool:
 
 
 def held_of(recipe: str, records, predictions, names=(), loss_key: str = "loss_bf16") -> tuple[Held, ...]:
-    """The held-out runs of one recipe among `records`, plus a Held without loss for each prediction whose run is not there.
-
-    Their N is counted as the records count it, whatever the prediction's own convention is."""
+    """The held-out runs of one recipe among `records`, plus a Held without loss for each prediction whose run is not there; N as
+    the records count it."""
     held, met, count = [], set(), f"params_{records[0].convention if records else CONVENTIONS[0]}"
     for record in records:
         if record.recipe == recipe and is_held(record, predictions, names):
@@ -140,17 +138,14 @@ def digest(content: dict) -> str:
 
 # ---------------------------------------------------------------------------------------------- what points say
 
-
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     """What the points say of one new run at target = (N, D, C): loss, 95 % interval and its parts, strict JSON.
-
-    The interval is the union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the
-    target's tokens per parameter; the ray with free gamma from FREE_RAY such points; Chinchilla's law where all points, by
-    their trajectories, identify it. That law also refutes forms that miss the points while it meets them, by an F-test whose
-    freedom is that of sizes, not of runs: seeds and branches of a badly tuned size all agree, and agree wrongly.
-    Noise is the largest of seed_sd, FLOOR and residuals; on the ray the residuals of the form that fits best, for all: a
-    form that misses the points is wrong by its point, it does not make the runs noisier (with its own residuals it would:
-    `own_residuals`). Raises UserError where no form has an interval."""
+    The union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the target's ratio; the ray
+    with free gamma from FREE_RAY such points; Chinchilla's law where all points, by their trajectories, identify it. That law
+    refutes forms that miss the points while it meets them, by an F-test whose freedom is that of sizes, not of runs: seeds and
+    branches of a badly tuned size all agree, and agree wrongly. Noise is the largest of seed_sd, FLOOR and the residuals, on
+    the ray those of the form that fits best: a form that misses the points is wrong, it does not make the runs noisier. Raises
+    UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
     floor, rows, left_out, ratio = max(seed_sd, FLOOR), [], {}, points.D / points.N / (D / N)
     ray = points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))      # within 5 % of D / N tokens per parameter
@@ -232,16 +227,11 @@ def _unfit(form: str, fit, loss) -> str | None:
 
 # ------------------------------------------------------------------------------------------------------------ freezing
 
-
 def freeze(target: str, groups, folder, loss_key: str = "loss_bf16", roots=(), configs=ROOT / "configs",
            commit: str | None = None) -> Prediction:
-    """Predict the run `target` from the group of its recipe and write folder/prediction_<target>.json.
-
-    target: a run of a study.json (in `roots` or beside the groups' runs), else a config in the folder `configs`.
-    commit: of this code, where git cannot tell it.
-    An FP8 run is predicted from FP8 runs of its recipe alone: BF16 runs know nothing of FP8's gap at the target's size.
-    Raises UserError where a prediction or the run is there already, where the runs were tokenised in another way than the
-    target, and where no law reaches it."""
+    """Predict the run `target` of a study.json, else a config, from the group of its recipe; write prediction_<target>.json.
+    commit: of this code, where git cannot tell it. BF16 runs know nothing of FP8's gap at the target's size, so they predict
+    none. Raises UserError where a prediction or the run is there already, for another tokenizer, and where no law reaches it."""
     target = target.removesuffix(".py")
     path = Path(folder) / f"prediction_{target}.json"
     if path.exists():
@@ -329,12 +319,10 @@ def describe(prediction: Prediction) -> list[str]:
 
 # -------------------------------------------------------------------------------------------------------------- scoring
 
-
 def score(folder, records) -> list[str]:
-    """Hold every prediction in `folder` against its run among `records`; lines to print, folder/score_<target>.json written.
-
-    Several seeds of the target are scored apart. Raises UserError where nothing was predicted, where a file was edited,
-    where the run began before its prediction or was judged by other tokens, and where it was among the prediction's inputs."""
+    """Hold every prediction in `folder` against its run among `records`, each seed apart; lines to print, score_<target>.json
+    written. Raises UserError where nothing was predicted, a file was edited, the run began before its prediction, was judged by
+    other tokens or was among the prediction's inputs."""
     predictions, lines = load(folder), []
     if not predictions:
         raise UserError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME before the run, or name its "

@@ -6,13 +6,14 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError
-from runtime.rows import metrics_rows, read_bytes, read_rows
+from runtime.cli import UserError, help_page, read_options
+from runtime.rows import metrics_rows, read_rows
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json
@@ -67,9 +68,8 @@ class Record:
 
     @property
     def trunk(self) -> str:
-        """The run that this one shares its training with: branches of one trunk are one cluster, not several runs.
-
-        A branch whose trunk's checkpoint was gone is trained from scratch, on its trunk's seed, data and schedule."""
+        """The run that this one shares its training with: branches of one trunk are one cluster. A branch trained from scratch,
+        where its trunk's checkpoint was gone, has its trunk's seed, data and schedule."""
         return self.parent_run or (self.planned[0] if self.planned else self.run_id)
 
     @property
@@ -79,9 +79,8 @@ class Record:
 
 
 def read_runs(paths) -> tuple[list[Record], list[str]]:
-    """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped.
-
-    Raises UserError for a path that does not exist, a damaged summary.json, or no finished run at all."""
+    """Read run folders, or folders whose sub-folders are runs; give the records plus a line for each folder skipped. Raises
+    UserError for a path that does not exist, a damaged summary.json, or no finished run at all."""
     records, notes, folders = [], [], {}
     for path in map(Path, paths):
         if not path.is_dir():
@@ -153,10 +152,8 @@ def _checked(path: Path, holder: dict, key: str, kind: type, inside: str = ""):
 
 
 def usable(records) -> tuple[list[Record], list[str]]:
-    """The records that may enter a fit, plus a line for each one left out: failed or stopped before annealing.
-
-    A loss in the middle of a learning-rate schedule is no point of the law: the schedule's horizon must match the
-    tokens (Hoffmann et al. 2022, section 3.1)."""
+    """The records that may enter a fit, plus a line for each left out: failed, or stopped before annealing. The schedule's
+    horizon must match the tokens (Hoffmann et al. 2022, section 3.1)."""
     return _without(records, lambda record: (
         f"its status is {record.status!r}, not 'ok'" if record.status != "ok" else
         None if record.is_annealed else "its learning rate had not annealed, so its loss is no point of the law"))
@@ -209,9 +206,7 @@ def check_comparable(records) -> None:
 
 
 def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and training loss (nats per token) of each step in metrics.jsonl; empty arrays if the file is absent.
-
-    A step that was done twice (after a resume) counts as done last; lines that cannot be read are left out."""
+    """Tokens and training loss (nats per token) of each step in metrics.jsonl, as done last; empty arrays if it is absent."""
     last = {}
     for row in metrics_rows(read_rows(record.folder / "metrics.jsonl")):
         tokens, loss = row.get("tokens", 0), row.get("loss")
@@ -221,12 +216,24 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     return points[:, 0], points[:, 1]
 
 
-# --------------------------------------------------------------------------------------------------------------- files
+# ---------------------------------------------------------------------------------------------------- commands, files
+
+def command(name: str, usage: str, options: type, work, arguments=None) -> int:
+    """Run a command of this room: work(its Options) gives the exit code, None for 0; 2 with a sentence for a user's mistake."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or {"-h", "--help"} & set(words):
+        print(help_page(usage, options))
+        return 0 if words else 2
+    try:
+        return work(read_options(options, words)) or 0
+    except (UserError, PermissionError) as error:
+        print(f"scaling/{name}: {error}", file=sys.stderr)
+        return 2
 
 
-def read_text(path) -> str:
-    """A file as text, "" where there is none; bytes that are not UTF-8 become a sign that says so."""
-    return read_bytes(path).decode(errors="replace")
+def listed(items, most: int = 6) -> str:
+    """Items in a sentence, the first `most` of them and how many more."""
+    return ", ".join(map(str, items[:most])) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
 def read_json(path: Path) -> dict:
@@ -241,6 +248,15 @@ def read_json(path: Path) -> dict:
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
+
+
+def law_folder(paths, out: str | None) -> Path:
+    """Where a command leaves what it found in the runs at `paths`: out, else law/ in the one folder that holds them."""
+    if not out and (len(paths) != 1 or (Path(paths[0]) / "summary.json").exists()):
+        raise UserError("out=DIR is missing: name the folder that receives the JSON and the figure")
+    if out and Path(out).is_file():
+        raise UserError(f"out={out} is a file: name a folder")
+    return Path(out or Path(paths[0]) / LAW_FOLDER)
 
 
 def read_study(root: Path) -> dict:

@@ -11,7 +11,6 @@ A study: its finished runs, and what other commands found in them: the laws of f
 the gaps of precision.py, the rates of learning_rate.py. What is missing is named with the command that makes it.
 """
 
-import json
 import math
 import sys
 from dataclasses import asdict, dataclass
@@ -24,22 +23,20 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, grid, help_page, read_options, run_command
+from runtime.cli import UserError, grid, run_command
 from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
-from scaling.figures import RC, render, settle, sheet, steps_axis, write_files
-from scaling.laws import NAMES, Fit
+from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import load
-from scaling.records import LAW_FOLDER, Record, read_json, read_runs, read_study
+from scaling.records import LAW_FOLDER, Record, command, listed, read_json, read_runs, read_study
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 SAME = {"val_sha256": "validation set", "tokenizer_sha256": "tokenizer", "data_sha256": "training data"}
 # Keys of config.json that change neither weights nor times, or that the report is about.
 FREE = ("run", "out", "data.dir", "fp8.recipe", "log.", "profile")
 WEIGHTS = ("model.", "data.", "optim.", "seed", "steps", "tokens_per_param", "start_from")     # what pair_id is made of
-LISTED = 6      # differences, or runs, that a sentence names
 LOSS = ("max", "min", "mean", "final", "sd")
 CALM = 3        # a difference is smoothed over so many times as many steps as a loss: it is noise about little
 CPU = "A CPU has no FP8 units: its speeds say nothing about a GPU."
@@ -59,22 +56,9 @@ class Options:
 
 
 def main(arguments=None) -> int:
-    """Run the command line; 0 on success, 2 with a sentence on stderr for a mistake in the runs or the arguments."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__))
-        return 0
-    try:
-        options = read_options(Options, arguments)
-        print(report_study(Path(options.study)) if options.study else report_training(options.runs, options.out))
-    except UserError as error:
-        print(f"scaling/report.py: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _listed(items: list[str]) -> str:
-    return ", ".join(items[:LISTED]) + (f" and {len(items) - LISTED} more" if len(items) > LISTED else "")
+    """Run the command line; the exit code."""
+    return command("report.py", __doc__, Options, lambda options: print(
+        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)), arguments)
 
 
 # --------------------------------------------------------------------------------------------- one training: its runs
@@ -95,20 +79,14 @@ def report_training(paths, out: str | None) -> str:
     folder, result, figure = Path(out or arms[0].record.folder.parent / LAW_FOLDER), analyse(arms), draw_losses(arms)
     text = "\n\n".join([f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}", tables(result),
                         *["\n".join(f"- {note}" for note in notes)] * bool(notes)])
-    write_files(folder, {f"report_loss.{form}": render(figure, form) for form in ("png", "svg")} | {
-        "report.json": _json({"format_version": 1, **result, "notes": notes}),
-        "report.md": f"{text}\n\n![loss](report_loss.png)\n"})
-    return f"{text}\n\nwrote {folder}/: report.md, report.json, report_loss.png, report_loss.svg"
-
-
-def _json(value: dict) -> str:
-    return json.dumps(value, indent=1, allow_nan=False) + "\n"
+    return f"{text}\n\n" + write_with(folder, "report_loss", figure, {
+        "report.md": f"{text}\n\n![loss](report_loss.png)\n",
+        "report.json": as_json({"format_version": 1, **result, "notes": notes})})
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
-    """Finished runs, BF16 and its repeats first, else in the order given; plus a line for each thing left out or worth knowing.
-
-    Raises UserError where no run is finished, a file is damaged, or runs differ in more than the precision."""
+    """Finished runs, BF16 and its repeats first; plus a line for each thing left out or worth knowing. Raises UserError where no
+    run is finished, a file is damaged, or runs differ in more than the precision."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
     recipes, arms = [record.recipe for record in records], []
@@ -130,7 +108,7 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
                   if first.settings.get(key) != arm.settings.get(key) and not key.startswith(FREE)]
         _check_one_training(first, arm, [one for one in unlike if one.startswith(WEIGHTS)])
         if unlike:
-            notes.append(f"{arm.label} differs from {first.label} beside the recipe: {_listed(unlike)}. The training is the "
+            notes.append(f"{arm.label} differs from {first.label} beside the recipe: {listed(unlike)}. The training is the "
                          "same; times and validations may not be alike")
     if first.record.recipe != "bf16":
         notes.append("no BF16 run among these: nothing to compare speed and loss with")
@@ -141,7 +119,7 @@ def _check_one_training(first: Arm, arm: Arm, unlike: list[str]) -> None:
     """Raise UserError where two runs differ in more than the precision: the sentence says in what."""
     both = f"{first.record.folder} ({first.label}) and {arm.record.folder} ({arm.label})"
     if arm.record.pair_id != first.record.pair_id:
-        raise UserError(f"{both} differ in more than the precision: {_listed(unlike) or 'their pair_id'}; give the runs of one "
+        raise UserError(f"{both} differ in more than the precision: {listed(unlike) or 'their pair_id'}; give the runs of one "
                         "training, alike in seed, data order and settings")
     for key, what in SAME.items():
         if (mine := first.summary.get(key)) != (its := arm.summary.get(key)):
@@ -161,10 +139,8 @@ def _oddities(record: Record, history: History, summary: dict) -> list[str]:
 
 
 def step_times(history: History) -> dict | None:
-    """Seconds of all steps as they passed, without what compilation added, the difference; None where no row tells any.
-
-    Steps that a rollback took back are time too. The first step after a start (since_start 1) compiles: without that it
-    counts as long as the median step. A step whose time is not told counts as the median."""
+    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference; None where no row
+    tells any. The first step after a start (since_start 1) compiles; a step whose time is not told counts as the median."""
     seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
     is_told = np.isfinite(seconds)
     if not is_told.any():
@@ -302,9 +278,8 @@ def _smooth(values: np.ndarray, times: int = 1) -> np.ndarray:
 # ----------------------------------------------------------------------------------------------------------- a study
 
 def report_study(folder: Path) -> str:
-    """Write the page of a study's folder and its JSON; returns what the console shows.
-
-    Raises UserError where there is no finished run, where a file is damaged, or where the page is not ours to replace."""
+    """Write the page of a study's folder and its JSON; returns what the console shows. Raises UserError where there is no
+    finished run, where a file is damaged, or where the page is not ours to replace."""
     records, notes = read_runs([folder])
     records.sort(key=lambda one: (one.N, one.recipe != "bf16", one.recipe, one.repeat, one.tokens, one.seed))
     page, law_folder, study = folder / "README.md", folder / LAW_FOLDER, read_study(folder)
@@ -316,7 +291,7 @@ def report_study(folder: Path) -> str:
     scores = {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law_folder.glob("score_*.json"))}
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
-    told += f"; missing: {_listed(lacking)}" * bool(lacking) + f"; held out: {_listed(held)}" * bool(held)
+    told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
     notes += _stale(records, law, "law.json") + _stale(records, precision, "precision.json")
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
@@ -334,14 +309,8 @@ def report_study(folder: Path) -> str:
                         f"{told}. This page: `python scaling/report.py --study {folder}`.",
                         *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
-               "runs": runs, "laws": {name: {"headline": group["headline"], **group["laws"][group["headline"]["form"]]}
-                                      for name, group in law.get("groups", {}).items()},
-               "predictions": [{**{key: getattr(one, key) for key in
-                                   ("target", "date", "sha256", "loss", "low", "high", "headline")},
-                                "scored": scores.get(one.target, {}).get("runs", [])} for one in predictions],
-               "gaps": precision.get("common", {}), "ranking": precision.get("ranking"),
-               "inputs": {record.run_id: record.summary_sha256 for record in records}}
-    write_files(folder, {"report.json": _json(content), page.name: f"{MARK}\n{text}\n"})
+               "runs": runs, "inputs": {record.run_id: record.summary_sha256 for record in records}}
+    write_files(folder, {"report.json": as_json(content), page.name: f"{MARK}\n{text}\n"})
     return f"{text}\n\nwrote {page}, report.json"
 
 
@@ -381,15 +350,11 @@ def _laws(law: dict, folder: Path) -> str:
         head = group["headline"]["form"]
         reasons.append(f"- {recipe}: {group['headline']['reason']}")
         for form in dict.fromkeys((head, "chinchilla")):
-            fit, names, cells = group["laws"][form], NAMES.get(form, ()), ["not fitted", "", ""]
-            if fit["objective"] is not None:
-                shape = Fit(form, {name: fit[name] for name in names}, fit["n"], fit["identified"], fit["reason"])
-                ends = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit["ci95"] or {}).items()
-                        if name in ("alpha", "beta", "a") or name == "gamma" and name in names]
-                cells = [shape.formula(form[-1].upper() if "power" in form else "C"), ", ".join(ends),
-                         f"{100 * fit['residual_rms']:.3f}"]
-            lines.append([recipe, form + " (headline)" * (form == head), *cells, str(fit["n"]),
-                          "yes" if fit["identified"] else f"no: {fit['reason']}"])
+            fit, shown = group["laws"][form], ("alpha", "beta", "a", "gamma")[:3 if form == "chinchilla" else 4]
+            ends = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit["ci95"] or {}).items() if name in shown]
+            residuals = "" if fit["residual_rms"] is None else f"{100 * fit['residual_rms']:.3f}"
+            lines.append([recipe, form + " (headline)" * (form == head), fit["formula"] or "not fitted", ", ".join(ends),
+                          residuals, str(fit["n"]), "yes" if fit["identified"] else f"no: {fit['reason']}"])
     return "\n\n".join([_figure(folder, "figure") + grid(lines), "\n".join(reasons)])
 
 
@@ -410,7 +375,7 @@ def _predictions(predictions, scores: dict, folder: Path) -> str:
     lacking = [one.target for one in predictions if one.target not in scores]
     return "\n\n".join([
         grid(lines) if predictions else _missing("a frozen prediction", f"fit.py {folder} --predict RUN"),
-        *[_missing(f"the score of {_listed(lacking)}", f"fit.py {folder} --score")] * bool(lacking),
+        *[_missing(f"the score of {listed(lacking)}", f"fit.py {folder} --score")] * bool(lacking),
         "Only a commit that holds a prediction and not its run shows that it is older."])
 
 
@@ -434,7 +399,7 @@ def _stale(records: list[Record], made: dict, name: str) -> list[str]:
     """Sentences where a file was made from other runs than those that are there now."""
     there = {record.run_id: record.summary_sha256 for record in records}
     changed = [one["run_id"] for one in made.get("inputs", []) if there.get(one["run_id"]) != one["summary_sha256"]]
-    return [f"{name} is not of these files: {_listed(changed)} went in with other bytes"] * bool(changed)
+    return [f"{name} is not of these files: {listed(changed)} went in with other bytes"] * bool(changed)
 
 
 def _figure(folder: Path, name: str) -> str:

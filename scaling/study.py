@@ -131,9 +131,8 @@ def load_study(path: str | Path) -> Study:
 
 
 def expand(study: Study) -> list[Row]:
-    """All runs: by size, seed and recipe, a trunk before its branches.
-
-    Raises UserError for a config that is missing, wrong or in FP8, or a branch that would leave its trunk during warm-up."""
+    """All runs: by size, seed and recipe, a trunk before its branches. Raises UserError for a config that is missing, wrong or in
+    FP8, or a branch that would leave its trunk during warm-up."""
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config, list(study.overrides))
@@ -193,9 +192,8 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
 
 
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:
-    """What `folder`/study.json is to say before the first run: the margin, what is held out, every run.
-
-    Raises UserError where that file says otherwise and one of its runs has finished: only additions are left then."""
+    """What `folder`/study.json is to say before the first run: the margin, what is held out, every run. Raises UserError where it
+    says otherwise and one of its runs has finished: only additions are left then."""
     new = {"format_version": 1, "study": study.name,
            "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
            "params": study.params, "held_out": [row.run for row in rows if row.held_out],
@@ -265,10 +263,8 @@ def can_lock(file, kind: int) -> bool:
 
 
 def placed(row: Row, folder: Path) -> Row:
-    """The row as it is to be run, or was: a branch begins from scratch where its trunk is done but its checkpoint is gone.
-
-    So it is with runs that were copied without their checkpoints, which are large. A branch that has begun goes on as it was
-    begun."""
+    """The row as it is to be run, or was: a branch begins from scratch where its trunk is done but its checkpoint is gone, as of
+    copied runs. A branch that has begun goes on as it was begun."""
     if row.parent is None or ">" in row.recipe:     # a switched decay has no run from scratch
         return row
     if summary := summary_of(row, folder):

@@ -5,16 +5,9 @@
     python scaling/sweep.py configs/study_demo.py --run jobs=2              two runs side by side
     python scaling/sweep.py configs/study_chinchilla.py --slurm gpus=8      an array task for each trunk with its branches
 
-    only=NAME,PATTERN   runs so named (gpt50m_*), with the trunks they branch off from; one that is held out by its own name or
-                        a pattern that matches nothing else, and only once its prediction is frozen (fit.py --predict)
-    gpus=1 jobs=1       processes per run (torchrun above 1), runs at a time
-    limit=SECONDS       from the start of the command: the runs save and leave in time, none is begun that would only start.
-                        The same command goes on
-    out=out             runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log
-    gpu=h100 mfu=0.45   whose peak, and which share of it, times are estimated with where no run of that size and recipe is done
-    start=60            seconds assumed there for the start and the end of a run: imports, compilation, evaluation, saving
-
-A branch whose trunk is done but whose checkpoint is gone (copied runs come without) is trained from scratch.
+Runs lie in out/<study>/<run>/, what each printed in out/<study>/<run>.log. One that is held out runs by its own name or a pattern
+that matches nothing else, once its prediction is frozen (fit.py --predict). A branch whose trunk is done but whose checkpoint
+is gone (copied runs come without) is trained from scratch.
 
 Ctrl-C or SIGTERM has the runs save and leave, a second one has them leave at once. The next --run tries again what failed.
 Exit code: 0 all is done, 1 a run failed, 2 a mistake in the command, 3 not all is done (stopped, or left to another sweep).
@@ -39,7 +32,7 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, grid, help_page, nearest, read_options, run_command
+from runtime.cli import UserError, grid, nearest, run_command
 from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
@@ -49,7 +42,7 @@ from runtime.roofline import modelled_ratio
 from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
-from scaling.records import LAW_FOLDER
+from scaling.records import LAW_FOLDER, command
 from scaling.study import (
     ENDED,
     ROOT,
@@ -78,16 +71,16 @@ LOG_S = 60.0        # between two lines about the runs under way
 @dataclass(frozen=True, kw_only=True)
 class Options:
     study: str                  # a file such as configs/study_demo.py
-    run: bool = False
-    slurm: bool = False
-    only: str | None = None
-    gpus: int = 1
-    jobs: int = 1
-    limit: float | None = None
-    out: str = "out"
-    gpu: str = "h100"
-    mfu: float = ASSUMED_MFU
-    start: float = 60.0
+    run: bool = False           # what is missing, on this machine
+    slurm: bool = False         # print an array script in its place
+    only: str | None = None     # names and patterns of runs (gpt50m_*), with the trunks they branch off from
+    gpus: int = 1               # processes per run, by torchrun above 1
+    jobs: int = 1               # runs at a time
+    limit: float | None = None  # seconds from the command's start: runs save and leave in time; none is begun only to start
+    out: str = "out"            # holds <study>/<run>/
+    gpu: str = "h100"           # times are estimated with its peak where no run of that size and recipe is done
+    mfu: float = ASSUMED_MFU    # share of that peak
+    start: float = 60.0         # seconds assumed there for imports, compilation, evaluation and saving
 
     POSITIONAL: ClassVar = ("study",)
 
@@ -98,41 +91,31 @@ class Options:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
 
 
-def main(arguments: list[str], began: float | None = None) -> int:
-    """Returns the exit code. `began`: when the command was started, by time.monotonic(); none = now."""
+def main(arguments=None, began: float | None = None) -> int:
+    """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(help_page(__doc__))
-        return 0 if arguments else 2
-    try:
-        options = read_options(Options, arguments)
-        study = load_study(options.study)
-        rows = expand(study)
-        folder = Path(options.out) / study.name
-        chosen = choose(rows, options)
-        declaration = declare(study, rows, folder)
-        if options.run or options.slurm:
-            check_predicted(chosen, folder)
-        if options.slurm:
-            print(slurm_script(chosen, options))
-        elif options.run:
-            gpus = visible_gpus(options)
-            for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
-                print(line, flush=True)
-            write_declaration(folder, declaration)
-            return run(rows, chosen, folder, options, gpus, began)
-        else:
-            print("\n".join(table(chosen, folder, options)))
-    except (UserError, PermissionError) as error:
-        print(f"sweep.py: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command("sweep.py", __doc__, Options, lambda options: sweep(options, began), arguments)
+
+
+def sweep(options: Options, began: float) -> int:
+    study = load_study(options.study)
+    rows, folder = expand(study), Path(options.out) / study.name
+    chosen, declaration = choose(rows, options), declare(study, rows, folder)
+    if options.run or options.slurm:
+        check_predicted(chosen, folder)
+    if options.slurm or not options.run:
+        print(slurm_script(chosen, options) if options.slurm else "\n".join(table(chosen, folder, options)))
+        return 0
+    gpus = visible_gpus(options)
+    for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
+        print(line, flush=True)
+    write_declaration(folder, declaration)
+    return run(rows, chosen, folder, options, gpus, began)
 
 
 def choose(rows: list[Row], options: Options) -> list[Row]:
-    """The rows that only= names and the trunks they need; without it all, except that nothing held out is run.
-
-    A pattern that matches other runs too leaves out those held out: a broad one must not start the study's largest runs."""
+    """The rows that only= names and the trunks they need; without it all that are not held out. A pattern that matches other runs
+    too leaves out those held out: a broad one must not start the study's largest runs."""
     if options.only is None:
         return [row for row in rows if not (row.held_out and (options.run or options.slurm))]
     names = set()
@@ -270,11 +253,9 @@ def _time(value: float) -> str:
 # ------------------------------------------------------------------------------------------------- the data, before it all
 
 def check_data(rows: list[Row], folder: Path) -> list[str]:
-    """A line for each set of data that the runs which are not done see: how often the largest of them sees each source.
-
-    `rows` are all of the study: too little data for the held-out runs is to be known before the others have taken their hours.
-    Raises UserError, by open_data: what is missing, damaged, of another tokenizer, or would be seen more than data.max_epochs
-    times; or data or a config that are not those of a run that is done."""
+    """A line for each set of data that the runs to do see: how often the largest of them sees each source. `rows` are all of the
+    study: too little data for held-out runs is to be known first. Raises UserError for data that will not do, by open_data, and
+    for data or a config that are not those of a run that is done."""
     largest, done, lines = {}, {}, []
     for row in sorted(rows, key=lambda row: row.tokens):
         config = load_config(ROOT / row.config, [*row.overrides, f"out={folder}"])
@@ -307,10 +288,8 @@ def check_data(rows: list[Row], folder: Path) -> list[str]:
 # ------------------------------------------------------------------------------------------------------- running the runs
 
 def run(rows: list[Row], chosen: list[Row], folder: Path, options, gpus: list[str], began: float) -> int:
-    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code.
-
-    `rows` are all of the study, whose finished runs tell how long a start takes; `began` is when the limit began to count, by
-    time.monotonic()."""
+    """Run what of `chosen` is not done, a branch as soon as its trunk has passed its step; returns the exit code. `rows` are
+    all of the study, whose finished runs tell how long a start takes; `began`: time.monotonic() when the limit began to count."""
     asked: list[int] = []           # signals, and the limit: requests to leave
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: asked.append(number))
@@ -373,10 +352,8 @@ def leave_s(row: Row) -> float:
 
 
 def start(row: Row, folder: Path, options, slot: int, gpus: list[str]) -> tuple[subprocess.Popen, IO] | None:
-    """The run as a process with its log, or None where another sweep has it.
-
-    The log is the lock: the run inherits it open, so it stays locked for as long as the run lives, though the sweep be
-    killed."""
+    """The run as a process with its log, or None where another sweep has it. The log is the lock: the run inherits it open, so it
+    stays locked for as long as the run lives, though the sweep be killed."""
     log = open(folder / f"{row.run}.log", "a")      # noqa: SIM115 - open as long as the run
     if not can_lock(log, fcntl.LOCK_EX):
         log.close()

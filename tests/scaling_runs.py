@@ -2,8 +2,10 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 SIZES = (38_912, 106_624, 184_320)      # the demo's order of magnitude
 
@@ -101,6 +103,31 @@ def declare_branches(folder):
     (folder / "study.json").write_text(json.dumps({
         "margin_percent": 0.25, "declared": "2026-11-19T00:00:00Z", "runs": rows}))
     return folder
+
+
+def strict(path):
+    """A JSON file, which may hold no NaN and no infinity."""
+    return json.loads(Path(path).read_text(), parse_constant=lambda name: pytest.fail(f"{name} in {path}"))
+
+
+def asked(capsys, main, *words, code=0):
+    """What a command prints; where it refuses (code 2), its one sentence."""
+    assert main([*map(str, words)]) == code
+    out, err = capsys.readouterr()
+    if code != 2:
+        assert err == ""
+        return out
+    assert out == "" and err.startswith("scaling/") and "Traceback" not in err
+    return err
+
+
+def cells(text):
+    """The cells of each line of the Markdown tables in a text."""
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
+
+
+def legend(figure):
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def cut(folder, names="*"):

@@ -68,17 +68,18 @@ def summaries(tmp_path):
 
 @contextmanager
 def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
-    """sweep.main() on a tiny study whose train.py is the given text; the call returns its exit code and what it printed."""
+    """sweep.main() on a tiny study whose train.py is the given text; the call returns what it printed as it ended in `code`."""
     monkeypatch.setattr(sweep, "ROOT", tmp_path)
     monkeypatch.setattr(sweep, "POLL_S", 0.02)
     monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
-    def call(body, *arguments, began=None, **study):
+    def call(body, *arguments, code=0, began=None, **study):
         (tmp_path / "train.py").write_text(TRAIN + body)
-        code = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
-        done = capsys.readouterr()
-        return code, done.out + done.err
+        ended = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
+        told = "".join(capsys.readouterr())
+        assert ended == code, told
+        return told
 
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]     # sweep.main() changes them
     try:

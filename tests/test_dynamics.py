@@ -14,6 +14,7 @@ from runtime.cli import UserError
 from runtime.log import Log
 from scaling import dynamics, figures
 from tests.conftest import ROOT
+from tests.scaling_runs import asked, cells, legend
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 
@@ -26,10 +27,6 @@ def write_rows(path, rows):
 
 def lines_of(panel):
     return [line.get_xydata() for line in panel.get_lines()]
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 # ------------------------------------------------------------------------------------------------------- a run's training
@@ -276,8 +273,8 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert {path.name for path in (tmp_path / "run/figures").iterdir()} == {
         f"fp8_{name}.{form}" for name in ("scales", "underflow", "outliers") for form in ("png", "svg")}
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in done.stdout.splitlines()]
-    assert ["down", "gradient", "3", "9e-06", "2.3"] in cells       # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
+    # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
+    assert ["down", "gradient", "3", "9e-06", "2.3"] in cells(done.stdout)
 
 
 def test_runs_with_little_to_show_are_drawn(tmp_path, capsys, monkeypatch):
@@ -294,7 +291,7 @@ def test_runs_with_little_to_show_are_drawn(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
-    ([], "run is missing"), (["--fp8", "{}", "dpi=3"], "there is no key 'dpi'"), (["{}/nowhere"], "nowhere is no folder"),
+    (["--fp8"], "run is missing"), (["--fp8", "{}", "dpi=3"], "there is no key 'dpi'"), (["{}/nowhere"], "nowhere is no folder"),
     (["--fp8", "{}/empty"], "has no probe.jsonl: expected the folder of a run trained with probe.every"),
     (["{}/empty"], "has no metrics.jsonl: expected the folder of a run"), (["--fp8", "{}/none"], "holds no row"),
     (["{}/none"], "has no step to draw yet"), (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])
@@ -303,7 +300,5 @@ def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
     write(tmp_path / "run", [row(1)])
     write(tmp_path / "none", [event("resume", 3)])
     (tmp_path / "none/probe.jsonl").touch()
-    assert figures.main([word.format(tmp_path) for word in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert words in err and err.startswith("scaling/figures.py: ") and out == "" and err.count("\n") == 1
+    assert words in asked(capsys, figures.main, *(word.format(tmp_path) for word in arguments), code=2)
     assert not (tmp_path / "none/figures").exists()

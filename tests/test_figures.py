@@ -9,7 +9,7 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from scaling_runs import write_ladder, write_run
+from scaling_runs import legend, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import figures
@@ -108,10 +108,6 @@ def branches(tmp_path_factory):
 
 def caption(figure):
     return figure._supxlabel.get_text().replace("\n", " ")
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def offsets(panel):
@@ -260,16 +256,11 @@ def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
     before = dict(matplotlib.rcParams)
     given = sizes_alone(tmp_path)
     figure = draw(*given)
-    write_with(figure, tmp_path / "out", "figure", {"a": 1}, "law.json")
+    write_with(tmp_path / "out", "figure", figure, {"law.json": '{"a": 1}'})
     assert json.loads((tmp_path / "out/law.json").read_text()) == {"a": 1} and (tmp_path / "out/figure.png").exists()
     assert (tmp_path / "out/figure.svg").read_bytes() == render(draw(*given), "svg") and dict(matplotlib.rcParams) == before
     with pytest.raises(UserError, match="cannot be written"):
-        write_with(figure, tmp_path / "out/law.json", "figure", {}, "law.json")
-
-
-def test_the_command_answers_and_refuses(capsys):
-    assert figures.main(["--help"]) == 0 and "--fp8" in capsys.readouterr().out
-    assert figures.main([]) == 2 and "run is missing" in capsys.readouterr().err
+        write_with(tmp_path / "out/law.json", "figure", figure, {})
 
 
 def test_smoothing_and_few_values():

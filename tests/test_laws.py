@@ -38,7 +38,7 @@ published = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"published points ar
 
 
 @pytest.mark.parametrize("n", [3, 6])
-def test_ray_law_is_recovered(n):
+def test_the_ray_law_is_recovered(n):
     fit = fit_ray(C[:n], L[:n])
     assert fit.parameters == pytest.approx(TRUE, rel=1e-6) and np.allclose(fit.predict(C), L, rtol=1e-9)
     assert fit.n == n and fit.objective < 1e-20 and fit.starts == fit.starts_at_best == 15 and fit.gradient_norm < 1e-9
@@ -226,11 +226,8 @@ def test_one_ray_or_nearly_one_is_never_identified(sd, wide):
         fit = fit_chinchilla(N, D, noisy(N, D, sd, seed=n))
         assert not fit.identified and fit.se is None and fit.ci95 is None
         assert fit.reason.startswith("the points lie at 20 to") and fit.reason.endswith("need ratios at least 2x apart")
-
-
-def test_ratios_twice_apart_are_enough():
     N = np.geomspace(5e7, 4e8, 12)
-    D = np.ceil(np.tile([10, 20], 6) * N / 1e6) * 1e6       # budgets rounded up to whole steps
+    D = np.ceil(np.tile([10, 20], 6) * N / 1e6) * 1e6       # 2x, budgets rounded up to whole steps: enough
     assert fit_chinchilla(N, D, noisy(N, D, 1e-5, 3)).identified
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from scaling import learning_rate
 from scaling.learning_rate import Trial, analyse, main, tables
-from tests.scaling_runs import write_run
+from tests.scaling_runs import asked, strict, write_run
 
 RATES = (0.002, 0.004, 0.008, 0.016, 0.032)
 
@@ -127,11 +127,9 @@ def write_sweep(folder, rates=RATES, best=0.0061, **changes):
 
 
 def ask(capsys, *arguments, code=0):
-    """(stdout, learning_rate.json) of a call that ends in `code`; the JSON is strict."""
-    assert main([str(argument) for argument in arguments]) == code
-    output = capsys.readouterr().out
-    with open(re.search(r"wrote (\S+learning_rate\.json)", output)[1]) as file:
-        return output, json.load(file, parse_constant=lambda name: pytest.fail(name))
+    """(stdout, learning_rate.json) of a call that ends in `code`."""
+    output = asked(capsys, main, *arguments, code=code)
+    return output, strict(re.search(r"wrote (\S+)/: learning_rate.json", output)[1] + "/learning_rate.json")
 
 
 def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, monkeypatch):
@@ -162,26 +160,16 @@ def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, monke
     ({"name": "again", "lr_peak": 0.004}, "have the same size, tokens, lr_peak and seed: leave one out")])
 def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, change, said):
     write_trial(write_sweep(tmp_path, RATES[:3]), 0.016, **change)
-    assert main([str(tmp_path)]) == 2
-    assert said in capsys.readouterr().err and not (tmp_path / "law").exists()
+    assert said in asked(capsys, main, tmp_path, code=2) and not (tmp_path / "law").exists()
 
 
-def test_mistakes_in_the_command_are_told_in_a_sentence(tmp_path, capsys):
-    for arguments, said in ((["nowhere"], "nowhere does not exist"), ([str(tmp_path)], "no finished run")):
-        assert main(arguments) == 2
-        assert said in capsys.readouterr().err
-
-
-def test_everything_is_drawn_with_the_same_bytes_twice(tmp_path, capsys):
+def test_every_rate_is_drawn(tmp_path, capsys):
     """Two sizes, a diverged rate, one beyond the axis; then a sweep without an optimum."""
     write_sweep(tmp_path / "a", RATES[:4])
     write_trial(tmp_path / "a", 0.032, loss=7.9)
     write_trial(tmp_path / "a", 0.064, status="diverged")
     write_sweep(tmp_path / "a", params=155_648)
     _, found = ask(capsys, tmp_path / "a", "at=1e6")
-    first = (tmp_path / "a/law/learning_rate.svg").read_bytes()
-    ask(capsys, tmp_path / "a", "at=1e6")
-    assert (tmp_path / "a/law/learning_rate.svg").read_bytes() == first
     left, right = learning_rate.draw(found, "a").axes
     points = [xy for line in left.get_lines() for xy in line.get_xydata().tolist()]
     assert all([row["lr"], row["percent"]] in points for row in found["sweeps"][0]["rows"][:4])

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from scaling_runs import cut, declare_branches, write_branches, write_run
+from scaling_runs import asked, cells, cut, declare_branches, legend, strict, write_branches, write_run
 from scipy.stats import t as student
 from scipy.stats import ttest_1samp
 
@@ -23,7 +23,7 @@ def render_nothing(monkeypatch, request):
     """Drawing takes most of the time; tests with "drawn" in their name draw."""
     if "drawn" not in request.node.name:
         monkeypatch.setattr(precision, "draw_precision", lambda result: "figure")
-        monkeypatch.setattr(precision, "render", lambda figure, form: b"")
+        monkeypatch.setattr("scaling.figures.render", lambda figure, form: b"")
 
 
 def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):
@@ -43,20 +43,14 @@ def study(folder, percent=0.25, declared="2026-11-19T00:00:00Z"):
 
 
 def run(capsys, folder, *arguments):
-    """Standard output of a call that succeeds, precision.json as strict JSON."""
-    assert precision.main([str(folder), *arguments, "--all"]) == 0
-
-    def refuse(name):
-        raise AssertionError(f"{name} in precision.json")
-    with open(folder / "law/precision.json") as file:
-        return capsys.readouterr().out, json.load(file, parse_constant=refuse)
+    """Standard output of a call that succeeds, precision.json."""
+    return asked(capsys, precision.main, folder, *arguments, "--all"), strict(folder / "law/precision.json")
 
 
 def row(output, name, first="N"):
     """Cells of the line that holds `name`, in the table whose first column is `first`."""
     table = re.split(rf"^\| {first} ", output, maxsplit=1, flags=re.M)[1].split("\n\n")[0]
-    cells = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
-    return next(line for line in cells if name in line)
+    return next(line for line in cells(table) if name in line)
 
 
 # ------------------------------------------------------------------------------------------------------ statistics
@@ -141,8 +135,7 @@ def test_the_console_gets_forty_lines_headline_first_and_all_on_request(tmp_path
         write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax", curve=False)
     output, _ = run(capsys, tmp_path)
     assert output.count("\n") > 60 and output.count("WARNING: unpaired alone") == 12
-    assert precision.main([str(tmp_path)]) == 0
-    short = capsys.readouterr().out
+    short = asked(capsys, precision.main, tmp_path)
     assert short.count("\n") <= 40 and "tensorwise" in short.splitlines()[2]
     assert "8 more in precision.json" in short and "more tables: --all" in short
 
@@ -183,19 +176,18 @@ def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_
     (["{runs}/nowhere"], "does not exist"), (["{runs}", "margn=1"], "did you mean 'margin'?"),
     (["{runs}", "loss=fp8"], "loss='fp8'"), (["{runs}", "n=matmul"], "n='matmul'"), (["{runs}", "margin=0"], "margin: 0"),
     (["out=x"], "paths is missing"), (["{runs}/bf16_38912_1"], "out=DIR is missing"),
-    (["{runs}", "out={runs}/study.json"], "cannot be")])
+    (["{runs}", "out={runs}/study.json"], "is a file: name a folder")])
 def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
     study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
     before = sorted(tmp_path.rglob("*"))
-    assert precision.main([word.format(runs=tmp_path) for word in arguments]) == 2
-    out, err = capsys.readouterr()
-    assert sentence in err and err.startswith("scaling/precision.py: ") and out == ""
+    assert sentence in asked(capsys, precision.main, *(word.format(runs=tmp_path) for word in arguments), code=2)
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def damaged(runs, **arrays):
+def damaged(runs, shift=0, **arrays):
     with np.load(runs / "bf16_38912_2/val_losses.npz") as file:
-        np.savez(runs / "bf16_38912_2/val_losses.npz", **dict(file) | arrays)
+        whole = {name: np.roll(array, shift) for name, array in file.items()}
+    np.savez(runs / "bf16_38912_2/val_losses.npz", **whole | arrays)
 
 
 @pytest.mark.parametrize("damage, sentence", [
@@ -205,18 +197,20 @@ def damaged(runs, **arrays):
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
     (lambda runs: damaged(runs, bf16=np.full(36, math.nan)), "val_losses.npz is damaged"),
     (lambda runs: damaged(runs, n_tokens=np.arange(36) // 12 * 9), "val_losses.npz is damaged"),    # a source without a target
+    (lambda runs: damaged(runs, bf16=np.full(35, 9.9)), "val_losses.npz is damaged"),
+    (lambda runs: damaged(runs, source=np.arange(36) // 9), "val_losses.npz is damaged"),       # of four sources
     (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "the two files are not from one evaluation"),
+    (lambda runs: damaged(runs, shift=5), "same validation sequences in the same order"),
     (lambda runs: write_run(runs / "null", loss=2.2, seed=9, per_source=5, curve=False), "same validation sequences"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
     (lambda runs: [path.unlink() for path in runs.glob("*/summary.json")]
      + [write_run(runs / "x", status="diverged", curve=False)], "no run is left to compare")])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
     study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
-    if "sequences" in sentence:
+    if sentence == "same validation sequences":
         write_run(tmp_path / "fp8", recipe="tensorwise", loss=2.2, seed=9, curve=False)
     damage(tmp_path)
-    assert precision.main([str(tmp_path)]) == 2
-    assert sentence in capsys.readouterr().err and not (tmp_path / "law").exists()
+    assert sentence in asked(capsys, precision.main, tmp_path, code=2) and not (tmp_path / "law").exists()
 
 
 def test_a_sequence_may_be_context_alone(tmp_path, capsys):
@@ -252,10 +246,6 @@ def errorbars(panel, colour=None):
             ends = [segment[:, 1] for segment in one.lines[2][0].get_segments()]
             found += [(x, y, *end) for (x, y), end in zip(one.lines[0].get_xydata(), ends, strict=True)]
     return found
-
-
-def legend(figure):
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
@@ -299,8 +289,7 @@ def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path):
 @pytest.mark.parametrize("gaps", [[-0.01], [2.0, 2.5]])
 def test_few_or_extreme_pairs_are_drawn(tmp_path, capsys, gaps):
     write_seeds(tmp_path, gaps)
-    assert precision.main([str(tmp_path), "loss=as_trained", "--out", str(tmp_path / "elsewhere")]) == 0
-    assert "FP8 minus BF16, as trained" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "elsewhere").iterdir()} == {"precision.json", "precision.png", "precision.svg"}
-    assert json.loads((tmp_path / "elsewhere/precision.json").read_text())["sizes"][0]["nats"]["mean"] == pytest.approx(
-        1.5 * np.mean(gaps))
+    out = tmp_path / "elsewhere"
+    assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, tmp_path, "loss=as_trained", "--out", out)
+    assert {path.name for path in out.iterdir()} == {"precision.json", "precision.png", "precision.svg"}
+    assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))

@@ -4,13 +4,16 @@ import json
 import math
 import shutil
 import statistics
+from dataclasses import asdict
 
 import numpy as np
 import pytest
-from scaling_runs import declare_branches, write_branches, write_run
+from scaling_runs import asked, cells, declare_branches, strict, write_branches, write_run
 
 from scaling import fit, precision, report
 from scaling.dynamics import STYLES, read_history
+from scaling.pairs import pairs
+from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms, spread, step_times
 from tests.conftest import call_train, with_recipe
 
@@ -23,9 +26,9 @@ SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
 def render_nothing(monkeypatch, request):
     """Drawing and rendering are most of the time: the tests of figures draw, those of files on disk render too."""
     if "disk" not in request.node.name:
-        monkeypatch.setattr(report, "render", lambda figure, form: b"")
+        monkeypatch.setattr("scaling.figures.render", lambda figure, form: b"")
         if "figure" not in request.node.name:
-            monkeypatch.setattr(report, "draw_losses", lambda arms: None)
+            monkeypatch.setattr(report, "draw_losses", lambda arms: "figure")
 
 
 def step_row(step, loss=None, kind="train", **changes):
@@ -69,20 +72,13 @@ def runs(tmp_path):
 
 
 def call(capsys, *words, said=report.main):
-    """Standard output and report.json of a call that succeeds; the JSON is strict."""
-    assert said([*map(str, words)]) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    folder = out.rsplit("wrote ", 1)[1].split("/: ")[0]
-    with open(f"{folder}/report.json") as file:
-        return out, json.load(file, parse_constant=lambda name: pytest.fail(name))
+    """Standard output and report.json of a call that succeeds."""
+    out = asked(capsys, said, *words)
+    return out, strict(out.rsplit("wrote ", 1)[1].split("/: ")[0] + "/report.json")
 
 
 def refused(capsys, *words):
-    assert report.main([*map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("scaling/report.py: ") and "Traceback" not in err
-    return err
+    return asked(capsys, report.main, *words, code=2)
 
 
 def tables_of(text):
@@ -90,8 +86,8 @@ def tables_of(text):
     found = {}
     for block in text.split("\n\n**")[1:]:
         title, body = block.split("**\n\n", 1)
-        lines = [[cell.strip() for cell in line[1:-1].split("|")] for line in body.split("\n\n")[0].splitlines()]
-        found[title.split(" ")[0]] = {cells[0]: dict(zip(lines[0], cells, strict=True)) for cells in lines[2:]}
+        head, *lines = cells(body.split("\n\n")[0])
+        found[title.split(" ")[0]] = {line[0]: dict(zip(head, line, strict=True)) for line in lines}
     return found
 
 
@@ -111,39 +107,30 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys):
         assert row["utilisation_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_util_pct"] for one in train[1:]))
         assert row["memory_percent"]["min"] == 70 and row["mem_peak_gib"] == 55.5 and row["wall_s"] == 60
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else pytest.approx(SPEED[row["recipe"]] / 1000))
-    cells = tables_of(out)
-    assert cells["Time,"]["tensorwise"] == {
+    found = tables_of(out)
+    assert found["Time,"]["tensorwise"] == {
         "recipe": "tensorwise", "speed against BF16": "1.300", "tokens/s": "1,300", "steps [s]": f"{20 / 1.3 + 8:.2f}",
         "without compilation [s]": f"{20 / 1.3:.2f}", "compilation [s]": "8.00", "whole run [s]": "60.00",
         "memory allocated, mean [%]": "71.0", "memory, peak [GiB]": "55.50", "GPU utilisation, mean [%]": "88.0"}
-    loss = cells["Training"]["rowwise"]
+    loss = found["Training"]["rowwise"]
     assert (loss["max"], loss["min"], loss["final"], loss["steps"]) == ("6.0060", "2.0960", "2.0960", "40")
-    assert cells["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
+    assert found["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
 
 
-def test_gaps_are_those_of_the_paired_analysis(runs, tmp_path, capsys, monkeypatch):
-    """Also of a repeat of the BF16 run, which stands beside it: given first, it is still not what the others are held to."""
+def test_gaps_are_those_of_the_pairs_and_a_repeat_of_the_bf16_run_has_one_too(runs, capsys):
+    """Given first, a repeat is still not what the others are held to."""
     again = write_arm(runs[0].parent / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
     out, result = call(capsys, again, *runs)
     assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise"]
-    monkeypatch.setattr(precision, "draw_precision", lambda result: None)
-    assert precision.main([str(runs[0].parent), f"out={tmp_path / 'law'}"]) == 0
-    for pair in json.loads((tmp_path / "law/precision.json").read_text())["pairs"]:
-        row = next(one for one in result["runs"] if one["run_id"] == pair["fp8"])
-        for arm in ("as_trained", "bf16"):
-            theirs = pair[f"gap_{arm}"]
-            assert {key: row["gap"][arm][key] for key in theirs} == theirs
-            assert row["gap"][arm]["se_percent"] == pytest.approx(100 * theirs["se"] / 2.6)
+    for pair in pairs(read_runs(runs)[0])[0]:
+        row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
+        for arm, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16)):
+            assert row["gap"][arm] == asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
     losses, costs = tables_of(out)["Validation"], tables_of(out)["Time,"]
     assert losses["tensorwise"]["gap in BF16 [%]"].startswith(f"{100 * 0.01 / 2.6:+.3f} ± ")
     assert losses["bf16 (a_null)"]["gap in BF16 [%]"] == f"{100 * 0.005 / 2.6:+.3f}"
     assert losses["bf16 (c_bf16)"]["gap in BF16 [%]"] == costs["bf16 (c_bf16)"]["speed against BF16"] == ""
     assert costs["bf16 (a_null)"]["speed against BF16"] == "0.900"
-
-
-def test_spread_of_nothing_and_of_one():
-    assert spread([]) is None and spread([math.nan, math.inf]) is None
-    assert spread([math.nan, 3.0]) == {"max": 3.0, "min": 3.0, "mean": 3.0, "final": 3.0, "sd": None, "n": 1}
 
 
 def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path, capsys):
@@ -168,7 +155,8 @@ def test_steps_without_targets_have_no_loss_and_oddities_are_told(tmp_path, caps
     out, result = call(capsys, write_arm(tmp_path / "run", rows=rows, status="diverged"), f"out={tmp_path / 'law'}")
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     found = result["runs"][0]["train_loss"]
-    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
+    assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1]) and spread([math.nan]) is None
+    assert spread([math.nan, 3.0]) == {"max": 3.0, "min": 3.0, "mean": 3.0, "final": 3.0, "sd": None, "n": 1}
     assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
     for word in ("2 steps had a training loss of exactly 0", "1 training losses are not", "1 steps were judged", "'diverged'"):
         assert sum(word in note for note in result["notes"]) == 1
@@ -218,7 +206,7 @@ def test_what_differs_besides_is_said_and_another_machine_has_no_speed(runs, tmp
 
 
 @pytest.mark.parametrize("words, sentence", [
-    (["{runs}/nowhere"], "does not exist"), ([], "no runs given: name those of one training"),
+    (["{runs}/nowhere"], "does not exist"), (["out=x"], "no runs given: name those of one training"),
     (["{runs}/c_bf16", "loss=bf16"], "there is no key 'loss'"), (["{runs}/c_bf16", "study={runs}"], "or --study out/STUDY"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], "cannot be written"), (["study={runs}/nowhere"], "does not exist")])
 def test_mistakes_are_a_sentence(runs, capsys, words, sentence):
@@ -286,16 +274,13 @@ def study(tmp_path_factory):
     write_branches(folder, sizes=(30_000, 60_000, 120_000), ratios=(5, 20), t_start="2026-11-20T09:00:00Z")
     write_branches(later, sizes=(240_000,), ratios=(20,), seeds=(1,), recipes=("bf16",), t_start="2999-01-01T00:00:00Z")
     target = "s240000_bf16_1"
-    goal = json.loads((later / target / "summary.json").read_text())
-    declare_branches(folder)
-    declared = json.loads((folder / "study.json").read_text())
+    goal, declared = strict(later / target / "summary.json"), strict(declare_branches(folder) / "study.json")
     row = {"run": target, "size": "x", "recipe": "bf16", "parent": None, "parent_step": None, "tokens": goal["tokens"]}
     row |= {key: goal[key] for key in ("params_total", "params_nonembed", "params_matmul", "flops_per_token", "seed")}
     declared |= {"study": "s", "held_out": [target], "runs": [*declared["runs"], row]}
     (folder / "study.json").write_text(json.dumps(declared))
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("figures", "precision"):     # rendering is most of the time
-            patch.setattr(f"scaling.{module}.render", lambda figure, form: b"", raising=False)
+        patch.setattr("scaling.figures.render", lambda figure, form: b"")       # most of the time
         for command, words in ((precision, ()), (fit, ("--predict", target))):
             assert command.main([str(folder), *words]) == 0
         (later / target).rename(folder / target)
@@ -304,40 +289,36 @@ def study(tmp_path_factory):
 
 
 def test_a_studys_page_says_what_its_files_say(study, capsys):
-    assert report.main(["--study", str(study)]) == 0
-    out, page = capsys.readouterr().out, (study / "README.md").read_text()
-    said, law = (json.loads((study / name).read_text()) for name in ("report.json", "law/law.json"))
-    found = json.loads((study / "law/precision.json").read_text())["common"]["tensorwise"]["bf16"]
-    score, = json.loads((study / "law/score_s240000_bf16_1.json").read_text())["runs"]
+    out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
+    said, law = (strict(study / name) for name in ("report.json", "law/law.json"))
+    found = strict(study / "law/precision.json")["common"]["tensorwise"]["bf16"]
+    score, = strict(study / "law/score_s240000_bf16_1.json")["runs"]
     assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z; held out: s240000_bf16_1." in page
-    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in out.splitlines()]
     assert ["all", "all", "tensorwise", f"{found['mean']:+.3f} ± {found['high'] - found['mean']:.3f}", "6"] in [
-        line[:5] for line in cells]
+        line[:5] for line in cells(out)]
     assert ["s240000_bf16_1", f"{score['loss']:.4f}", f"{score['error_percent']:+.2f}",
-            "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells]
+            "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells(out)]
     for group in law["groups"].values():
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
     assert "![figure](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
-    summaries = {path.parent.name: json.loads(path.read_text()) for path in study.glob("*/summary.json")}
+    summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
         assert row["loss_bf16"] == pytest.approx(statistics.mean(summaries[run]["loss_bf16"] for run in row["runs"]))
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else 0.75)
-    assert said["predictions"][0]["scored"][0]["error_percent"] == score["error_percent"]
-    assert said["gaps"]["tensorwise"]["bf16"] == found
-    assert report.main(["--study", str(study)]) == 0 and (study / "README.md").read_text() == page      # again: the same bytes
+    asked(capsys, report.main, "--study", study)
+    assert (study / "README.md").read_text() == page
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
-    assert report.main(["--study", str(folder)]) == 0
+    asked(capsys, report.main, "--study", folder)
     page = (folder / "README.md").read_text()
     assert "3 finished runs of 4 declared on 2026-11-19T00:00:00Z; missing: s30000_bf16_1_d5" in page
     assert f"**Missing:** law/law.json (`python scaling/fit.py {folder}`)." in page
     assert f"**Missing:** law/precision.json (`python scaling/precision.py {folder}`)." in page
-    capsys.readouterr()
     (folder / "README.md").write_text("mine")
     assert "was not written by this command" in refused(capsys, "--study", folder)
     (folder / "README.md").unlink()
@@ -350,9 +331,8 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     folder = shutil.copytree(study, tmp_path / "s")
     path = folder / "s30000_bf16_1/summary.json"
     path.write_text(path.read_text() + " ")
-    assert report.main(["--study", str(folder)]) == 0
+    asked(capsys, report.main, "--study", folder)
     assert "law.json is not of these files: s30000_bf16_1 went in with other bytes" in (folder / "README.md").read_text()
     score = folder / "law/score_s240000_bf16_1.json"
     score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
-    capsys.readouterr()
     assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)

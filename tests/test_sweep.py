@@ -24,6 +24,7 @@ from scaling.predict import digest
 from scaling.study import ENDED, expand, state_of
 from scaling.sweep import Cost, Options, costs_of, kind_of, table
 from tests.conftest import ROOT
+from tests.scaling_runs import asked, cells
 from tests.study_cases import checkpoint, fake_sweep, finish, summaries, tiny_study
 
 OPTIONS = Options(study="x", start=2.0)
@@ -46,7 +47,7 @@ def fake(tiny, tmp_path, monkeypatch, capsys):
 def told(rows, folder, options):
     """(rows of the grid as lists of cells, the lines below it)."""
     grid, *below = table(rows, folder, options)
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in grid.splitlines() if "--" not in line], below
+    return cells(grid), below
 
 
 def test_the_table_by_hand(rows, tmp_path):
@@ -112,48 +113,43 @@ def test_a_kind_is_a_size_a_recipe_and_whether_it_is_a_null_run(tiny, tmp_path):
 
 def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path, data_dir):
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
-        code, told = fake("finish()", "only=a_*", max_epochs=limit, held_out=True)
-        assert (code, (tmp_path / "out").exists()) == (2, False)
-        assert told.startswith("sweep.py: b_bf16_t20_s1: this run plans ") and f"data.max_epochs={limit};" in told
-    code, told = fake("finish()", "only=a_*", max_epochs=20)
-    assert code == 0, told
+        told = fake("finish()", "only=a_*", code=2, max_epochs=limit, held_out=True)
+        assert not (tmp_path / "out").exists()
+        assert "sweep.py: b_bf16_t20_s1: this run plans " in told and f"data.max_epochs={limit};" in told
+    told = fake("finish()", "only=a_*", max_epochs=20)
     # 1124 steps of 16 sequences of 32 tokens; of web's 40,000 training tokens there are 1,249 windows with a target each
     assert re.findall(r"epochs of the largest run to do \((\w+), ([\d,]+) tokens\): code ([\d.]+), web ([\d.]+); allowed 20\n",
                       told) == [("b_bf16_t20_s1", "575,488", f"{1124 * 4 / 1249:.2f}", f"{1124 * 12 / 1249:.2f}")]
-    assert "epochs" not in fake("", "only=a_*", max_epochs=20)[1]       # nothing begins, nothing is looked at
+    assert "epochs" not in fake("", "only=a_*", max_epochs=20)       # nothing begins, nothing is looked at
 
 
 @pytest.mark.parametrize("key, what", [
     ("data_sha256", "holds other tokens than a_bf16_t20_s1, which is done, has seen (data_sha256 differs"),
     ("val_sha256", "(val_sha256 differs"), ("pair_id", "a_bf16.py has changed since a_bf16_t20_s1 was trained with it")])
 def test_other_data_or_settings_than_those_of_a_run_that_is_done_are_refused(fake, tmp_path, key, what):
-    assert fake(f"finish({key}='{'0' * 64}')", "only=a_bf16_t20_s1")[0] == 0
-    code, told = fake("finish()")
-    assert (code, len(summaries(tmp_path)), what in told) == (2, 1, True), told
+    fake(f"finish({key}='{'0' * 64}')", "only=a_bf16_t20_s1")
+    assert what in fake("finish()", code=2) and len(summaries(tmp_path)) == 1
     row = expand(sweep.load_study(tmp_path / "study_tiny.py"))[0]
     finish(row, tmp_path / "out/tiny", pair_id=pair_id(load_config(row.config, row.overrides)))
-    assert fake("finish()")[0] == 0
+    fake("finish()")
 
 
 def test_held_out_runs_wait_to_be_named(fake, tmp_path):
-    code, told = fake("finish()", held_out=True)
-    assert code == 0, told
+    fake("finish()", held_out=True)
     assert summaries(tmp_path).keys() == {"a_bf16_t20_s1", "a_bf16_t10_s1"}
     assert json.loads((tmp_path / "out/tiny/study.json").read_text())["held_out"] == ["b_bf16_t20_s1", "b_bf16_t10_s1"]
     rows = expand(sweep.load_study(tmp_path / "study_tiny.py"))
     assert [state_of(row, tmp_path / "out/tiny") for row in rows] == ["done", "done", "held out", "held out"]
-    code, told = fake("finish()", "only=*_t20_*", held_out=True)       # a broad pattern does not start the largest runs
-    assert (code, "0 of 1 runs to do" in told) == (0, True), told
+    assert "0 of 1 runs to do" in fake("finish()", "only=*_t20_*", held_out=True)       # a broad pattern starts no largest runs
     for only in ("b_*", "*,b_bf16_t20_s1"):
-        code, told = fake("finish()", f"only={only}", held_out=True)
-        assert (code, len(summaries(tmp_path))) == (2, 2), told
-        assert f"(python scaling/fit.py {tmp_path}/out/tiny --predict b_bf16_t20_s1" in told
+        told = fake("finish()", f"only={only}", code=2, held_out=True)
+        assert len(summaries(tmp_path)) == 2 and f"(python scaling/fit.py {tmp_path}/out/tiny --predict b_bf16_t20_s1" in told
     predict(rows[2], tmp_path / "out/tiny/law", tokens=1)       # of another run by that name
     predict(rows[3], tmp_path / "out/tiny/law")
-    assert fake("finish()", "only=b_bf16_t10_s1", held_out=True)[0] == 2
+    fake("finish()", "only=b_bf16_t10_s1", code=2, held_out=True)
     predict(rows[2], tmp_path / "out/tiny/law")
-    code, told = fake("finish()", "only=b_bf16_t10_s1", held_out=True)     # with the trunk it needs
-    assert (code, len(summaries(tmp_path))) == (0, 4), told
+    fake("finish()", "only=b_bf16_t10_s1", held_out=True)       # with the trunk it needs
+    assert len(summaries(tmp_path)) == 4
 
 
 def predict(row, folder, **changes):
@@ -169,17 +165,13 @@ def predict(row, folder, **changes):
     (["--rum"], "there is no key 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
     (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["only=a_bf16_t10_s2"], "did you mean 'a_bf16_t10_s1'?")])
 def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, arguments, told):
-    code = sweep.main([str(tiny_study(tiny, tmp_path)), f"out={tmp_path}/out", *arguments])
-    error = capsys.readouterr().err
-    assert (code, error.count("\n"), told in error, (tmp_path / "out").exists()) == (2, 1, True, False), error
+    assert told in asked(capsys, sweep.main, tiny_study(tiny, tmp_path), f"out={tmp_path}/out", *arguments, code=2)
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_done(tiny, tmp_path, capsys):
-    assert sweep.main([str(tiny_study(tiny, tmp_path, seeds=(1, 2))), "--slurm", "gpus=8"]) == 0
-    script = capsys.readouterr().out
-    assert "#SBATCH --array=0-3\n" in script
-    assert "--gpus-per-node=8" in script
-    assert "\n#SBATCH --cpus-per-task=64\n" in script
+    script = asked(capsys, sweep.main, tiny_study(tiny, tmp_path, seeds=(1, 2)), "--slurm", "gpus=8")
+    assert all(words in script for words in ("#SBATCH --array=0-3\n", "--gpus-per-node=8", "\n#SBATCH --cpus-per-task=64\n"))
     assert not re.search("^[^#\n]+\n(.*\n)*#SBATCH", script, re.M)        # sbatch reads none behind the first command
     assert re.findall(r"^  (\S+)$", script, re.M)[1] == "a_bf16_t20_s2,a_bf16_t10_s2"
     (tmp_path / "stub.py").write_text(
@@ -203,8 +195,7 @@ def test_the_slurm_script_has_a_task_for_each_trunk_and_requeues_what_is_not_don
 # ------------------------------------------------------------------------------------------------------- running the runs
 
 def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
-    code, told = fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
-    assert code == 0, told
+    fake("time.sleep(0.05); finish()", recipes=("bf16", "tensorwise"))
     done = summaries(tmp_path)
     ran = sorted(done.items(), key=lambda item: item[1]["began"])
     assert [run for run, _ in ran] == ["a_bf16_t20_s1", "a_bf16_t10_s1", "a_tensorwise_t20_s1", "a_tensorwise_t10_s1",
@@ -214,15 +205,14 @@ def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
     left = f"{tmp_path}/out/tiny/a_tensorwise_t20_s1/checkpoints/step_{int(trunk['checkpoint.at']):08d}"
     assert branch["given"]["start_from"] == left and "start_from" not in trunk and branch["threads"] is None
     assert json.loads((tmp_path / "out/tiny/study.json").read_text())["margin_percent"] == 1.0
-    code, told = fake("sys.exit('not again')", recipes=("bf16", "tensorwise"))
-    assert (code, "0 of 8 runs to do" in told) == (0, True)
+    assert "0 of 8 runs to do" in fake("sys.exit('not again')", recipes=("bf16", "tensorwise"))
 
 
 def test_two_jobs_run_side_by_side_each_with_its_share_of_the_machine(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(sweep, "LOG_S", 0.05)
-    code, told = fake("time.sleep(0.4); finish()", "jobs=2", budgets=(20,), seeds=(1, 2))
-    assert code == 0 and "0 of 4 runs done; a_bf16_t20_s1 is starting; a_bf16_t20_s2 is starting" in told, told
+    told = fake("time.sleep(0.4); finish()", "jobs=2", budgets=(20,), seeds=(1, 2))
+    assert "0 of 4 runs done; a_bf16_t20_s1 is starting; a_bf16_t20_s2 is starting" in told, told
     ran = list(summaries(tmp_path).values())
     overlaps = [sum(other["began"] < run["began"] < other["ended"] for other in ran) for run in ran]
     assert max(overlaps) == 1       # never three at once, and not one after the other
@@ -232,22 +222,18 @@ def test_two_jobs_run_side_by_side_each_with_its_share_of_the_machine(fake, tmp_
 def test_every_job_has_gpus_of_its_own(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,6,7")
-    seen = []
-    popen = subprocess.Popen
+    seen, popen = [], subprocess.Popen
     monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, **more: (seen.append(command), popen(
         [command[0], *command[command.index(str(tmp_path / "train.py")):]], **more))[1])
-    code, told = fake("time.sleep(0.2); finish()", "jobs=2", "gpus=2", budgets=(20,))
-    assert code == 0, told
+    fake("time.sleep(0.2); finish()", "jobs=2", "gpus=2", budgets=(20,))
     assert {run["gpus"] for run in summaries(tmp_path).values()} == {"3,5", "6,7"}
     assert seen[0][1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    code, told = fake("", "jobs=3", "gpus=2", budgets=(20,))
-    assert (code, "gpus=2 for each of jobs=3 is more than the 4 GPUs of this machine" in told) == (2, True)
+    assert "gpus=2 for each of jobs=3 is more than the 4 GPUs" in fake("", "jobs=3", "gpus=2", code=2, budgets=(20,))
 
 
 def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     body = "if run == 'a_bf16_t20_s1': print('train.py: the disk is full', file=sys.stderr); sys.exit(1)\nfinish()"
-    code, told = fake(body)
-    assert code == 1
+    told = fake(body, code=1)
     assert summaries(tmp_path).keys() == {"b_bf16_t20_s1", "b_bf16_t10_s1"}     # its branch could not start
     assert "failed: a_bf16_t20_s1; correct the cause and run the same command again" in told
     assert "2 of 4 runs are not done, a_bf16_t20_s1 the first" in told
@@ -256,18 +242,15 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     assert state_of(rows[0], tmp_path / "out/tiny") == f"failed, exit code 1: train.py: the disk is full ({log})"
     assert state_of(rows[1], tmp_path / "out/tiny") == "missing"
     shutil.rmtree(tmp_path / "out/tiny/b_bf16_t10_s1")
-    code, told = fake("finish()")       # what failed is tried again, after what may succeed
-    assert (code, len(summaries(tmp_path))) == (0, 4), told
+    fake("finish()")        # what failed is tried again, after what may succeed
     assert summaries(tmp_path)["b_bf16_t10_s1"]["began"] < summaries(tmp_path)["a_bf16_t20_s1"]["began"]
     assert state_of(rows[0], tmp_path / "out/tiny") == "done"
 
 
 def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path):
-    code, told = fake("if 't20' in run: checkpoint(given['checkpoint.at']); time.sleep(1)\nfinish()", "jobs=2", "only=a_*")
-    assert code == 0, told
+    fake("if 't20' in run: checkpoint(given['checkpoint.at']); time.sleep(1)\nfinish()", "jobs=2", "only=a_*")
     ran = summaries(tmp_path)
-    assert ran["a_bf16_t10_s1"]["began"] < ran["a_bf16_t20_s1"]["ended"]
-    assert len(ran) == 2
+    assert ran["a_bf16_t10_s1"]["began"] < ran["a_bf16_t20_s1"]["ended"] and len(ran) == 2
 
 
 def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path):
@@ -293,33 +276,28 @@ signal.signal(signal.SIGTERM, leave)
 if not list((folder / "checkpoints").glob("step_00000007")): time.sleep(30)
 finish()"""
     began = time.monotonic()
-    code, told = fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1")
-    assert (code, time.monotonic() - began < 15) == (3, True), told
-    assert "a_bf16_t20_s1 at step 7" in told
-    code, told = fake(body, "limit=20", "start=0.1", "only=a_bf16_t20_s1")
-    assert (code, list(summaries(tmp_path))) == (0, ["a_bf16_t20_s1"])
-    assert "a_bf16_t20_s1 goes on from step 7" in told
+    told = fake(body, "limit=2", "start=0.1", "only=a_bf16_t20_s1", code=3)
+    assert time.monotonic() - began < 15 and "a_bf16_t20_s1 at step 7" in told
+    told = fake(body, "limit=20", "start=0.1", "only=a_bf16_t20_s1")
+    assert list(summaries(tmp_path)) == ["a_bf16_t20_s1"] and "a_bf16_t20_s1 goes on from step 7" in told
 
 
 def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
-    code, told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", began=time.monotonic() - 45)       # from the command's start
-    assert (code, summaries(tmp_path)) == (3, {}) and re.search(r"; 5[45]\.\d s are left of limit=100\n", told), told
+    told = fake("finish()", "limit=100", "only=a_bf16_t20_s1", code=3, began=time.monotonic() - 45)     # from the command's start
+    assert summaries(tmp_path) == {} and re.search(r"; 5[45]\.\d s are left of limit=100\n", told), told
     assert "limit=100 leaves no time to begin 1 more: a_bf16_t20_s1, which takes 60 s" in told
     # 452,608 tokens at 1,000 a second; 13 s beside them, and 5 that no summary tells of
-    code, told = fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
-    assert code == 0, told
-    code, told = fake("finish()", "limit=17", "only=a_*", seeds=(1, 2))
-    assert (code, len(summaries(tmp_path))) == (3, 1), told
-    assert "limit=17 leaves no time to begin 2 more: a_bf16_t10_s1, which takes 18 s" in told      # and no branch of what was not
-    code, told = fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
-    assert (code, len(summaries(tmp_path))) == (0, 4), told
+    fake("finish(wall_s=465.608)", "limit=1e4", "only=a_bf16_t20_s1")
+    told = fake("finish()", "limit=17", "only=a_*", code=3, seeds=(1, 2))      # and no branch of what was not begun
+    assert len(summaries(tmp_path)) == 1 and "leaves no time to begin 2 more: a_bf16_t10_s1, which takes 18 s" in told
+    fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
+    assert len(summaries(tmp_path)) == 4
 
 
 def test_a_branch_whose_trunk_has_no_checkpoints_any_more_is_trained_from_scratch(fake, tmp_path):
-    assert fake("finish()", "only=a_bf16_t20_s1")[0] == 0
+    fake("finish()", "only=a_bf16_t20_s1")
     shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1/checkpoints")
-    code, told = fake("finish()", "only=a_*")
-    assert (code, "a_bf16_t10_s1 starts from scratch" in told) == (0, True)
+    assert "a_bf16_t10_s1 starts from scratch" in fake("finish()", "only=a_*")
     assert "start_from" not in summaries(tmp_path)["a_bf16_t10_s1"]["given"]
 
 
