@@ -188,7 +188,7 @@ class Parts:
         identity = json.loads(json.dumps({
             "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
             "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
-        found = begun(self.folder) or {"identity": identity, "files": []}
+        found = begun(self.folder.parent) or {"identity": identity, "files": []}
         differs = [key for key in identity if found["identity"].get(key) != identity[key]]
         self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
         inputs = [[file.name, file.bytes, file.stamp] for file in self.files]

@@ -123,7 +123,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
 def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys):
     file = write(tmp_path / "a.jsonl", DOCUMENTS)
     monkeypatch.setattr(shards, "SHARD_TOKENS", 100)
-    monkeypatch.setattr(assemble, "BLOCK_TOKENS", 70)
+    monkeypatch.setattr(assemble, "BLOCK", 70)
     assert local(file, out=tmp_path / "cut") == 0
     assert found(tmp_path / "cut/mine") == due(DOCUMENTS)
     for split in shards.read_index(tmp_path / "cut/mine").splits.values():
@@ -258,7 +258,7 @@ CHILD = """
 import hashlib, os, sys, time
 from prepare import assemble, pipeline
 from runtime import shards
-pipeline.TELL_S, shards.SHARD_TOKENS, assemble.BLOCK_TOKENS = 0.01, 20_000, 30_000
+pipeline.TELL_S, shards.SHARD_TOKENS, assemble.BLOCK = 0.01, 20_000, 30_000
 if "SLOW" in os.environ:
     pipeline.blake2b = lambda *a, **k: time.sleep(0.02) or hashlib.blake2b(*a, **k)
 """
@@ -482,7 +482,7 @@ def test_progress_is_told(tmp_path, monkeypatch, capsys):
 
 def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_TOKENS", 1_000_000)
-    monkeypatch.setattr(assemble, "BLOCK_TOKENS", 1_000_000)
+    monkeypatch.setattr(assemble, "BLOCK", 1_000_000)
     rng = random.Random(0)
     with open(tmp_path / "a.jsonl", "w") as file:
         for _ in range(400):
