@@ -156,7 +156,7 @@ def _run(arguments: list[str]) -> int:
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:
-        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
+        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*(key for key in KEYS if key not in ('named', 'hf')), *SOURCES])}")
     first = arguments.index(words[0])
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
     words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]

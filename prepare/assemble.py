@@ -44,6 +44,10 @@ class Piece:
     is_whole: bool = False      # whether the input file was read to its end, or until there were tokens enough
     failed: str | None = None   # why it could not be read
 
+    def serves(self, tokens: float) -> bool:
+        """Whether the task of the file is done, where `tokens` are wanted of it."""
+        return self.is_whole or bool(self.failed) or self.tokens >= tokens
+
     def table(self) -> np.ndarray:
         """DOCUMENT (documents,)"""
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
