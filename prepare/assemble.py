@@ -22,6 +22,7 @@ import numpy as np
 
 from runtime import shards
 from runtime.cli import UserError
+from runtime.rows import write_json
 from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
@@ -55,8 +56,8 @@ class Piece:
 
 def read_piece(folder: Path, file: int) -> Piece | None:
     """Of input file number `file`; None where its task has not ended."""
-    stem = folder / f"{file:05d}"
-    return Piece(stem, **facts) if (facts := _read_json(stem.with_suffix(".json"))) else None
+    facts = _read_json(folder / f"{file:05d}.json")
+    return facts and Piece(folder / f"{file:05d}", **facts)
 
 
 def begun(folder: Path) -> dict | None:
@@ -82,11 +83,6 @@ def writing(path: Path) -> Iterator:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def write_json(path: Path, value: dict) -> None:
-    with writing(path) as file:
-        file.write(json.dumps(value).encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -204,7 +200,8 @@ def _write_split(folder: Path, layout: dict, split: str) -> Iterator[dict]:
         if stream is None and path.exists():    # of a write that was killed: whole, for it came by rename
             yield {**shard, "sha256": file_sha256(path)}
             continue
-        stream, digest, lacking = stream or _kept_bytes(folder, layout, split, size, begin), hashlib.sha256(), size * (end - begin)
+        stream = stream or _kept_bytes(folder, layout, split, size, begin)
+        digest, lacking = hashlib.sha256(), size * (end - begin)
         with writing(path) as file:
             while lacking:
                 rest = rest or next(stream)

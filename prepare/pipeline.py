@@ -29,10 +29,11 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_json, write_shards, writing
+from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_shards, writing
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
+from runtime.rows import write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
