@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -139,7 +140,7 @@ def test_shards_are_cut_at_their_size_and_verified(tmp_path, monkeypatch, capsys
     assert "there is no" in refused(capsys, "--verify", tmp_path / "nowhere")
 
 
-def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys, monkeypatch):
+def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(assemble, "SORTED_AT_ONCE", 9)      # the hashes are taken in ranges
     texts = {"one": [*DOCUMENTS[:25], "", *DOCUMENTS[:3]], "two": DOCUMENTS[20:], "three": DOCUMENTS[:5] + some_documents(20, 7)}
     for name, documents in texts.items():
@@ -155,6 +156,14 @@ def test_copies_are_dropped_within_and_across_files_and_sources(tmp_path, capsys
                    "processes=1", f"out={tmp_path / 'data'}")
     assert "9 copies of documents in one alone" in said
     assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
+    (tmp_path / "data/five/val_00000.bin").write_bytes(b"")
+    capsys.readouterr()
+    assert main(["--show", str(tmp_path / "data")]) == 0
+    lines, split = capsys.readouterr().out.splitlines(), shards.read_index(tmp_path / "data/two").splits["train"]
+    row = next(line.split() for line in lines if line.startswith("two") and " train " in line)
+    assert row[2:4] == [str(split.documents), f"{split.tokens:,}"] and all(len(line) <= 130 for line in lines)
+    assert any(line.startswith("five") and "damaged" in line for line in lines)
+    assert any("copies 5 (first met in one 5), empty 0" in line for line in lines)
 
 
 def test_a_budget_counts_training_tokens(tmp_path, capsys):
@@ -274,11 +283,8 @@ def storm(big, out, kills, seed):
         run.kill()
         run.communicate()
         killed += run.returncode == -signal.SIGKILL
-        if (out / "mine/index.json").exists():
-            finish(big.command(out))
-            assert content(out) == big.calm
-            for path in (out / "mine").glob("*.*"):
-                path.unlink()
+        if (out / "mine/index.json").exists():      # it was killed behind its work, or too late
+            shutil.rmtree(out / "mine")
     finish(big.command(out, 2))
     assert content(out) == big.calm
 
@@ -411,19 +417,6 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     assert "holds shards of revision=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
 
 
-def test_show_tells_what_is_there(tmp_path, capsys):
-    for name, documents in {"one": DOCUMENTS, "two": [*DOCUMENTS[:3], *some_documents(30, 9)]}.items():
-        assert local(write(tmp_path / f"{name}.jsonl", documents), out=tmp_path / "data", name=name, license="CC0") == 0
-    (tmp_path / "data/one/val_00000.bin").write_bytes(b"")
-    capsys.readouterr()
-    assert main(["--show", str(tmp_path / "data")]) == 0
-    lines, split = capsys.readouterr().out.splitlines(), shards.read_index(tmp_path / "data/two").splits["train"]
-    row = next(line.split() for line in lines if line.startswith("two") and " train " in line)
-    assert row[2:4] == [str(split.documents), f"{split.tokens:,}"]
-    assert any(line.startswith("one") and "damaged" in line for line in lines)
-    assert any("copies 3 (first met in one 3), empty 0" in line for line in lines) and all(len(line) <= 130 for line in lines)
-
-
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress, "LOG_S", 0.0)
     monkeypatch.setattr(pipeline, "TELL_S", 0.0)
@@ -443,7 +436,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
     tracemalloc.start()
     try:
         assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
-        assert tracemalloc.get_traced_memory()[1] < 25e6, "a block of 2 MB and its mask, of a source of 40 MB, 80 on disk"
+        assert tracemalloc.get_traced_memory()[1] < 6e6, "a block of 1 MB, of a source of 40 MB, 80 on disk"
     finally:
         tracemalloc.stop()
 
