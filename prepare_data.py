@@ -43,7 +43,7 @@ from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
 from prepare.pipeline import Job, cached_tokenizer, prepare
 from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
-from runtime.cli import MachineError, UserError, help_page, nearest, read_options
+from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
 
 COMMON = {"out", "tokenizer", "val_share", "processes"}
@@ -85,8 +85,6 @@ class Options:
             raise UserError("on=slurm needs partition=NAME, a queue of your cluster; that and --dry-run are for on=slurm alone")
 
 
-# -------------------------------------------------------------------------------------------------------------- sources
-
 def _sources(kind: str, command: str, words: list[str], options: Options) -> list[Source]:
     """Raises UserError for what cannot be a source."""
     if kind == "demo":
@@ -112,15 +110,13 @@ def _named(name: str) -> HubSource:
 
 def _revision(folder: Path, dataset: str) -> str | None:
     """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
-    found = vars(read_index(folder)) if (folder / "index.json").exists() else (begun(folder / "parts") or {}).get("identity", {})
+    found = vars(read_index(folder)) if (folder / "index.json").exists() else (begun(folder) or {}).get("identity", {})
     return found["revision"] if found.get("dataset") == dataset else None
 
 
-# --------------------------------------------------------------------------------------------------------- command line
-
 def main(arguments: list[str]) -> int:
     """Runs the command line; returns the exit code: 0, 2 for a mistake told on stderr, 1 for the machine's faults."""
-    before = signal.signal(signal.SIGTERM, _stop)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     for stream in (sys.stdout, sys.stderr):     # names and texts of any language, on a terminal of ASCII too
         getattr(stream, "reconfigure", dict)(errors="backslashreplace")
     try:
@@ -129,8 +125,7 @@ def main(arguments: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:     # --show | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         print(f"{where}{error.strerror or error}; what was prepared stays, and the same command goes on", file=sys.stderr)
@@ -138,13 +133,9 @@ def main(arguments: list[str]) -> int:
         return 2 if isinstance(error, (PermissionError, NotADirectoryError, FileNotFoundError, FileExistsError)) else 1
     except (KeyboardInterrupt, SystemExit) as error:
         print("\ninterrupted: what was prepared stays, and the same command goes on", file=sys.stderr)
-        return 143 if isinstance(error, SystemExit) else 130
+        return error.code if isinstance(error, SystemExit) else 130
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _stop(*_) -> None:
-    raise SystemExit
 
 
 def _run(arguments: list[str]) -> int:
@@ -156,7 +147,8 @@ def _run(arguments: list[str]) -> int:
         return 0
     kind = "named" if command in SOURCES else "hf" if command.startswith("hf:") else command
     if kind not in KEYS:
-        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*KEYS.keys() - {'named', 'hf'}, *SOURCES])}")
+        commands = [key for key in KEYS if key not in ("named", "hf")]
+        raise UserError(f"there is no command {words[0]!r}{nearest(command, [*commands, *SOURCES])}")
     first = arguments.index(words[0])
     options = read_options(Options, arguments[:first] + arguments[first + 1:], KEYS[kind], DEFAULTS.get(kind))
     words, folders = list(options.words), [Path(word) for word in options.words] or [Path(options.out)]
@@ -203,4 +195,4 @@ def _budgets(tokens: float | None, names: list[str]) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -22,6 +22,7 @@ import numpy as np
 
 from runtime import shards
 from runtime.cli import UserError
+from runtime.rows import write_json
 from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
@@ -29,7 +30,7 @@ from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_in
 DOCUMENT = np.dtype([("hash", "<u8"), ("tokens", "<u4"), ("bytes", "<u4")])
 HASH_STEPS = 10_000             # the share of validation documents is kept in steps of 1 / this
 SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 4 bytes a document
-BLOCK_TOKENS = 20_000_000       # of a piece in memory at once
+BLOCK = 1 << 24                 # bytes of a piece in memory at once
 FIRST, COPY = 0, 1              # fate of a document; COPY + 1 + i: the first copy is in the i-th of the earlier sources
 
 
@@ -44,6 +45,10 @@ class Piece:
     is_whole: bool = False      # whether the input file was read to its end, or until there were tokens enough
     failed: str | None = None   # why it could not be read
 
+    def serves(self, tokens: float) -> bool:
+        """Whether the task of the file is done, where `tokens` are wanted of it."""
+        return self.is_whole or bool(self.failed) or self.tokens >= tokens
+
     def table(self) -> np.ndarray:
         """DOCUMENT (documents,)"""
         return np.fromfile(f"{self.stem}.docs", DOCUMENT)
@@ -51,18 +56,22 @@ class Piece:
 
 def read_piece(folder: Path, file: int) -> Piece | None:
     """Of input file number `file`; None where its task has not ended."""
-    stem = folder / f"{file:05d}"
-    return Piece(stem, **json.loads(path.read_bytes())) if (path := stem.with_suffix(".json")).exists() else None
+    facts = _read_json(folder / f"{file:05d}.json")
+    return facts and Piece(folder / f"{file:05d}", **facts)
 
 
 def begun(folder: Path) -> dict | None:
-    """What was begun in parts/: identity and [name, size, stamp] of the input files; None without any."""
-    return json.loads(path.read_bytes()) if (path := folder / "begun.json").exists() else None
+    """What was begun in a source's folder: identity and [name, size, stamp] of the input files; None without any."""
+    return _read_json(folder / "parts" / "begun.json")
 
 
 def read_layout(folder: Path) -> dict | None:
     """What commit() made final in a source's folder; None if it did not come that far."""
-    return json.loads(path.read_bytes()) if (path := folder / "parts" / "layout.json").exists() else None
+    return _read_json(folder / "parts" / "layout.json")
+
+
+def _read_json(path: Path) -> dict | None:
+    return json.loads(path.read_bytes()) if path.exists() else None
 
 
 @contextmanager
@@ -74,11 +83,6 @@ def writing(path: Path) -> Iterator:
     except OSError as error:
         error.filename = error.filename or str(path)
         raise
-
-
-def write_json(path: Path, value: dict) -> None:
-    with writing(path) as file:
-        file.write(json.dumps(value).encode())
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -188,49 +192,50 @@ def write_shards(folder: Path, layout: dict) -> dict:
 
 
 def _write_split(folder: Path, layout: dict, split: str) -> Iterator[dict]:
-    full, total, dtype = layout["shard_tokens"], layout["tokens"][split], DTYPES[layout["facts"]["dtype"]]
-    stream, rest, end = None, np.zeros(0, dtype), 0
+    full, total, size = layout["shard_tokens"], layout["tokens"][split], np.dtype(DTYPES[layout["facts"]["dtype"]]).itemsize
+    stream, rest, end = None, b"", 0
     for number in range(-(-total // full)):
         path, begin, end = folder / f"{split}_{number:05d}.bin", end, min(total, end + full)
-        size = end - begin
+        shard = {"file": path.name, "tokens": end - begin}
         if stream is None and path.exists():    # of a write that was killed: whole, for it came by rename
-            yield {"file": path.name, "tokens": size, "sha256": file_sha256(path)}
+            yield {**shard, "sha256": file_sha256(path)}
             continue
-        stream = stream or _kept_tokens(folder, layout, split, dtype, begin)
-        digest, lacking = hashlib.sha256(), size
+        stream = stream or _kept_bytes(folder, layout, split, size, begin)
+        digest, lacking = hashlib.sha256(), size * (end - begin)
         with writing(path) as file:
             while lacking:
-                rest = rest if len(rest) else next(stream)
+                rest = rest or next(stream)
                 data, rest = rest[:lacking], rest[lacking:]
                 lacking -= len(data)
-                file.write(data.data)
-                digest.update(data.data)
-        for stem, _, train, *_ in layout["in_use"] if split == "train" else ():
+                file.write(data)
+                digest.update(data)
+        for stem, _, train in layout["in_use"] if split == "train" else ():
             if train <= end:
                 (folder / "parts" / f"{stem}.bin").unlink(missing_ok=True)
-        yield {"file": path.name, "tokens": size, "sha256": digest.hexdigest()}
+        yield {**shard, "sha256": digest.hexdigest()}
 
 
-def _kept_tokens(folder: Path, layout: dict, split: str, dtype: str, begin: int) -> Iterator[np.ndarray]:
-    """The tokens of a split from number `begin` on, a block at a time."""
-    kept, start, seen = np.load(folder / "parts" / "layout.npy", mmap_mode="r"), 0, 0
-    for stem, documents, *_ in layout["in_use"]:
-        table = np.fromfile(folder / "parts" / f"{stem}.docs", DOCUMENT, documents)
+def _kept_bytes(folder: Path, layout: dict, split: str, size: int, begin: int) -> Iterator[bytes]:
+    """The tokens of a split, each of `size` bytes, from number `begin` on, BLOCK bytes at most at a time."""
+    kept, start, skip = np.load(folder / "parts" / "layout.npy", mmap_mode="r"), 0, begin * size
+    for stem, documents, _ in layout["in_use"]:
+        path, table = folder / "parts" / f"{stem}.bin", np.fromfile(folder / "parts" / f"{stem}.docs", DOCUMENT, documents)
         chosen = kept[start:start + documents] & (_is_val(table, layout["val_per_10k"]) == (split == "val"))
-        start, count = start + documents, int(table["tokens"][chosen].sum(dtype=np.int64))
-        if count and seen + count > begin:
-            ends = np.cumsum(table["tokens"], dtype=np.int64)
-            cuts = np.searchsorted(ends, np.arange(BLOCK_TOKENS, ends[-1], BLOCK_TOKENS))
-            path, skip = folder / "parts" / f"{stem}.bin", max(0, begin - seen)
-            with open(path, "rb") as file:
-                for lengths, is_kept in zip(np.split(table["tokens"], cuts), np.split(chosen, cuts), strict=True):
-                    ids = np.fromfile(file, dtype, lengths.sum(dtype=np.int64))
-                    if len(ids) != lengths.sum(dtype=np.int64):
+        borders = np.append(0, np.cumsum(table["tokens"], dtype=np.int64)) * size       # of the documents in the piece
+        runs = borders[np.flatnonzero(np.diff(chosen, prepend=False, append=False))].reshape(-1, 2)     # of chosen documents
+        start, count = start + documents, int((runs[:, 1] - runs[:, 0]).sum())
+        if count <= skip:       # the piece may be gone
+            skip -= count
+            continue
+        with open(path, "rb") as file:
+            for first, last in runs.tolist():
+                first, skip = min(last, first + skip), max(0, skip - (last - first))
+                file.seek(first)
+                while first < last:
+                    if not (data := file.read(min(BLOCK, last - first))):
                         raise OSError(f"{path} is not what was written: delete {folder} and run the same command again")
-                    ids = ids[np.repeat(is_kept, lengths)]
-                    yield ids[skip:]
-                    skip = max(0, skip - len(ids))
-        seen += count
+                    yield data
+                    first += len(data)
 
 
 # ----------------------------------------------------------------------------------------------------- what a folder holds
@@ -294,7 +299,7 @@ def _story(index: Index) -> Iterator[tuple[str, str]]:
 
 def _progress(folder: Path) -> Iterator[tuple[str, str]]:
     """What is known of a source while it is being made, or after it was cut off."""
-    files = [name for name, *_ in begun(folder / "parts")["files"]]
+    files = [name for name, *_ in begun(folder)["files"]]
     pieces = {name: piece for number, name in enumerate(files) if (piece := read_piece(folder / "parts", number))}
     yield "unfinished", (f"{sum(piece.tokens for piece in pieces.values()):,} tokens so far; of {len(files):,} input files "
                          f"{sum(not piece.failed for piece in pieces.values())} are read; " +

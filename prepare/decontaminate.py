@@ -10,7 +10,7 @@ import json
 import sys
 import unicodedata
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from zlib import crc32
@@ -30,23 +30,11 @@ class Grams:
     """Made by read_grams()."""
     files: list[dict]           # {file, sha256} of each, for index.json
     hashes: np.ndarray          # uint64, sorted
-    _bits: np.ndarray = field(init=False, repr=False)      # 32 or more bits per hash: most others end here, at one byte's price
-
-    def __post_init__(self):
-        bits = np.zeros(max(8, 1 << (32 * len(self.hashes) - 1).bit_length()), bool)
-        bits[self._spot(self.hashes, len(bits))] = True
-        object.__setattr__(self, "_bits", np.packbits(bits, bitorder="little"))
 
     def found_in(self, text: str) -> bool:
         """Whether a gram of the evaluation texts is one of `text`."""
-        grams = _grams(text)
-        spots = self._spot(grams, 8 * len(self._bits))
-        grams = grams[(self._bits[spots >> 3] >> (spots & 7).astype(np.uint8) & 1).astype(bool)]
+        grams = np.sort(_grams(text))       # in order they are found sooner: memory is read in one direction
         return bool((self.hashes[np.searchsorted(self.hashes[:-1], grams)] == grams).any())
-
-    @staticmethod
-    def _spot(hashes: np.ndarray, bits: int) -> np.ndarray:
-        return (hashes >> np.uint64(65 - bits.bit_length())).astype(np.int64)
 
 
 def read_grams(paths: list[str]) -> Grams:

@@ -29,10 +29,11 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_json, write_shards, writing
+from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_shards, writing
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
+from runtime.rows import write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -85,40 +86,33 @@ class Task:
 
     def __call__(self, data, rank: int, world_size: int) -> Iterator[None]:
         """Yields now and then."""
-        piece = read_piece(self.folder, rank)
-        if piece and (piece.is_whole or piece.failed or piece.tokens >= self.most):
+        if (piece := read_piece(self.folder, rank)) and piece.serves(self.most):
             return
-        stem, sums = self.folder / f"{rank:05d}", [0, 0, 0]
+        stem, sums, told, tokenizer = self.folder / f"{rank:05d}", [0, 0, 0], 0.0, cached_tokenizer(self.tokenizer)
+        prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
         try:
             with writing(stem.with_suffix(".bin")) as ids, writing(stem.with_suffix(".docs")) as table:
-                for share in self._write(self.files[rank], ids, table, sums):
-                    stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
-                    yield
+                for texts, share in self.files[rank].read():
+                    raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
+                    if texts[-1] and not texts[-1].isspace():
+                        digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
+                        if not (grams and grams.found_in(" ".join(texts))):
+                            for part in _masked(tokenizer, texts) if len(texts) > 1 else (prefix, tokenizer.encode(texts[0])):
+                                ids.write(part)
+                                tokens += len(part)
+                    table.write(ROW.pack(digest, tokens, size))
+                    sums = [sums[0] + 1, sums[1] + tokens, sums[2] + size]
+                    if sums[1] >= self.most:
+                        break
+                    if time.monotonic() - told > TELL_S:
+                        told = time.monotonic()
+                        stem.with_suffix(".now").write_text(json.dumps([*sums, share]))
+                        yield
             facts = dict(zip(("documents", "tokens", "bytes"), sums, strict=True)) | {"is_whole": sums[1] < self.most}
             stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
         except BadFile as error:
             facts = {"failed": str(error)}
         write_json(stem.with_suffix(".json"), facts)
-
-    def _write(self, file, ids, table, sums: list[int]) -> Iterator[float]:
-        """Yields the share of the file that was read, now and then; sums: documents, tokens, bytes of text so far."""
-        tokenizer, told = cached_tokenizer(self.tokenizer), 0.0
-        prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
-        for texts, share in file.read():
-            raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
-            if not texts[-1].isspace() and texts[-1]:
-                digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
-                if not (grams and grams.found_in(" ".join(texts))):
-                    for part in _masked(tokenizer, texts) if len(texts) > 1 else (prefix, tokenizer.encode(texts[0])):
-                        ids.write(part)
-                        tokens += len(part)
-            table.write(ROW.pack(digest, tokens, size))
-            sums[:] = sums[0] + 1, sums[1] + tokens, sums[2] + size
-            if sums[1] >= self.most:
-                return
-            if time.monotonic() - told > TELL_S:
-                told = time.monotonic()
-                yield share
 
 
 def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
@@ -140,12 +134,11 @@ def _read_grams(path: Path | None) -> Grams | None:
 def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], None]) -> None:
     """By processes of our own rather than datatrove's pool, which waits for ever for a worker that was killed, for want of memory
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
-    if processes == 1 or len(ranks) <= 1:
+    if (workers := min(processes, len(ranks))) <= 1:
         for rank in ranks:
             for _ in task(None, rank, 1):
                 tick()
         return
-    workers = min(processes, len(ranks))
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
             left = {pool.submit(_run_whole, replace(task, files={rank: task.files[rank]}), rank) for rank in ranks}
@@ -188,7 +181,7 @@ class Parts:
         identity = json.loads(json.dumps({
             "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
             "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
-        found = begun(self.folder) or {"identity": identity, "files": []}
+        found = begun(self.folder.parent) or {"identity": identity, "files": []}
         differs = [key for key in identity if found["identity"].get(key) != identity[key]]
         self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
         inputs = [[file.name, file.bytes, file.stamp] for file in self.files]
@@ -209,10 +202,6 @@ class Parts:
         """Of each input file."""
         return [read_piece(self.folder, number) for number in range(len(self.files))]
 
-    def failures(self) -> dict[str, str]:
-        """Name -> reason, in the order of the input files."""
-        return {file.name: piece.failed for file, piece in zip(self.files, self.pieces(), strict=True) if piece and piece.failed}
-
     def ranks(self, target: float, source_tokens: float | None) -> list[int]:
         """The tasks to run: those that lack among the first input files that hold `target` tokens, which is known of the finished
         ones, and guessed by their mean, by the source's size or by the file's."""
@@ -222,7 +211,7 @@ class Parts:
         for rank, (file, piece) in enumerate(zip(self.files, pieces, strict=True)):
             if held >= target:
                 break
-            if piece and (piece.is_whole or piece.failed or piece.tokens >= target):
+            if piece and piece.serves(target):
                 held += piece.tokens
             else:
                 found.append(rank)
@@ -360,8 +349,9 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
                 raise UserError(f"{folder} is being finished with another tokens= or val_share=: give the same options again, or "
                                 f"delete it and begin anew")
         else:
-            failures = parts.failures()
-            found = [piece for piece in parts.pieces() if not (job.skip_bad and piece and piece.failed)]
+            found = parts.pieces()
+            failures = {file.name: piece.failed for file, piece in zip(parts.files, found, strict=True) if piece and piece.failed}
+            found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
             # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
             end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
             pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]

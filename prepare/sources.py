@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path, PurePath
 
@@ -296,26 +296,25 @@ def any_dataset(dataset: str, column: str, revision: str | None, files: str | No
     value = HubSource(dataset, revision or "main", files or "", column, license or "", None)
     info = _ask(lambda api: api.dataset_info(dataset, revision=revision, timeout=TIMEOUT_S), value)
     licenses = [tag.removeprefix("license:") for tag in info.tags or [] if tag.startswith("license:")]
-    return HubSource(dataset, info.sha, files or _train_split(dataset, info.sha), column,
-                     license or ", ".join(licenses) or "not stated", None)
+    value = replace(value, revision=info.sha, license=license or ", ".join(licenses) or "not stated")
+    return value if files else replace(value, files=_train_split(value))
 
 
-def _train_split(dataset: str, revision: str) -> tuple[str, ...]:
+def _train_split(value: HubSource) -> tuple[str, ...]:
     """The paths of the train split, as datasets itself finds it. Raises UserError."""
     import datasets
     datasets.disable_progress_bars()
     datasets.config.TORCH_AVAILABLE = False     # it would be loaded for nothing: 4 s, 180 MB
     advice = "give files= a pattern, such as files=data/*.parquet"
     try:
-        builder = _ask(lambda api: datasets.load_dataset_builder(dataset, revision=revision),
-                       HubSource(dataset, revision, "", "", "", None))
+        builder = _ask(lambda api: datasets.load_dataset_builder(value.dataset, revision=value.revision), value)
     except (RuntimeError, ValueError, FileNotFoundError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{dataset}: {_brief(error)}: {advice}, or take revision=refs/convert/parquet") from error
-    paths = [path.partition(f"@{revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
+        raise UserError(f"{value.dataset}: {_brief(error)}: {advice}, or take revision=refs/convert/parquet") from error
+    paths = [path.partition(f"@{value.revision}/")[2] for path in (builder.config.data_files or {}).get("train", [])]
     if not paths or not all(paths):     # files of another repository have no path here
-        raise UserError(f"{dataset} has no train split of its own: {advice}")
+        raise UserError(f"{value.dataset} has no train split of its own: {advice}")
     return tuple(sorted(paths))
 
 
@@ -403,7 +402,8 @@ def _ask(question: Callable, source: HubSource):
     from huggingface_hub import HfApi
     from huggingface_hub.utils import logging
     logging.set_verbosity_error()
-    for wait in (*ASK_WAITS, None):
+    waits = iter(ASK_WAITS)
+    while True:
         try:
             return question(HfApi())
         except _faults() as error:
@@ -411,12 +411,11 @@ def _ask(question: Callable, source: HubSource):
                 raise refusal from error
             if isinstance(error, FileNotFoundError):
                 raise
-            if wait is None:
+            if (wait := next(waits, None)) is None:
                 raise ConnectionError(f"{HfApi().endpoint} gives no sound answer about {source.dataset} ({_brief(error)}): "
                                       f"check the network, then the data set") from error
             print(f"{source.dataset}: {_brief(error)}; asked again in {wait} s", file=sys.stderr)
             time.sleep(wait)
-    raise AssertionError("the last wait is None")
 
 
 def _faults() -> tuple[type[Exception], ...]:

@@ -1,7 +1,6 @@
 """A small Hugging Face Hub on loopback: what lies there, the requests that huggingface_hub and datasets send, the faults of a
 network."""
 
-import gzip
 import hashlib
 import json
 import random
@@ -16,9 +15,9 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pyarrow
 import pyarrow.parquet
-import zstandard
 
 from configs.sources import SOURCES
+from tests.text_files import PACK
 
 REPO = r"(?P<repo>[^/]+/[^/]+)"
 API = re.compile(rf"/api/datasets/{REPO}(/revision/(?P<at>[^/]+)|/(?P<what>tree|paths-info)/(?P<revision>[^/]+)/?(?P<path>.*))?")
@@ -26,7 +25,6 @@ RESOLVE = re.compile(rf"(?P<cdn>/cdn)?/datasets/{REPO}/resolve/(?P<revision>[^/]
 PAGE = 3        # entries of a listing in one answer; the Hub's pages hold 1,000
 WORDS = ["the", "of", "energy", "matrix", "naïve", "Größe", "東京", "данные", "theorem", "🙂", "function", "return", "print"]
 COPIES = 7      # every so many documents are copies of earlier ones
-
 
 
 @dataclass
@@ -129,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         readme = self.root / "README.md"
         license = re.search(r"^license: (.+)$", readme.read_text(), re.M) if readme.exists() else None
         self._json({"_id": "0", "id": self.repo, "author": self.repo.split("/")[0], "sha": self.sha, "private": False,
-                    "gated": False, "disabled": False, "downloads": 0, "likes": 0, "lastModified": "2026-01-01T00:00:00.000Z",
+                    "gated": False, "disabled": False, "lastModified": "2026-01-01T00:00:00.000Z", "downloads": 0, "likes": 0,
                     "tags": [f"license:{license[1]}"] if license else [], "cardData": {},
                     "siblings": [{"rfilename": entry["path"]} for entry in self._entries() if entry["type"] == "file"]})
 
@@ -236,14 +234,12 @@ def make_hub(folder: Path, documents: int = 60) -> dict[str, dict[str, list[dict
 
     def code(language: str, number: int) -> dict:
         content = text() + ("\ud83d cut in half" if number % 20 == 7 else "")     # JSON can say half a character; parquet cannot
-        return {"id": f"{language}{number}", "text": content, "score": 3.2, "int_score": 3, "source": "stackv2", "created": None,
-                "metadata": {"language": language, "license": "MIT", "detected_licenses": ["MIT", "ISC"], "is_generated": False,
-                             "path": f"/src/{number}", "gha_language": rng.choice(["C", "Python", None])}}
+        return {"id": f"{language}{number}", "text": content, "score": 3.2, "created": None,
+                "metadata": {"language": language, "license": "MIT", "gha_language": rng.choice(["C", "Python", None])}}
 
     web, stack, arxiv = (SOURCES[name].dataset for name in ("fineweb_edu", "python", "arxiv"))
     hub[web] = {f"sample/100BT/{name}.parquet": [
-        {"text": text(), "id": f"<urn:{name}:{n}>", "dump": "CC-MAIN-2013-20", "url": "http://a.b/", "file_path": "s3://x",
-         "language": "en", "language_score": 0.9, "token_count": 7, "score": 3.1, "int_score": 3} for n in range(documents)]
+        {"text": text(), "id": f"<urn:{name}:{n}>", "dump": "CC-MAIN-2013-20", "score": 3.1} for n in range(documents)]
         for name in ("000_00000", "000_00001", "001_00000", "001_00001")}
     hub[web]["sample/10BT/000_00000.parquet"] = [{"text": "of another sample", "id": "x"}]
     # As there: grouped by language, and a language may begin in mid-file.
@@ -251,28 +247,21 @@ def make_hub(folder: Path, documents: int = 60) -> dict[str, dict[str, list[dict
     rows = [code(language, n) for language, files in runs for n in range(int(files * documents))]
     hub[stack] = {f"stack-edu-{i:04d}.json.gz": rows[i * documents:(i + 1) * documents] for i in range(len(rows) // documents)}
     hub[arxiv] = {f"arxiv-papers-{i:04d}.json.gz": [
-        {"id": f"{i}.{n}", "text": text(), "source": "arxiv", "added": "2024-05-01", "metadata": {"license": "CC-BY-4.0"}}
-        for n in range(documents // 2)] for i in range(3)}
-    licenses = {web: "odc-by", stack: "blueoak-1.0.0"}
+        {"id": f"{i}.{n}", "text": text(), "metadata": {"license": "CC-BY"}} for n in range(documents // 2)] for i in range(3)}
     for repo, files in hub.items():
-        write_repository(folder, repo, files, license=licenses.get(repo))
+        write_repository(folder, repo, files)
         revision = next(source.revision for source in SOURCES.values() if source.dataset == repo)
         (folder / repo / ".revision").write_text(revision)
     return hub
 
 
 def write_repository(folder: Path, repo: str, files: dict[str, list[dict]], license: str | None = None) -> None:
-    """Writes rows as the names say: .parquet, .jsonl, .json, each line-based one also as .gz or .zst."""
+    """Writes rows as the names say: .parquet, .jsonl, .json, each line-based one also packed."""
     for name, rows in files.items():
         path = folder / repo / name
         path.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".parquet"):
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=20)
             continue
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        if name.endswith(".gz"):
-            data = gzip.compress(data, 6, mtime=0)
-        elif name.endswith(".zst"):
-            data = zstandard.compress(data)
-        path.write_bytes(data)
+        path.write_bytes(PACK.get(path.suffix, bytes)("".join(json.dumps(row) + "\n" for row in rows).encode()))
     (folder / repo / "README.md").write_text((f"---\nlicense: {license}\n---\n" if license else "") + f"# {repo}\n")

@@ -17,6 +17,7 @@ from tests.faults import leftovers, record, saved_steps
 from tests.test_faults import EVERY, base, finish, whole2  # noqa: F401
 from tests.test_prepare import big, content  # noqa: F401
 from tests.test_prepare import finish as finish_command
+from tests.test_prepare import storm as storm_of_commands
 
 
 def storm(config: Config, kills: int, ranks: int) -> None:
@@ -107,6 +108,10 @@ def test_a_rank_that_stands_still_ends_the_job_which_resumes(base, whole2):     
 def test_finished_jobs_exit_cleanly(base):     # noqa: F811
     for i in range(20):
         finish(replace(base, steps=2, run=f"clean{i}"), ranks=2)
+
+
+def test_forty_kills_of_prepare_data(big, tmp_path):     # noqa: F811
+    storm_of_commands(big, tmp_path, 40, 2)
 
 
 def test_ray_makes_the_same_shards(big, tmp_path):     # noqa: F811

@@ -87,6 +87,22 @@ def test_a_million_blanks_before_a_word_and_where_they_are_cut(gpt2, monkeypatch
         assert gpt2.encode(text).tolist() == ids, text
 
 
+def test_the_pieces_are_those_of_tiktokens_own_pattern():
+    import tiktoken
+    from tiktoken_ext.openai_public import r50k_pat_str
+    ranks = {token: rank for rank, token in enumerate(token_bytes())}
+    own, ours = (tiktoken.Encoding("gpt2", pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
+                 for pattern in (r50k_pat_str, tokenizer.GPT2_PATTERN))
+    letters = [*"aZ09 \n\t\r\x1c\x85\xa0\u2003\u3000'!é日🙂\u0301²",
+               *["'s", "'t", "'re", "'ve", "'m", "'ll", "'d", "'S", "<|endoftext|>"]]
+    rng = random.Random(3)
+    texts = ["".join(rng.choices(letters, k=rng.randrange(60))) for _ in range(8_000)]
+    codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]       # every character, in 1,000 a text
+    texts += ["".join(f"a{c} {c}{c}1" for c in map(chr, codes[i::1112])) for i in range(1112)]
+    for text in [*texts, "x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000]:
+        assert np.array_equal(*(e.encode_to_numpy(text, disallowed_special=()) for e in (own, ours))), text[:200]
+
+
 def test_an_unknown_name_and_a_damaged_merges_file_are_refused(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="'gpt3'; there are: gpt2, byte"):
         load_tokenizer("gpt3")
