@@ -10,6 +10,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
@@ -150,6 +151,14 @@ def last_step(config: Config) -> int:
 
 def saved_steps(config: Config) -> list[int]:
     return sorted(int(p.parent.name[-8:]) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
+
+
+def back_to(config: Config, step: int) -> None:
+    """Leave of a finished run what a kill right after the save of `step` leaves."""
+    (config.run_dir / "summary.json").unlink()
+    for path in (config.run_dir / "checkpoints").glob("step_*"):
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
 
 
 def is_finished(config: Config) -> bool:

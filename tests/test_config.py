@@ -92,7 +92,8 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
     ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
-    ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"), ("log.to=wandbb", "'wandb'"),
+    ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"),
+    ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"), ("log.to=wandbb", "'wandb'"),
     ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("model.vocab_size=50257", "model.vocab_size=257"),
     ("data.tokenizer=bite", "gpt2, byte"), ("data.micro_batch=5", "multiple of 160"), ("data.micro_batch=Auto", "'Auto'"),
     ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
@@ -101,7 +102,8 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=x", "is no checkpoint"),
     ("tokens_per_param=none", "exactly one"), ("optim.lr=-1 checkpoint.keep=0", "(?s)optim.lr=-1.*checkpoint.keep=0"),    # both
     ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "(?s)model.n_embd=40 .* 16.*model.n_ffn=72 .* 16"),
-    ("fp8.recipe=mxfp8 model.n_ffn=80", "model.n_ffn=80 .* 32"), ("fp8.recipe=auto model.n_ffn=72", None),
+    ("fp8.recipe=mxfp8 model.n_ffn=80", "model.n_ffn=80 .* 32"), ("fp8.recipe=blockwise", "model.n_embd=32 .* 128, which"),
+    ("fp8.recipe=auto model.n_ffn=72", None),
     (FP8_HEAD + "model.loss_chunk=100", "model.loss_chunk=100 .* 16"), ("model.loss_chunk=100", None),
     # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU. What is advised must be allowed.
     (COMPILED + "model.loss_chunk=48", "take 32, or none"),

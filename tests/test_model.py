@@ -84,6 +84,24 @@ def test_chunked_loss_has_the_loss_and_gradients_of_the_whole_and_keeps_no_logit
     assert (256,) in widths[0] and (256,) not in widths[1]
 
 
+def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input():
+    """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
+    kept = {}
+    for backend in ("eager", "aot_eager_decomp_partition"):
+        model = build(replace(TINY, n_layer=1, vocab_size=1000, vocab_multiple=1), compute_dtype=torch.bfloat16)
+        if backend != "eager":
+            model.compile(backend=backend, dynamic=False, fullgraph=True)
+        x, seen = tokens(model.config), kept.setdefault(backend, [])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append((t.shape, t.dtype)) or t, lambda t: t):
+            model(x, x).sum().backward()
+    eager, compiled = ([dtype for shape, dtype in seen if shape[-1:] == (1000,)] for seen in kept.values())
+    assert torch.float32 in eager, "eager keeps fp32 ones: the test can see them"
+    assert compiled == [torch.bfloat16]
+    weights, whole = {p.shape for p in model.parameters()}, x.numel() * model.config.n_embd
+    assert not [shape for shape, dtype in kept["aot_eager_decomp_partition"]
+                if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
+
+
 # ----------------------------------------------------------------------------------------------------------------- cache
 
 @pytest.mark.parametrize("name", VARIANTS)

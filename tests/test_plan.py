@@ -220,15 +220,3 @@ def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
     said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
     assert "nothing to do" in said and "tokens/s" not in said
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
-    device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
-    config = replace(auto(tiny, tokens_per_step=1024), model=wide, parallel=replace(tiny.parallel, compile=True))
-    huge, small = (auto(config, micro_batch=n, tokens_per_step=n * 1024) for n in (2**15, 4))
-    end = time.monotonic() + 500
-    assert try_one(huge, device, end) == FULL
-    trial = try_one(small, device, end)
-    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
-    assert resolve_micro_batch(auto(config, tokens_per_step=4 * 1024), World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
