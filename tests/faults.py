@@ -107,8 +107,6 @@ def children(pid: int) -> list[int]:
     return []
 
 
-# ----------------------------------------------------------------------------------------------------- what a run has left
-
 def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
     """Every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
     reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))

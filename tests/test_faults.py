@@ -24,7 +24,7 @@ from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
 from tests.conftest import call_train, tiny_config, write_source
-from tests.faults import flip_bit, leftovers, newest_tensors, record, rows, saved_steps
+from tests.faults import flip_bit, leftovers, record, rows, saved_steps
 
 STEPS, EVERY = 24, 2
 
@@ -201,18 +201,6 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     summaries = [json.loads((each.run_dir / "summary.json").read_text()) for each in (config, calm)]
     assert summaries[0]["val_sha256"] == summaries[1]["val_sha256"]
     assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
-
-
-def test_gradients_are_summed_in_fp32_over_ranks_and_micro_batches(base):
-    """Two ranks, sharded or replicas, sum the very BF16 gradients of the micro-batches that one rank sums; a BF16 sum would be
-    off by 1e-3."""
-    one, two = (replace(base, run=name, steps=1, fp8=FP8Config()) for name in ("one", "two"))
-    copies = replace(two, run="copies", parallel=replace(two.parallel, replicate=2, shard=1))
-    a = newest_tensors(finish(one))
-    for config in (two, copies):
-        b = newest_tensors(finish(config, ranks=2))
-        for name in [name for name in a if name.endswith("exp_avg")]:   # after one step, a tenth of the clipped gradient
-            assert (a[name] - b[name]).norm() / a[name].norm() < 2e-5, name
 
 
 def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, tmp_path):

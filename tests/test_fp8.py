@@ -218,16 +218,14 @@ def tile_reference(x: np.ndarray, operand, noise: np.ndarray | None = None) -> n
 
 
 def e2m1(x: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
+    """To the nearest value, a tie to the even mantissa; with noise below the share of the way, to the upper neighbour."""
     at = np.searchsorted(GRID, abs(x), "right") - 1
     low, high = GRID[at], GRID[np.minimum(at + 1, 7)]
-    share = (abs(x) - low) / np.where(high > low, high - low, 1)
-    up = share > 0.5 if noise is None else None
     if noise is None:
-        up |= (share == 0.5) & (at % 2 == 1)
-        return np.sign(x) * np.where(up, high, low)
+        middle = (low + high) / 2
+        return np.sign(x) * np.where((abs(x) > middle) | (abs(x) == middle) & (at % 2 == 1), high, low)
     low, high = np.where(x < 0, -high, low), np.where(x < 0, -low, high)       # the neighbours below and above x itself
-    share = np.where(high > low, (x - low) / np.where(high > low, high - low, 1), 0)
-    return np.where(noise < share, high, low)
+    return np.where(noise * (high - low) < x - low, high, low)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -274,8 +272,6 @@ def test_the_rotation_keeps_products_and_spreads_outliers():
     g, x = torch.randn(64, 8), torch.randn(64, 4)
     g[20] = 1000.0
     mix = fp8._rotated(torch.eye(64)).double()
-    blocks = mix.unflatten(0, (4, 16)).unflatten(2, (4, 16))        # (4, 16, 4, 16)
-    assert all((abs(blocks[i, :, j]) == 0.25 * (i == j)).all() for i in range(4) for j in range(4))
     assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
     assert torch.allclose(fp8._rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
     assert torch.allclose(fp8._rotated(g).t() @ fp8._rotated(x), g.t() @ x, rtol=1e-4, atol=1e-3)

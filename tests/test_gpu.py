@@ -40,8 +40,6 @@ def model_on_gpu(config, is_compiled=True):
     return model, ids[:, :-1], ids[:, 1:]
 
 
-# --------------------------------------------------------------------------------------------------------------- numerics
-
 @pytest.mark.parametrize("label", RECIPES + KERNELS)
 def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
@@ -139,8 +137,6 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
         curves.append(torch.tensor(curve))
     assert curves[1][-1] < 0.9 * curves[1][0] and (curves[0] - curves[1]).abs().max() < 0.05
 
-
-# ------------------------------------------------------------------------------------------------------- runs that survive
 
 def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
     """The update of a step is queued behind work that keeps the GPU busy when save() is called, the next one right behind

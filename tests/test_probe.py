@@ -57,8 +57,6 @@ def read(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-# ---------------------------------------------------------------------------------------------------------- linear rows
-
 def reference(x, format, sharing, power_of_2, exponent):
     x, largest = x.detach().double(), torch.finfo(format).max
     if sharing == "constant":
@@ -135,8 +133,6 @@ def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path
     assert row["activation"]["amax"] == model.hidden(x)[0].abs().max().item()
 
 
-# ----------------------------------------------------------------------------------------------------------- block rows
-
 def naive_logits(model, block, h):
     """q k / sqrt(D) of a sequence's normed inputs h (T, C), all heads (H, T, T), in fp64, RoPE as complex multiplication."""
     c, attn, frequencies = model.config, block.attn, reference_frequencies(model.config)
@@ -175,8 +171,6 @@ def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monk
     assert masked or changes, "the first case must show whether the mask is there"
 
 
-# ---------------------------------------------------------------------------------------------------------------- faults
-
 def test_a_pass_that_fails_leaves_no_hook_and_no_row_and_nan_becomes_null(tmp_path):
     model, recipes, x, y = build("tensorwise")
     probed(tmp_path, model, recipes, x, y)
@@ -210,8 +204,6 @@ def test_few_sequences_whole_ones_a_torn_last_line_and_a_full_disk(tmp_path, cap
     for B, T, n, want in ((8, 2048, 4096, 2), (8, 4096, 100, 1), (8, 1000, 2500, 4), (6, 8, 16, 4), (3, 48, 1, 2), (3, 5, 1, 3)):
         assert sequences(B, T, n) == want, (B, T, n)
 
-
-# ------------------------------------------------------------------------------------------- training does not notice it
 
 def test_a_compiled_model_is_not_compiled_again(tmp_path):
     torch._dynamo.reset()

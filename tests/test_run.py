@@ -47,8 +47,6 @@ def two_sources(tiny, tmp_path):
     return replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data")))
 
 
-# ----------------------------------------------------------------------------------------------------- what a run leaves
-
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
     bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
     kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
@@ -196,8 +194,6 @@ def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_p
     assert frozen == [1], "after the first step, when all is compiled"
 
 
-# ------------------------------------------------------------------------------------------------------------- the folder
-
 def hold(run_dir, is_held):
     lock = lock_folder(run_dir)     # noqa: F841
     if os.fork():
@@ -243,8 +239,6 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
     assert os.listdir(run_dir) == ["tokenizer"]
 
-
-# ------------------------------------------------------------------------------------------------------------- the machine
 
 @pytest.mark.parametrize("gpus, cuda, error, visible, told", [      # a made-up machine: GPUs, CUDA of torch, error of its start
     (0, "13.0", None, None, None), (2, "13.0", None, None, None), (2, "13.0", "too old", "", None),
