@@ -130,12 +130,16 @@ def trajectory(config: Config) -> list[tuple]:
     return [tuple(row[key] for key in ("step", "tokens", "loss", "grad_norm", "lr", "verdict")) for row in rows(config)]
 
 
+def summary(config: Config) -> dict:
+    return json.loads((config.run_dir / "summary.json").read_text())
+
+
 def record(config: Config) -> dict:
     """Of a finished run: everything that must be equal, bit for bit, whatever happened on the way."""
-    summary = json.loads((config.run_dir / "summary.json").read_text())
+    told = summary(config)
     losses = hashlib.sha256((config.run_dir / "val_losses.npz").read_bytes()).hexdigest()
     return {"weights": digest(config), "trajectory": trajectory(config), "validation": losses,
-            **{key: summary[key] for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")}}
+            **{key: told[key] for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")}}
 
 
 def rows(config: Config, kind: str = "train") -> list[dict]:

@@ -18,6 +18,7 @@ from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
 from runtime.shards import damage, read_index, remove_shards
 from tests import conftest
+from tests.faults import flip_bit
 
 SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
 OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
@@ -62,12 +63,6 @@ def firsts(batches):
 def read(data, steps, start=0):
     """First tokens of all sequences of these steps, in order; of one rank."""
     return sum(firsts(data.stream(start, steps, 0, 1, "cpu")), [])
-
-
-def flip(path, bit):
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 # ---------------------------------------------------------------------------------------------------------------- order
@@ -220,8 +215,8 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
 def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and_ends_its_stream(folder):
     rng = np.random.default_rng(0)
     for path in (paths := sorted(folder.glob("*/*.bin"))):
-        for bit in (0, 8 * path.stat().st_size - 1, int(rng.integers(8 * path.stat().st_size))):
-            flip(path, bit)
+        for at in (0, path.stat().st_size - 1, int(rng.integers(path.stat().st_size))):
+            flip_bit(path, at)
             found = []
             for rank in range(3):
                 data = load(folder)
@@ -234,7 +229,7 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and
                         next(data.stream(0, 6, 0, 1, "cpu"))
             assert len(found) == 1 and f"{path} is damaged" in str(found[0])
             assert found[0].__notes__, "train.py prints it on this rank, which may be the only one"
-            flip(path, bit)
+            flip_bit(path, at)
     assert len(paths) == 7
 
 
@@ -258,7 +253,7 @@ def test_training_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, 
         conftest.write_source(tmp_path / "data" / source, seed)
     short = replace(tiny, steps=2, checkpoint=replace(tiny.checkpoint, every=1),
                     data=replace(tiny.data, dir=str(tmp_path / "data")))
-    flip(tmp_path / "data/code/val_00000.bin", 16 * 777)        # the lowest bit of a token
+    flip_bit(tmp_path / "data/code/val_00000.bin", 1552)      # the lowest bit of a token
     refused = conftest.call_train(capsys, short, tmp_path)
     assert refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
     assert not (short.run_dir / "summary.json").exists() and not list(short.run_dir.glob("checkpoints/step_*"))
@@ -318,7 +313,7 @@ def test_no_flipped_bit_and_no_edit_of_an_index_stays_unseen(folder):
     path.write_text(json.dumps(json.loads(path.read_text()), indent=1))     # another layout is no edit
     sound, meant = path.read_bytes(), read_index(folder / "a")
     for byte in rng.choice(len(sound), 300, replace=False):
-        flip(path, 8 * int(byte) + int(rng.integers(8)))
+        flip_bit(path, byte)
         try:
             assert read_index(folder / "a") == meant
             unseen.append(byte)
@@ -340,7 +335,7 @@ def test_damage_names_the_file_and_training_needs_whole_shards_alone(folder, nam
     path = folder / "a" / name
     content = path.read_bytes()
     assert list(damage(folder / "a")) == []
-    flip(path, 8 * len(content) - 1)
+    flip_bit(path, len(content) - 1)
     assert [sentence.partition(": ")[0] for sentence in damage(folder / "a")] == [f"{path} is damaged"]
     for other in (content[:-1], content + b"\0\0", None):
         path.unlink()

@@ -24,7 +24,7 @@ from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
 from tests.conftest import call_train, tiny_config, write_source
-from tests.faults import flip_bit, leftovers, record, rows, saved_steps
+from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
 STEPS, EVERY = 24, 2
 
@@ -198,7 +198,7 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=1e-5), "it depends on initialisation and data alone"
     assert [row["loss"] for row in a[:4]] == pytest.approx([row["loss"] for row in b[:4]], rel=1e-4)
     assert [row["grad_norm"] for row in a] == pytest.approx([row["grad_norm"] for row in b], rel=0.1)
-    summaries = [json.loads((each.run_dir / "summary.json").read_text()) for each in (config, calm)]
+    summaries = [summary(each) for each in (config, calm)]
     assert summaries[0]["val_sha256"] == summaries[1]["val_sha256"]
     assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
 
@@ -336,10 +336,6 @@ def arm(request, base):
     assert set(run.wait()) == {0} and f"resuming {branch.run_dir}/checkpoints/step_00000007" in run.output, run.output
     aside.rename(trunk.run_dir)
     return trunk, scratch, branch
-
-
-def summary(config):
-    return json.loads((config.run_dir / "summary.json").read_text())
 
 
 def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):

@@ -94,26 +94,31 @@ def rounded(x, format):
     return (torch.round(x / step) * step).clamp(-largest, largest)      # torch.round: half to even, as the formats do
 
 
-def quantise(x, operand, dim):
-    """x rounded as (format, scaling) says and dequantised, in fp64; `dim` is the dimension that the matmul sums over.
+def quantised(x, operand, dim):
+    """x (M, N) rounded as (format, scaling) says and dequantised, in fp64, and its scales; `dim` is what the matmul sums over.
 
     scaling: "tensor" for one scale, "power" for one that is a power of two, "row" for one each, "block" for one of 32 values;
     a number: the exponent of a constant scale. torchao rounds the scales of rows down to powers of two."""
     format, scaling = operand
     x = x.double()
     if format is None:
-        return x
+        return x, None
     if scaling == "block":
         parts = x.movedim(dim, -1).unflatten(-1, (-1, 32))
-        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-38) / 448))
-        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim)
+        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True) / 448)).clamp(min=-127)
+        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim), scale.squeeze(-1)
     if isinstance(scaling, int):
-        return rounded(x * 2.0**scaling, format) / 2.0**scaling
-    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max()
+        scale = torch.full((1, 1), 2.0**scaling, dtype=torch.float64)
+        return rounded(x * scale, format) / scale, scale
+    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max().view(1, 1)
     scale = (torch.finfo(format).max / amax.clamp(min=1e-12)).float().double()
     if scaling in ("row", "power"):
         scale = 2.0 ** scale.log2().floor()
-    return rounded((x.float() * scale.float()).double(), format) / scale
+    return rounded((x.float() * scale.float()).double(), format) / scale, scale
+
+
+def quantise(x, operand, dim):
+    return quantised(x, operand, dim)[0]
 
 
 # How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.

@@ -19,7 +19,7 @@ from runtime.config import CheckpointConfig, FP8Config
 from runtime.guard import diagnose
 from runtime.parallel import World
 from tests.conftest import call_train, run_train, with_recipe
-from tests.faults import back_to, record
+from tests.faults import back_to, record, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
 from tests.test_run import watched_steps
@@ -173,7 +173,7 @@ def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_lo
         assert done.returncode == 0 and "deterministic algorithms" in done.stdout, done.stderr
     wanted = record(first)
     assert record(second) == wanted and wanted["skipped_steps"] == 0
-    assert json.loads((first.run_dir / "summary.json").read_text())["mem_peak_gib"] > 0
+    assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
 
     back_to(second, 3)

@@ -1,6 +1,5 @@
 """Learning rates by hand; AdamW against its equations in fp64, Muon against torch's by parts, over ranks, after a resume."""
 
-import json
 import math
 from dataclasses import replace
 
@@ -107,4 +106,4 @@ def test_a_resumed_run_ends_in_the_same_bits_and_two_ranks_train_what_one_proces
     assert [row["grad_norm"] for row in ranks] == pytest.approx([row["grad_norm"] for row in rows], rel=2e-2)
     refused = call_train(capsys, replace(whole, optim=replace(whole.optim, kind="adamw")), tmp_path)
     assert (refused.returncode, "optim.kind was muon" in refused.stderr) == (2, True)
-    assert json.loads((whole.run_dir / "summary.json").read_text())["optimizer"] == "Muon"
+    assert faults.summary(whole)["optimizer"] == "Muon"

@@ -35,7 +35,7 @@ from runtime.probe import Probe
 from runtime.rows import read_rows
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, call_train, with_recipe, write_config
-from tests.faults import record, rows
+from tests.faults import back_to, record, rows, summary
 
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 GATHERED = FP8Config(recipe="tensorwise", all_gather=True)
@@ -150,8 +150,7 @@ def work(folder: Path) -> None:
     train.train(whole, world)
     if world.is_main:       # as a kill after step 3 would leave it
         shutil.copytree(whole.run_dir, halves.run_dir)
-        shutil.rmtree(halves.run_dir / "checkpoints/step_00000006")
-        (halves.run_dir / "summary.json").unlink()
+        back_to(halves, 3)
     parallel.barrier(world)
     train.train(halves, world)
     groups = (dist.group.WORLD, *world.mesh.get_all_groups(), world.checkpoint_group)
@@ -308,8 +307,8 @@ def test_ranks_train_what_one_process_trains_and_its_checkpoints_are_plain(ranks
     model, config = load_model(ranks.whole.run_dir)
     data = open_data(config, load_tokenizer("byte").sha256)
     loss = evaluate(model, {s: data.val(s) for s in data.sources}, data.weights, config.data.micro_batch, torch.device("cpu"))
-    summary = json.loads((ranks.whole.run_dir / "summary.json").read_text())
-    assert loss.loss == summary["loss_bf16"] != summary["loss_as_trained"]
+    told = summary(ranks.whole)
+    assert loss.loss == told["loss_bf16"] != told["loss_as_trained"]
 
 
 def test_a_recomputed_deterministic_run_is_the_same_run(ranks, tmp_path, capsys, monkeypatch):

@@ -7,7 +7,6 @@ import contextlib
 import errno
 import fcntl
 import gc
-import json
 import os
 import resource
 import shutil
@@ -33,10 +32,7 @@ from runtime.tokenizer import keep_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import call_train, with_recipe, write_source
-
-
-def summary(config):
-    return json.loads((config.run_dir / "summary.json").read_text())
+from tests.faults import summary
 
 
 @pytest.fixture
