@@ -1,9 +1,12 @@
-"""Which Linears run in FP8, and that each recipe computes what fp64 arithmetic, torchao and torch's own matmul say. On our own
-kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
+"""Which Linears run in FP8, what auto chooses, and that each recipe computes what fp64 arithmetic, torchao and torch's own
+matmul say. On our own kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
 
 import contextlib
+import json
 import math
+import random
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,7 +27,8 @@ SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "voca
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
-GPU = "H100 of the test"
+GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
+CANDIDATES = (TW, "rowwise", "rowwise_with_gw_hp")       # of auto, in the tests of its choice
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
@@ -482,12 +486,70 @@ def test_refusals(config, changes, told):
         verdicts(config, **changes)
 
 
+# -------------------------------------------------------------------------------------------------- auto, by its table
+
+def timings(measured=(), published=(), gpu=GPU):
+    """A Table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPU was never measured."""
+    def rows(values):
+        return tuple(speed.Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in values)
+    return speed.Table({gpu: speed.Timings({}, rows(measured))} if measured else {},
+                       (speed.Timings({"gpu": "H100"}, rows(published)),))
+
+
+@pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
+    ([(TW, 64, 64, 1.2)], GPU, 48, 640, None, "nothing timed at or below 48 x 640"),
+    ([("rowwise", 64, 64, 1.3), (TW, 64, 64, 1.3)], GPU, 64, 64, TW, "measured 1.30x at 64 x 64"),    # the first candidate
+    # Our own rows override published ones altogether: rowwise was not even timed.
+    ([], GPU, 64, 64, "rowwise", "published 1.60x at 64 x 64"), ([(TW, 64, 64, 0.9)], GPU, 64, 64, None, "measured 0.90x"),
+    ([(TW, 16, 16, 2.0)], None, 64, 64, None, "no GPU"), ([(TW, 16, 16, 2.0)], "NVIDIA H200", 64, 64, None, "no timings")])
+def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
+    chosen, reason = speed.choose(timings(measured, [(TW, 64, 64, 1.5), ("rowwise", 64, 64, 1.6)]), gpu, K, N, CANDIDATES)
+    assert chosen == recipe and why in reason
+
+
+def by_definition(rows, K, N):
+    """(recipes that may be chosen, the ratio) by the rule's words, over sets rather than by search."""
+    score = {}
+    for recipe in CANDIDATES:
+        shapes = {(r.K, r.N) for r in rows if r.recipe == recipe}
+        value = {s: min(r.ratio for r in rows if r.recipe == recipe and s == (r.K, r.N)) for s in shapes}
+        evidence = {(K, N)} & shapes or {s for s in shapes if s[0] <= K and s[1] <= N}
+        if any(value[s] > 1.03 for s in evidence):
+            score[recipe] = max(value[s] for s in evidence)
+    best = max(score.values(), default=None)
+    return {recipe for recipe, ratio in score.items() if ratio == best}, best
+
+
+def test_random_tables_against_the_rule_by_definition():
+    sizes = [16 * i for i in range(1, 6)]
+    for seed in range(60):
+        rng = random.Random(seed)
+        cells = {(rng.choice(CANDIDATES), rng.choice(sizes), rng.choice(sizes), rng.choice((64, 128)))
+                 for _ in range(rng.randrange(1, 25))}
+        t = timings([(r, K, N, rng.choice((0.7, 0.99, 1.0, 1.03, 1.04, 1.1, 1.2, 1.5)), M) for r, K, N, M in sorted(cells)])
+        for K, N in product(sizes, sizes):
+            recipe, why = speed.choose(t, GPU, K, N, CANDIDATES)
+            allowed, best = by_definition(t.measured[GPU].rows, K, N)
+            assert (recipe in allowed and f"{best:.2f}x" in why) if allowed else recipe is None, (seed, K, N, why)
+
+
+def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):
+    text, published = speed.SHIPPED.read_text(), speed.load_table()._replace(measured={})
+    assert text == speed.to_text(json.loads(text)), "a row a line"
+    for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
+        assert speed.choose(published, GPU, K, N, CANDIDATES)[0] is None, (K, N)
+    assert speed.choose(published, GPU, 2048, 11264, CANDIDATES) == (TW, "published 1.18x at 1664 x 6656")
+    for damaged in (text[:-9], text.replace('"gpus"', '"gpu"'), text.replace('"N"', '"n"')):
+        (file := tmp_path / "table.json").write_text(damaged)
+        with pytest.raises(UserError, match="table.json is no table of timings"):
+            speed.load_table(file)
+
+
 def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypatch, emulated_scaled_mm):
     rows = (("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("rowwise", 64, 192, 1.1),
             ("tensorwise", 64, 64, 0.8), ("rowwise_with_gw_hp", 96, 64, 1.3), ("tensorwise+kernels", 96, 64, 1.1),
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
-    timings = speed.Timings({}, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows))
-    monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({GPU: timings}, ()))
+    monkeypatch.setattr(fp8, "load_table", lambda: timings(rows))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
     for kernels in (False, True):
