@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -76,11 +77,8 @@ class Run:
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds. Fails where the run ends before."""
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, f"nothing after {timeout:.0f} s: {self.output[-4000:]}"
-            assert self.is_running() or condition(), f"ended before: {self.output[-4000:]}"
-            time.sleep(0.01)
+        wait_for(lambda: condition() or not self.is_running(), timeout, lambda: self.output[-4000:])
+        assert condition(), f"ended before: {self.output[-4000:]}"
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: last_step(self.config) >= step)
@@ -177,6 +175,15 @@ def flip_bit(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << at % 8
     file.write_bytes(data)
+
+
+def wait_for(condition: Callable, seconds: float = 120, told: Callable = str):
+    """What condition() returns as soon as it is true; told(): more to say where it never is."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, told()
+        time.sleep(0.005)
+    return value
 
 
 def free_port() -> int:

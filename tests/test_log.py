@@ -21,6 +21,7 @@ from runtime.config import LogConfig
 from runtime.progress import duration, si
 from runtime.rows import read_rows, write_json
 from tests.conftest import call_train
+from tests.faults import wait_for
 
 
 def row(step, **changes):
@@ -56,13 +57,6 @@ def rolled_back(config):
     for step in (5, 6):
         one.step(row(step, loss=9.0))
     return one
-
-
-def wait_for(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @contextmanager
