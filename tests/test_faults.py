@@ -23,7 +23,7 @@ from runtime.config import Config, FP8Config, OptimConfig, apply_overrides
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests import faults
-from tests.conftest import call_train, tiny_config, write_source
+from tests.conftest import call_train, tiny_config
 from tests.faults import flip_bit, leftovers, record, rows, saved_steps, summary
 
 STEPS, EVERY = 24, 2
@@ -203,14 +203,12 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
 
 
-def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, tmp_path):
+def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
     assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
-    for seed, source in enumerate(("web", "code")):
-        write_source(tmp_path / "data" / source, seed)
-    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(tmp_path / "data"), mixture={"web": 1.0}))
+    config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(own_data), mixture={"web": 1.0}))
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
-    shard = tmp_path / "data/web/train_00000.bin"
+    shard = own_data / "web/train_00000.bin"
     content = shard.read_bytes()
     assert content.count(row) == 1
     shard.write_bytes(content.replace(row, b"\xff\xff" + row[2:]))

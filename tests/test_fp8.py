@@ -284,6 +284,7 @@ def test_the_rotation_keeps_products_and_spreads_outliers():
     assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
     assert torch.allclose(fp8._rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
     assert torch.allclose(fp8._rotated(g).t() @ fp8._rotated(x), g.t() @ x, rtol=1e-4, atol=1e-3)
+    assert fp8._rotated(torch.ones(64, 1)).abs().max() < 3, "random signs: no constant becomes one value"
     assert fp8._rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
 
 

@@ -35,14 +35,6 @@ from tests.conftest import call_train, with_recipe, write_source
 from tests.faults import summary
 
 
-@pytest.fixture
-def two_sources(tiny, tmp_path):
-    """`tiny` on data of its own, which a test may damage or move."""
-    for seed, source in enumerate(("web", "code")):
-        write_source(tmp_path / "data" / source, seed)
-    return replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data")))
-
-
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
     bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
     kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
@@ -82,14 +74,14 @@ def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder
     assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
 
 
-def test_an_unfinished_run_goes_on_only_as_it_began(two_sources, tmp_path, capsys):
+def test_an_unfinished_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, capsys):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
-    config = two_sources
+    config = replace(tiny, data=replace(tiny.data, dir=str(own_data)))
     assert call_train(capsys, config, tmp_path).returncode == 0
     faults.back_to(config, 3)
     refused = call_train(capsys, config, tmp_path, "optim.lr=1e-3", "steps=8")
     assert refused.returncode == 2 and "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused.stderr
-    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
+    shutil.move(own_data, tmp_path / "moved")      # where it lies and how it is dealt out may change
     moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
     assert call_train(capsys, config, tmp_path, *moved).returncode == 0
     (config.run_dir / "summary.json").unlink()
@@ -114,13 +106,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
-def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, two_sources, tmp_path, capsys):
-    os.remove(tmp_path / "data/code/train_00000.bin")
-    for config, setting, told in ((tiny, "out=/proc/nowhere", "out="), (tiny, "out=/dev/null/x", "Not a directory"),
-                                  (tiny, "steps=200", "data.max_epochs"), (two_sources, "seed=1", "train_00000.bin is missing")):
-        done = call_train(capsys, config, tmp_path, setting)
+def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, own_data, tmp_path, capsys):
+    os.remove(own_data / "code/train_00000.bin")
+    for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
+                          (f"data.dir={own_data}", "train_00000.bin is missing")):
+        done = call_train(capsys, tiny, tmp_path, setting)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False) and told in done.stderr, done.stderr
-        assert not config.run_dir.exists()
+        assert not tiny.run_dir.exists()
 
 
 @pytest.mark.parametrize("before, after, label", [("tensorwise", "off", "tensorwise"), ("off", "tensorwise", "bf16")])
