@@ -284,7 +284,7 @@ def test_a_trial_ends_with_its_parent(tiny):
     trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")])
     parent.kill()
     parent.join()
-    wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"))       # it does not go on alone
+    wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"), 30)       # it does not go on alone
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
