@@ -277,11 +277,12 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
 
 
 def test_a_trial_ends_with_its_parent(tiny):
-    slow = auto(tiny, micro_batch=4096, tokens_per_step=2**17)
+    slow = auto(tiny, micro_batch=512, tokens_per_step=2**14)
     slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
     parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU, time.monotonic() + 300))
     parent.start()
-    trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")])
+    trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
+                              and int(read_bytes(f"/proc/{p}/statm").split()[1]) > 2**18])     # pages: it trains, in a GiB
     parent.kill()
     parent.join()
     wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"), 30)       # it does not go on alone
