@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -72,6 +73,12 @@ def data_dir(tmp_path_factory) -> Path:
     for seed, source in enumerate(("web", "code")):
         write_source(folder / source, seed)
     return folder
+
+
+@pytest.fixture
+def own_data(data_dir, tmp_path) -> Path:
+    """A copy of the data, which a test may damage or move."""
+    return shutil.copytree(data_dir, tmp_path / "data")
 
 
 @pytest.fixture

@@ -10,10 +10,12 @@ import itertools
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -75,11 +77,8 @@ class Run:
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
         """Return as soon as condition() holds. Fails where the run ends before."""
-        end = time.monotonic() + timeout
-        while not condition():
-            assert time.monotonic() < end, f"nothing after {timeout:.0f} s: {self.output[-4000:]}"
-            assert self.is_running() or condition(), f"ended before: {self.output[-4000:]}"
-            time.sleep(0.01)
+        wait_for(lambda: condition() or not self.is_running(), timeout, lambda: self.output[-4000:])
+        assert condition(), f"ended before: {self.output[-4000:]}"
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: last_step(self.config) >= step)
@@ -106,8 +105,6 @@ def children(pid: int) -> list[int]:
     return []
 
 
-# ----------------------------------------------------------------------------------------------------- what a run has left
-
 def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
     """Every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
     reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))
@@ -131,12 +128,16 @@ def trajectory(config: Config) -> list[tuple]:
     return [tuple(row[key] for key in ("step", "tokens", "loss", "grad_norm", "lr", "verdict")) for row in rows(config)]
 
 
+def summary(config: Config) -> dict:
+    return json.loads((config.run_dir / "summary.json").read_text())
+
+
 def record(config: Config) -> dict:
     """Of a finished run: everything that must be equal, bit for bit, whatever happened on the way."""
-    summary = json.loads((config.run_dir / "summary.json").read_text())
+    told = summary(config)
     losses = hashlib.sha256((config.run_dir / "val_losses.npz").read_bytes()).hexdigest()
     return {"weights": digest(config), "trajectory": trajectory(config), "validation": losses,
-            **{key: summary[key] for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")}}
+            **{key: told[key] for key in ("loss_as_trained", "loss_bf16", "skipped_steps", "tokens", "status")}}
 
 
 def rows(config: Config, kind: str = "train") -> list[dict]:
@@ -150,6 +151,14 @@ def last_step(config: Config) -> int:
 
 def saved_steps(config: Config) -> list[int]:
     return sorted(int(p.parent.name[-8:]) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
+
+
+def back_to(config: Config, step: int) -> None:
+    """Leave of a finished run what a kill right after the save of `step` leaves."""
+    (config.run_dir / "summary.json").unlink()
+    for path in (config.run_dir / "checkpoints").glob("step_*"):
+        if int(path.name[-8:]) > step:
+            shutil.rmtree(path)
 
 
 def is_finished(config: Config) -> bool:
@@ -166,6 +175,15 @@ def flip_bit(file: Path, at: int) -> None:
     data = bytearray(file.read_bytes())
     data[at] ^= 1 << at % 8
     file.write_bytes(data)
+
+
+def wait_for(condition: Callable, seconds: float = 120, told: Callable = str):
+    """What condition() returns as soon as it is true; told(): more to say where it never is."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, told()
+        time.sleep(0.005)
+    return value
 
 
 def free_port() -> int:

@@ -43,8 +43,6 @@ def tokens(config, B=2, T=None, seed=0):
     return torch.randint(config.vocab_size, (B, T or config.n_ctx), generator=generator)
 
 
-# ------------------------------------------------------------------------- the reference: float64 numpy, one loop a head
-
 def reference_logits(model, x):
     """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py."""
     c = model.config

@@ -1,9 +1,11 @@
-"""Which Linears run in FP8, and that each recipe computes what fp64 arithmetic, torchao and torch's own matmul say. On our own
-kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
+"""Which Linears run in FP8, what auto chooses, and that each recipe computes what fp64 arithmetic, torchao and torch's own
+matmul say. On our own kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
 
 import contextlib
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch._inductor.config as inductor
@@ -12,6 +14,9 @@ from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import fp8, parallel, speed
 from runtime.cli import UserError
 from runtime.config import FP8Config
+from runtime.fp8 import fake_quantise, noise_at
+from tests.conftest import call_train
+from tests.faults import back_to, record
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
@@ -19,7 +24,9 @@ SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "voca
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
-GPU = "H100 of the test"
+GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
+CANDIDATES = (TW, "rowwise", "rowwise_with_gw_hp")       # of auto, in the tests of its choice
+ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
 def build(label="off", device_type=None, head=False, **changes):
@@ -88,26 +95,31 @@ def rounded(x, format):
     return (torch.round(x / step) * step).clamp(-largest, largest)      # torch.round: half to even, as the formats do
 
 
-def quantise(x, operand, dim):
-    """x rounded as (format, scaling) says and dequantised, in fp64; `dim` is the dimension that the matmul sums over.
+def quantised(x, operand, dim):
+    """x (M, N) rounded as (format, scaling) says and dequantised, in fp64, and its scales; `dim` is what the matmul sums over.
 
     scaling: "tensor" for one scale, "power" for one that is a power of two, "row" for one each, "block" for one of 32 values;
     a number: the exponent of a constant scale. torchao rounds the scales of rows down to powers of two."""
     format, scaling = operand
     x = x.double()
     if format is None:
-        return x
+        return x, None
     if scaling == "block":
         parts = x.movedim(dim, -1).unflatten(-1, (-1, 32))
-        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True).clamp(min=1e-38) / 448))
-        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim)
+        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True) / 448)).clamp(min=-127)
+        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim), scale.squeeze(-1)
     if isinstance(scaling, int):
-        return rounded(x * 2.0**scaling, format) / 2.0**scaling
-    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max()
+        scale = torch.full((1, 1), 2.0**scaling, dtype=torch.float64)
+        return rounded(x * scale, format) / scale, scale
+    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max().view(1, 1)
     scale = (torch.finfo(format).max / amax.clamp(min=1e-12)).float().double()
     if scaling in ("row", "power"):
         scale = 2.0 ** scale.log2().floor()
-    return rounded((x.float() * scale.float()).double(), format) / scale
+    return rounded((x.float() * scale.float()).double(), format) / scale, scale
+
+
+def quantise(x, operand, dim):
+    return quantised(x, operand, dim)[0]
 
 
 # How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.
@@ -160,6 +172,25 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
 
 
+@pytest.mark.parametrize("format", [E4M3, E5M2])
+def test_rounding_is_torchs_cast(format):
+    """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""
+    grid = torch.arange(256, dtype=torch.uint8).view(format).float()
+    values = torch.cat((torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16).float(),
+                        ((grid[:, None] + grid) / 2).flatten(), torch.randint(-2**31, 2**31, (10**6,)).int().view(torch.float32),
+                        torch.randn(10**6) * torch.logspace(-9, 6, 10**6)))
+    largest = torch.finfo(format).max
+    want, got = values.clamp(-largest, largest).to(format).float(), fp8.fake_quantise(values, fp8.Operand(format, "constant"))
+    assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want[~want.isnan()], got[~want.isnan()])
+
+
+def test_constant_gradient_scales_undo_the_loss_scale():
+    """A mean over 2**12 tokens instead of a sum: the gradients are 2**12 smaller, their float8 values the same."""
+    x, w, g = operands("random")
+    grads = [passes(linear(w, "cscale", loss_scale=scale), x, g * scale)[2] / scale for scale in (1.0, 2.0**-12)]
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("recipe", RECIPES[:5])
 def test_torchaos_matmuls_accumulate_fast_backward_where_that_is_asked_for(monkeypatch, recipe):
     x, w, g = operands("random")
@@ -182,23 +213,174 @@ def test_fast_accumulation_backward_is_another_run_and_says_that_a_cpu_has_none(
     assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, on_cpu, [])[0]
 
 
-@pytest.mark.parametrize("format", [E4M3, E5M2])
-def test_rounding_is_torchs_cast(format):
-    """All of BF16, all midpoints of the format's values, random bits: the same as a cast to float8 and back, bit for bit."""
-    grid = torch.arange(256, dtype=torch.uint8).view(format).float()
-    values = torch.cat((torch.arange(-2**15, 2**15, dtype=torch.int16).view(torch.bfloat16).float(),
-                        ((grid[:, None] + grid) / 2).flatten(), torch.randint(-2**31, 2**31, (10**6,)).int().view(torch.float32),
-                        torch.randn(10**6) * torch.logspace(-9, 6, 10**6)))
-    largest = torch.finfo(format).max
-    want, got = values.clamp(-largest, largest).to(format).float(), fp8.fake_quantise(values, fp8.Operand(format, "constant"))
-    assert torch.equal(want.isnan(), got.isnan()) and torch.equal(want[~want.isnan()], got[~want.isnan()])
+# ------------------------------------------------------------------------------ scales of tiles: blockwise and nvfp4
+
+GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])      # E2M1's values; those at even places have an even mantissa
+TILED = [name for name, recipe in fp8.RECIPES.items() if recipe.input.scaling == "tile"]
+CASES = {
+    "normal": lambda shape: torch.randn(shape),
+    "heavy-tailed": lambda shape: torch.randn(shape) ** 5,
+    "zero": torch.zeros,
+    "one outlier": lambda shape: torch.randn(shape).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1e4)),
+}
 
 
-def test_constant_gradient_scales_undo_the_loss_scale():
-    """A mean over 2**12 tokens instead of a sum: the gradients are 2**12 smaller, their float8 values the same."""
-    x, w, g = operands("random")
-    grads = [passes(linear(w, "cscale", loss_scale=scale), x, g * scale)[2] / scale for scale in (1.0, 2.0**-12)]
-    assert torch.equal(*grads)
+def tile_reference(x: np.ndarray, operand, noise: np.ndarray | None = None) -> np.ndarray:
+    """x (M, N) in fp64, tile by tile; the last dimension is summed over."""
+    rows, columns = operand.tile
+    out, whole = np.zeros_like(x), 448 / max(abs(x).max() / 6, 1e-12)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            tile = x[i:i + rows, j:j + columns]
+            amax = abs(tile).max()
+            if operand.format == "e2m1":
+                stored = torch.tensor(amax / 6 * whole).float().to(torch.float8_e4m3fn).item()
+                scale = whole / max(stored, 2**-9)
+                own = None if noise is None else noise[i:i + rows, j:j + columns]
+                q = e2m1(np.clip(tile * scale, -6, 6), own)
+            else:
+                scale = 448 / max(amax, 1e-12)
+                q = torch.tensor(tile * scale).float().to(operand.format).double().numpy()
+            out[i:i + rows, j:j + columns] = q / scale
+    return out
+
+
+def e2m1(x: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
+    """To the nearest value, a tie to the even mantissa; with noise below the share of the way, to the upper neighbour."""
+    at = np.searchsorted(GRID, abs(x), "right") - 1
+    low, high = GRID[at], GRID[np.minimum(at + 1, 7)]
+    if noise is None:
+        middle = (low + high) / 2
+        return np.sign(x) * np.where((abs(x) > middle) | (abs(x) == middle) & (at % 2 == 1), high, low)
+    low, high = np.where(x < 0, -high, low), np.where(x < 0, -low, high)       # the neighbours below and above x itself
+    return np.where(noise * (high - low) < x - low, high, low)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("recipe, which", [("blockwise", "input"), ("blockwise", "weight"), ("blockwise_e5m2", "grad"),
+                                           ("nvfp4", "input"), ("nvfp4", "weight")])
+def test_each_tile_is_rounded_as_by_hand(recipe, which, case):
+    torch.manual_seed(1)
+    operand, x = getattr(fp8.RECIPES[recipe], which), CASES[case]((256, 384))
+    expected = tile_reference(x.double().numpy(), operand)
+    for q in (fake_quantise(x, operand), fake_quantise(x.t().contiguous(), operand, 0).t()):
+        near = abs(q.double().numpy() - expected) <= 1e-6 * abs(expected).max()
+        assert near.mean() > 0.9999      # fp32 scales may carry a value over the edge between two steps
+
+
+@pytest.mark.parametrize("recipe", TILED)
+def test_the_three_matmuls_of_tiles_are_those_of_the_rounded_operands(recipe):
+    torch.manual_seed(2)        # of draws in which no tile's scale lies on the edge between two E4M3 numbers: fp32 may tip it
+    r, (x, w, g) = fp8.RECIPES[recipe], (torch.randn(256, 384), torch.randn(128, 384) / 20, torch.randn(256, 128) ** 3)
+    linear = torch.nn.Linear(384, 128, bias=False)
+    linear.__class__, linear.recipe, linear.weight.data = fp8.QuantisedLinear, r, w
+    fp8.set_position(linear, 1000)
+    salt = None if linear.salt is None else linear.salt.item()
+    x.requires_grad_()
+    y = linear(x)
+    y.backward(g)
+
+    def rounded(t, operand, dim, salt):
+        noise = noise_at(t.shape, torch.tensor(1000), salt).double().numpy() if operand.is_stochastic else None
+        t = t.detach().double().numpy()
+        return tile_reference(t, operand, noise) if dim else tile_reference(t.T, operand, noise if noise is None else noise.T).T
+
+    gw, xw = (fp8._rotated(t.detach()) for t in (g, x)) if r.is_rotated else (g, x)
+    expected = {
+        "output": (y, rounded(x, r.input, 1, 0) @ rounded(w, r.weight, 1, 0).T),
+        "input gradient": (x.grad, rounded(g, r.grad, 1, salt) @ rounded(w, r.weight, 0, 0)),
+        "weight gradient": (linear.weight.grad, rounded(gw, r.grad, 0, salt and salt + 2**60).T @ rounded(xw, r.input, 0, 0))}
+    for name, (found, by_hand) in expected.items():
+        error = np.linalg.norm(found.detach().double().numpy() - by_hand) / np.linalg.norm(by_hand)
+        assert error < 2e-3, (name, error)
+
+
+def test_the_rotation_keeps_products_and_spreads_outliers():
+    torch.manual_seed(1)
+    g, x = torch.randn(64, 8), torch.randn(64, 4)
+    g[20] = 1000.0
+    mix = fp8._rotated(torch.eye(64)).double()
+    assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
+    assert torch.allclose(fp8._rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
+    assert torch.allclose(fp8._rotated(g).t() @ fp8._rotated(x), g.t() @ x, rtol=1e-4, atol=1e-3)
+    assert fp8._rotated(torch.ones(64, 1)).abs().max() < 3, "random signs: no constant becomes one value"
+    assert fp8._rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
+
+
+def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
+    g = torch.full((4096, 64), 0.3)
+    g[:, ::16] = 1.0
+    operand, others = fp8.RECIPES["nvfp4"].grad, torch.arange(64) % 16 != 0
+    noise = noise_at(g.shape, torch.tensor(0), 5)
+    q = fake_quantise(g, operand, noise=noise)[:, others]
+    assert abs(q.mean() - 0.3) < 4 * q.std() / math.sqrt(q.numel())
+    assert abs(fake_quantise(g, operand)[:, others].mean() - 0.3) > 0.02
+    exact = fake_quantise(torch.tensor([[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2]), operand, noise=torch.full((1, 16), 1 - 2**-24))
+    assert exact.tolist() == [[6.0, 3, 1, 0.5, -6, -3, 0, 2] * 2], "what the format holds stays, whatever the noise"
+    assert noise.min() >= 0 and noise.max() < 1 and abs(noise.std() - 12**-0.5) < 2e-3
+    assert abs(np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]) < 0.01
+    assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5)), "a token keeps its noise in any batch"
+    assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6)), "each layer has its own"
+
+
+def test_every_token_of_a_run_has_noise_of_its_own_and_a_resumed_run_ends_in_the_same_bits(tiny, tmp_path, capsys, monkeypatch):
+    seen, place = [], fp8.set_position
+    monkeypatch.setattr(fp8, "set_position", lambda model, position, seed: seen.append(position) or place(model, position, seed))
+    whole, parts = (replace(tiny, run=run, fp8=FP8Config(recipe="nvfp4")) for run in ("whole", "parts"))
+    for config in (whole, parts):
+        assert call_train(capsys, config, tmp_path).returncode == 0
+    back_to(parts, 3)
+    assert call_train(capsys, parts, tmp_path).returncode == 0
+    n = whole.steps * whole.accumulation(1)
+    assert seen[:n] == seen[n:2 * n] and seen[2 * n:] == seen[n // 2:n]
+    assert set(np.diff(seen[:n])) == {tiny.data.micro_batch * tiny.model.n_ctx}, "micro-batch by micro-batch"
+    assert record(parts) == record(whole)
+
+
+def test_compiled_nvfp4_learns_as_eager_does(tiny):
+    """Of ten blocks: were each compiled anew, for a number of its own, torch would give up at eight."""
+    tiny = replace(tiny, model=replace(tiny.model, n_layer=10))
+    losses = {}
+    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx), generator=torch.Generator().manual_seed(1))
+    for unit in ("off", "block"):
+        built = parallel.build(replace(tiny, fp8=FP8Config(recipe="nvfp4"), parallel=replace(tiny.parallel, compile=unit)), ALONE)
+        built.model.init_weights(1)
+        fp8.set_position(built.model, 0)
+        losses[unit] = []
+        for _ in range(4):
+            fp8.refresh_weight_copies(built.model)
+            loss = built.model(x, x).sum()
+            (loss * built.loss_scale).backward()
+            built.optimizer.step()
+            built.optimizer.zero_grad()
+            losses[unit].append(loss.item())
+        fp8.refresh_weight_copies(built.model)
+        with torch.no_grad():
+            assert built.model(x, x).sum().isfinite()
+    assert losses["block"][0] == pytest.approx(losses["off"][0], rel=0.02)
+    assert all(some[-1] < some[0] for some in losses.values())
+
+
+def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
+    """Against the plain model, which casts in every micro-batch; an update without a refresh is told of."""
+    ours, plain = parallel.build(tiny, ALONE).model, GPT(tiny.model)
+    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
+    for model in (ours, plain):
+        model.init_weights(1)
+    for _ in range(2):
+        fp8.refresh_weight_copies(ours)
+        assert torch.equal(ours(x, x), plain(x, x))
+        for model in (ours, plain):
+            model(x, x).sum().backward()
+        for (name, p), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
+            assert p.grad.dtype == torch.float32 and torch.equal(p.grad, other.grad), name
+        for model in (ours, plain):
+            for p in model.parameters():
+                p.data -= 0.01 * p.grad
+                torch.autograd.graph.increment_version(p)
+        with pytest.raises(AssertionError, match="refresh"):
+            ours(x, x)
+    assert ours.state_dict().keys() == plain.state_dict().keys(), "no checkpoint holds a copy"
 
 
 # ---------------------------------------------------------------------------------------------------------- whole models

@@ -323,16 +323,11 @@ def test_nan_and_infinity_reach_the_loss_or_its_gradient(where):
 
 @pytest.mark.parametrize("recipe, special", [("tensorwise", 1), ("tensorwise_gw_hp", 0)])
 def test_only_an_fp8_head_that_trains_computes_its_loss_in_one_piece(tmp_path, monkeypatch, recipe, special):
-    """Not with BF16 weight gradients, not in BF16, not without gradients, not while a probe watches."""
+    """Not with BF16 weight gradients, not while a probe watches; in BF16 and without gradients: tests/test_fp8.py."""
     calls, real, (x, y) = [], fp8.HeadLoss.forward, tokens()
     monkeypatch.setattr(fp8.HeadLoss, "forward", staticmethod(lambda *a: calls.append(1) or real(*a)))
     model, layers = build(f"{recipe}+kernels", head=True, n_layer=1)
-    trained = model(x, y)
-    assert len(calls) == special
-    with torch.no_grad():
-        assert torch.allclose(model(x, y), trained, rtol=1e-5)
-    with fp8.in_bf16(model):
-        assert torch.equal(model(x, y), build(n_layer=1)[0](x, y))
+    model(x, y)
     Probe(path := tmp_path / "probe.jsonl", model, fp8.recipes(layers, 1.0), 64)(1, x, y, 1 / 128)
     assert len(calls) == special
     head = next(row for row in map(json.loads, path.read_text().splitlines()) if row.get("layer") == "head")

@@ -4,7 +4,8 @@ import gzip
 import json
 import math
 import pickle
-import shutil
+import time
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,14 +13,16 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from runtime import fp8
+from runtime import fp8, plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
 from runtime.config import CheckpointConfig, FP8Config
 from runtime.guard import diagnose
+from runtime.parallel import World
 from tests.conftest import call_train, run_train, with_recipe
-from tests.faults import record
+from tests.faults import back_to, record, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
+from tests.test_run import watched_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -36,8 +39,6 @@ def model_on_gpu(config, is_compiled=True):
     ids = torch.randint(50257, (4, 129), generator=torch.Generator().manual_seed(0)).cuda()
     return model, ids[:, :-1], ids[:, 1:]
 
-
-# --------------------------------------------------------------------------------------------------------------- numerics
 
 FAST = [f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")]
 
@@ -140,8 +141,6 @@ def test_a_compiled_model_on_our_kernels_learns_as_torchaos_does():
     assert curves[1][-1] < 0.9 * curves[1][0] and (curves[0] - curves[1]).abs().max() < 0.05
 
 
-# ------------------------------------------------------------------------------------------------------- runs that survive
-
 def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
     """The update of a step is queued behind work that keeps the GPU busy when save() is called, the next one right behind
     staged(): a copy that begins too early or ends too late is torn."""
@@ -177,11 +176,10 @@ def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_lo
         assert done.returncode == 0 and "deterministic algorithms" in done.stdout, done.stderr
     wanted = record(first)
     assert record(second) == wanted and wanted["skipped_steps"] == 0
-    assert json.loads((first.run_dir / "summary.json").read_text())["mem_peak_gib"] > 0
+    assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
 
-    shutil.rmtree(second.run_dir / "checkpoints" / "step_00000006")     # as if killed after step 3
-    (second.run_dir / "summary.json").unlink()
+    back_to(second, 3)
     done = run_train(second, tmp_path)
     assert done.returncode == 0 and "resuming" in done.stdout and "step_00000003" in done.stdout, done.stderr
     assert record(second) == wanted
@@ -223,3 +221,30 @@ def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
     assert "layers.1.mlp.down.weight: 1 of 131,072 values" in text
     assert "the first output that is not finite is that of layers.1.mlp.down (" in text
     assert json.loads((tmp_path / "diagnosis.json").read_text())["problems"] == []
+
+
+def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
+    device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
+    config = replace(tiny, model=wide, parallel=replace(tiny.parallel, compile=True))
+    huge, small = (replace(config, data=replace(tiny.data, micro_batch=n, tokens_per_step=n * 1024)) for n in (2**15, 4))
+    auto = replace(small, data=replace(small.data, micro_batch="auto"))
+    end = time.monotonic() + 500
+    assert plan.try_one(huge, device, end) == plan.Trial(failure=plan.NO_FIT)
+    trial = plan.try_one(small, device, end)
+    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
+    assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
+
+
+def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, capsys, monkeypatch):
+    """By CUDA's own account of synchronising calls, from the third step on: the first compile and allocate."""
+    within, config, seen = watched_steps(monkeypatch), replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda message, *rest: seen.append((within["step"], str(message)))
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            assert call_train(capsys, config, tmp_path).returncode == 0
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [step for step, message in seen if step and step > 2 and "synchroniz" in message.lower()]
+    assert waits == list(range(3, 9))

@@ -20,8 +20,6 @@ def cross_entropy64(logits, y):
     return log_sum - np.take_along_axis(logits, y.numpy()[..., None], -1)[..., 0]
 
 
-# ---------------------------------------------------------------------------------------------------------- forward pass
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_and_loss_equal_the_float64_reference(name):
     config = VARIANTS[name]
@@ -48,8 +46,6 @@ def test_rms_norm_computes_in_fp32_and_rounds_in_hugging_faces_order():
     assert (norm(x) != expected).float().mean() < 0.01      # rsqrt against 1/sqrt may differ in a last bit before rounding
     assert (multiplied_first != expected).float().mean() > 0.1
 
-
-# ------------------------------------------------------------------------------------------------------------- gradients
 
 def test_gradients_equal_finite_differences_of_the_float64_reference():
     config = replace(VARIANTS["everything"], n_layer=2, n_ctx=6, vocab_size=20, tied=True)
@@ -84,7 +80,23 @@ def test_chunked_loss_has_the_loss_and_gradients_of_the_whole_and_keeps_no_logit
     assert (256,) in widths[0] and (256,) not in widths[1]
 
 
-# ----------------------------------------------------------------------------------------------------------------- cache
+def test_the_compiled_step_keeps_logits_in_bf16_and_no_fp32_copy_larger_than_a_blocks_input():
+    """By the partitioner that the compiler uses too: it decides what is kept and what is computed again."""
+    kept = {}
+    for backend in ("eager", "aot_eager_decomp_partition"):
+        model = build(replace(TINY, n_layer=1, vocab_size=1000, vocab_multiple=1), compute_dtype=torch.bfloat16)
+        if backend != "eager":
+            model.compile(backend=backend, dynamic=False, fullgraph=True)
+        x, seen = tokens(model.config), kept.setdefault(backend, [])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, seen=seen: seen.append((t.shape, t.dtype)) or t, lambda t: t):
+            model(x, x).sum().backward()
+    eager, compiled = ([dtype for shape, dtype in seen if shape[-1:] == (1000,)] for seen in kept.values())
+    assert torch.float32 in eager, "eager keeps fp32 ones: the test can see them"
+    assert compiled == [torch.bfloat16]
+    weights, whole = {p.shape for p in model.parameters()}, x.numel() * model.config.n_embd
+    assert not [shape for shape, dtype in kept["aot_eager_decomp_partition"]
+                if dtype == torch.float32 and shape.numel() >= whole and shape not in weights]
+
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
@@ -107,8 +119,6 @@ def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
         with pytest.raises(AssertionError, match="25 tokens in a context of 24"):
             model(x[rows, :1], cache=other)
 
-
-# -------------------------------------------------------------------------------------------------------- initialisation
 
 def test_init_depends_on_the_seed_and_on_the_name_alone():
     a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
@@ -149,8 +159,6 @@ def test_meta_to_empty_to_init_gives_the_same_model_with_its_head_tied():
     assert model.head.weight is model.wte.weight and torch.equal(model(x), direct(x))
     assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
 
-
-# ------------------------------------------------------------------------------------------------------ dtypes and counts
 
 @pytest.mark.parametrize("chunk", [None, 7])
 def test_bf16_compute_keeps_fp32_weights_and_gradients(chunk):

@@ -1,4 +1,5 @@
-"""--plan against hand counts and invented measurements; data.micro_batch=auto with invented trials and real ones."""
+"""--plan against hand counts and invented measurements; the model of a step against Inductor's plans and published runs;
+data.micro_batch=auto with invented trials and real ones."""
 
 import json
 import multiprocessing
@@ -12,14 +13,15 @@ import pytest
 import torch
 
 from model import GPT
-from runtime import plan
+from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
 from runtime.plan import NO_FIT, Trial, candidates, resolve_micro_batch, search, try_one
+from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Moved, Shape, anchors, linears, modelled_ratio, step
 from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
-from tests.faults import children
+from tests.faults import children, wait_for
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
@@ -27,8 +29,6 @@ FULL = Trial(failure=NO_FIT)
 BROKEN = Trial(failure="RuntimeError: a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
-
-# --------------------------------------------------------------------------------------------------------------- --plan
 
 def planned(folder, config, rows=(), gpu="h100"):
     """The plan as text, with these rows of bench/throughput.py in its folder."""
@@ -103,8 +103,7 @@ def test_hours_follow_from_measured_speeds_at_the_same_flops(tmp_path):
 
 def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batch_counts(tmp_path):
     bf16, tensorwise = speed_rows(bf16=50e3, tensorwise=65e3)
-    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"flops_per_token": 1e11},
-                   {"gpu": "NVIDIA H100 PCIe"}, {"gpu": "NVIDIA H200"}, {"gpu": None}):
+    for change in ({"valid": False}, {"label": "bf16_eager"}, {"params_total": 1}, {"gpu": "NVIDIA H100 PCIe"}, {"gpu": None}):
         assert "an assumed mfu_bf16 of 45%" in planned(tmp_path, FP8_RUN, [bf16 | change]), change
     for change in ({"recipe": "rowwise"}, {"head": True}, {"skip": ("mlp.down",)}, {"kernels": True}):
         config = replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, **change))
@@ -118,7 +117,87 @@ def test_the_newest_row_of_that_gpu_model_and_recipe_with_the_closest_micro_batc
     assert "measured, 60,000" in page and "micro-batch 1 (auto: the start tries larger ones)" in page
 
 
-# ------------------------------------------------------------------------------------------------- data.micro_batch=auto
+H100 = GPUS["h100"]
+BIG = Shape(28, 2048, 5632, 16, 1024, 50304)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("size", MICRO_BATCH)
+def test_flops_and_parameters_are_the_models_own(size, tied):
+    config = replace(load_config(ROOT / f"configs/gpt{size}_bf16.py").model, tied=tied)
+    with torch.device("meta"):
+        counts = GPT(config).counts()
+    shape = roofline.shape_of(config)
+    assert (shape.params_matmul, shape.flops_per_token) == (counts["params_matmul"], counts["flops_per_token"])
+
+
+# GB over BF16 that Inductor plans for 28 blocks of 1.5B and 16 x 1024 tokens: `python -m dev.compiler_plan` (torch 2.13.0,
+# "written" and "called"); gw_hp and rows from plans of 4 and 2 blocks (torch 2.11.0). Those plans were read when BF16 cast its
+# weights and gradients in every micro-batch, 12 bytes a weight; the second one again afterwards: 66.7.
+CAST_THEN = 12 * 28 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e9
+PLANNED = {name: over + CAST_THEN for name, over in {
+    "tensorwise": 107.2, "tensorwise+kernels": 49.4, "tensorwise_gw_hp": 28 * 3.0386, "rowwise_with_gw_hp": 28 * 2.3620,
+    "rowwise": 28 * 5.4053}.items()}
+
+
+def total(moved: Moved) -> float:
+    return sum(moved[:4]) - moved.spared
+
+
+def over_bf16(casts, names) -> float:
+    """GB that the casts of the Linears `names` move in one micro-batch."""
+    M = 16_384
+    return sum(count * (M * (total(casts.x[name]) * K + total(casts.g[name]) * N) + total(casts.w) * K * N)
+               for name, K, N, count in linears(BIG) if name in names) / 1e9
+
+
+@pytest.mark.parametrize("recipe", PLANNED)
+def test_bytes_of_the_casts_are_those_of_inductors_plan(recipe):
+    assert over_bf16(CASTS[recipe], ("qkv", "out", "gate_up", "down")) == pytest.approx(PLANNED[recipe], rel=0.01)
+
+
+# tokens/s, ratios, ms: constants that move one of them change what the module's docstring says
+MODELLED = (104_142, 85_124, 46_192, 505_404, 0.972, 1.113, 1.140, 0.938, 1.119, 1.061, 1.226, 2.102, 1.487)
+
+
+def test_published_runs_come_out_as_the_documents_say():
+    for (name, _, published, got), modelled in zip(anchors(H100), MODELLED, strict=True):
+        assert got == pytest.approx(modelled, rel=0.002), name
+        slack = (0.97, 1.082) if got > 1000 else (0.945, 1.055)
+        assert published[0] * slack[0] < got < published[-1] * slack[1], name
+
+
+def test_the_ratio_of_a_run_and_where_no_model_tells():
+    run = replace(FP8_RUN, model=replace(FP8_RUN.model, n_ctx=1024),
+                  data=replace(FP8_RUN.data, micro_batch=16, tokens_per_step=2**19))
+    want = step(H100, BIG, "bf16", 16, 2**19).seconds / step(H100, BIG, "tensorwise", 16, 2**19).seconds
+    for name in ("h100", "NVIDIA H100 80GB HBM3"):
+        assert modelled_ratio(run, name) == want
+    eight = replace(run, parallel=replace(run.parallel, shard=8))
+    assert modelled_ratio(eight, "h100", 8) == (step(H100, BIG, "bf16", 16, 2**16, shard=8).seconds
+                                                / step(H100, BIG, "tensorwise", 16, 2**16, shard=8).seconds)
+    head = modelled_ratio(replace(run, fp8=replace(run.fp8, head=True, kernels=True)), "h100")
+    assert head == step(H100, BIG, "bf16", 16, 2**19).seconds / step(H100, BIG, "tensorwise+kernels+head", 16, 2**19).seconds
+    with pytest.raises(KeyError):
+        step(H100, BIG, "mxfp8", 16, 2**19)
+    for gpu in ("b200", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "a100"):
+        assert modelled_ratio(run, gpu) is None
+    for change in ({"recipe": "auto"}, {"recipe": "cscale"}, {"skip": ("mlp.down",)}, {"first_bf16": 1}):
+        assert modelled_ratio(replace(run, fp8=replace(run.fp8, **change)), "h100") is None, change
+    for change in ({"compile": False}, {"recompute": True}):
+        assert modelled_ratio(replace(run, parallel=replace(run.parallel, **change)), "h100") is None, change
+
+
+def test_the_command_says_that_nothing_is_measured(capsys):
+    assert roofline.main([]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("MODELLED step times on H100") and "nothing here is measured" in out
+    assert "nan" not in out.split() and out.count("zero casts, head too") == 4
+    assert roofline.main(["gpu=h200", "sizes=1p5b", "context=2048"]) == 0
+    assert "1p5b, T=2048, micro-batch 8" in capsys.readouterr().out
+    for words in (["gpu=h10"], ["sizes=2b"], ["result=x"]):
+        assert roofline.main(words) == 2 and capsys.readouterr().err.count("\n") == 1
+
 
 def auto(config, **data):
     return replace(config, data=replace(config.data, **{"micro_batch": "auto", **data}))
@@ -207,19 +286,15 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
 
 
 def test_a_trial_ends_with_its_parent(tiny):
-    slow = auto(tiny, micro_batch=4096, tokens_per_step=2**17)
+    slow = auto(tiny, micro_batch=512, tokens_per_step=2**14)
     slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
     parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU, time.monotonic() + 300))
     parent.start()
-    until, trial = time.monotonic() + 120, []
-    while not trial and time.monotonic() < until:
-        time.sleep(0.1)
-        trial = [pid for pid in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{pid}/cmdline")]
+    trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
+                              and int(read_bytes(f"/proc/{p}/statm").split()[1]) > 2**18])     # pages: it trains, in a GiB
     parent.kill()
     parent.join()
-    while read_bytes(f"/proc/{trial[0]}/cmdline"):
-        assert time.monotonic() < until, "it goes on alone"
-        time.sleep(0.1)
+    wait_for(lambda: not read_bytes(f"/proc/{trial[0]}/cmdline"), 30)       # it does not go on alone
 
 
 def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
@@ -229,15 +304,3 @@ def test_a_run_finds_its_micro_batch_and_keeps_it(tiny, tmp_path, capsys):
     assert json.loads((tiny.run_dir / "config.json").read_text())["data"]["micro_batch"] == 1
     said = call_train(capsys, config, tmp_path, "steps=2", "checkpoint.every=none").stdout
     assert "nothing to do" in said and "tokens/s" not in said
-
-
-@pytest.mark.gpu
-def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
-    device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
-    config = replace(auto(tiny, tokens_per_step=1024), model=wide, parallel=replace(tiny.parallel, compile=True))
-    huge, small = (auto(config, micro_batch=n, tokens_per_step=n * 1024) for n in (2**15, 4))
-    end = time.monotonic() + 500
-    assert try_one(huge, device, end) == FULL
-    trial = try_one(small, device, end)
-    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
-    assert resolve_micro_batch(auto(config, tokens_per_step=4 * 1024), World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)

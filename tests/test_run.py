@@ -1,11 +1,12 @@
-"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, one writer per folder, too little memory.
+"""train.py, runtime/run.py, machine.py: what a run leaves and refuses, its branch in another precision, one read of the host a
+step, one writer per folder, too little memory.
 
 Kills, signals, ranks, rollbacks: tests/test_faults.py."""
 
 import contextlib
 import errno
 import fcntl
-import json
+import gc
 import os
 import resource
 import shutil
@@ -16,32 +17,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
 from runtime import machine
 from runtime import run as room
 from runtime.checkpoint import load_model
 from runtime.cli import MachineError, UserError
+from runtime.config import FP8Config
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, tokenizer_of
+from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import call_train, with_recipe, write_source
+from tests.faults import summary
 
-
-def summary(config):
-    return json.loads((config.run_dir / "summary.json").read_text())
-
-
-@pytest.fixture
-def two_sources(tiny, tmp_path):
-    """`tiny` on data of its own, which a test may damage or move."""
-    for seed, source in enumerate(("web", "code")):
-        write_source(tmp_path / "data" / source, seed)
-    return replace(tiny, data=replace(tiny.data, dir=str(tmp_path / "data")))
-
-
-# ----------------------------------------------------------------------------------------------------- what a run leaves
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
     bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
@@ -82,15 +74,14 @@ def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder
     assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
 
 
-def test_an_unfinished_run_goes_on_only_as_it_began(two_sources, tmp_path, capsys):
+def test_an_unfinished_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, capsys):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
-    config = two_sources
+    config = replace(tiny, data=replace(tiny.data, dir=str(own_data)))
     assert call_train(capsys, config, tmp_path).returncode == 0
-    (config.run_dir / "summary.json").unlink()
-    shutil.rmtree(config.run_dir / "checkpoints/step_00000006")
+    faults.back_to(config, 3)
     refused = call_train(capsys, config, tmp_path, "optim.lr=1e-3", "steps=8")
     assert refused.returncode == 2 and "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused.stderr
-    shutil.move(tmp_path / "data", tmp_path / "moved")      # where it lies and how it is dealt out may change
+    shutil.move(own_data, tmp_path / "moved")      # where it lies and how it is dealt out may change
     moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
     assert call_train(capsys, config, tmp_path, *moved).returncode == 0
     (config.run_dir / "summary.json").unlink()
@@ -115,16 +106,81 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
-def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, two_sources, tmp_path, capsys):
-    os.remove(tmp_path / "data/code/train_00000.bin")
-    for config, setting, told in ((tiny, "out=/proc/nowhere", "out="), (tiny, "out=/dev/null/x", "Not a directory"),
-                                  (tiny, "steps=200", "data.max_epochs"), (two_sources, "seed=1", "train_00000.bin is missing")):
-        done = call_train(capsys, config, tmp_path, setting)
+def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, own_data, tmp_path, capsys):
+    os.remove(own_data / "code/train_00000.bin")
+    for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
+                          (f"data.dir={own_data}", "train_00000.bin is missing")):
+        done = call_train(capsys, tiny, tmp_path, setting)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False) and told in done.stderr, done.stderr
-        assert not config.run_dir.exists()
+        assert not tiny.run_dir.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------- the folder
+@pytest.mark.parametrize("before, after, label", [("tensorwise", "off", "tensorwise"), ("off", "tensorwise", "bf16")])
+def test_a_branch_may_switch_its_precision_and_says_so(tiny, tmp_path, capsys, before, after, label):
+    wsd = replace(tiny.optim, schedule="wsd", decay_share=0.25, warmup_share=0.25)
+    trunk = replace(tiny, run="trunk", steps=8, optim=wsd, fp8=FP8Config(recipe=before),
+                    checkpoint=replace(tiny.checkpoint, every=None, at=(4,)))
+    assert call_train(capsys, trunk, tmp_path).returncode == 0
+    shorter = replace(trunk, steps=6, optim=replace(wsd, warmup_share=1 / 3, decay_share=1 / 3),
+                      start_from=f"{trunk.run_dir}/checkpoints/step_00000004", checkpoint=replace(tiny.checkpoint, every=1))
+    branches = {name: replace(shorter, run=name, fp8=fp8)
+                for name, fp8 in (("same", trunk.fp8), ("other", FP8Config(recipe=after)))}
+    for branch in branches.values():
+        assert call_train(capsys, branch, tmp_path).returncode == 0
+    losses = {name: [row["loss"] for row in faults.rows(branch)] for name, branch in branches.items()}
+    assert losses["same"] != losses["other"] and losses["other"] == pytest.approx(losses["same"], rel=0.02)
+    if before != "off":
+        refused = call_train(capsys, replace(shorter, run="partial", fp8=replace(trunk.fp8, skip=("attn.out",))), tmp_path)
+        assert (refused.returncode, "fp8.skip was" in refused.stderr) == (2, True), "another choice of Linears is no switch"
+    other = branches["other"]
+    faults.back_to(other, 5)        # the label outlives a resume
+    assert call_train(capsys, other, tmp_path).returncode == 0
+    same, switched = map(summary, branches.values())
+    assert (same["precision"]["switched_from"], switched["precision"]["switched_from"]) == (None, label)
+    assert same["pair_id"] == switched["pair_id"], "a pair: all but the precision is equal"
+    assert [row["loss"] for row in faults.rows(other)] == losses["other"]
+
+
+def watched_steps(monkeypatch):
+    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
+    at, beat = {"step": None}, Watchdog.at
+
+    def spy(self, what, step, *args, **kwargs):
+        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
+        return beat(self, what, step, *args, **kwargs)
+    monkeypatch.setattr(Watchdog, "at", spy)
+    return at
+
+
+READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
+         "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+
+
+def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, monkeypatch, capsys):
+    """Reads by Python's calls, and by what torch calls beneath its functions."""
+    seen, frozen, within = [], [], watched_steps(monkeypatch)
+
+    def note(name):
+        if name in READS and within["step"] is not None:
+            seen.append((within["step"], name))
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            note(getattr(func, "__name__", ""))
+            return func(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            note(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
+    with Functions(), Operators():
+        done = call_train(capsys, tiny, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert seen == [(step, "tolist") for step in range(1, 7)]
+    assert frozen == [1], "after the first step, when all is compiled"
+
 
 def hold(run_dir, is_held):
     lock = lock_folder(run_dir)     # noqa: F841
@@ -171,8 +227,6 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
     assert (run_dir / "tokenizer/tokenizer.json").read_text() == "rules", "those that the run was begun with"
     assert os.listdir(run_dir) == ["tokenizer"]
 
-
-# ------------------------------------------------------------------------------------------------------------- the machine
 
 @pytest.mark.parametrize("gpus, cuda, error, visible, told", [      # a made-up machine: GPUs, CUDA of torch, error of its start
     (0, "13.0", None, None, None), (2, "13.0", None, None, None), (2, "13.0", "too old", "", None),
