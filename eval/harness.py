@@ -281,7 +281,7 @@ def _group_row(leaves: list[tuple[str, dict]]) -> dict:
 def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
     """A metric over documents, and how much each of them moves it, to first order: what the delta method needs.
 
-    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits (Cochran, Sampling Techniques, 6)."""
+    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits (Cochran 1977, 6.3)."""
     table = np.array(values, dtype=float) if None not in values else np.empty(0)    # (n,) or (n, 2): nats' minus, size
     if len(table) < 2 or not np.isfinite(table).all():
         return None, np.empty(0)
