@@ -81,8 +81,8 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
         said, code = str(error), 2
     except (OSError, MemoryError, RuntimeError) as error:
         if memory_error(error):         # told in as many ways as there are allocators
-            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch=, "
-                          f"dtype=bfloat16 or a device with more"), 1
+            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch= "
+                          f"or tokens=, dtype=bfloat16 (where it has them) or a device with more"), 1
         elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
             said, code = f"{type(error).__name__}: {error}", 1
         else:
