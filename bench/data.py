@@ -29,7 +29,7 @@ import torch
 from model import GPTConfig
 from prepare import harvest
 from runtime import tokenizer
-from runtime.cli import UserError, help_page, read_options
+from runtime.cli import command, run_command
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data
 from runtime.machine import device_name
@@ -50,36 +50,27 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the exit code: 0 done, 2 the user's mistake."""
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
-    try:
-        options = read_options(Options, arguments)
-    except UserError as error:
-        print(f"bench/data.py: {error}", file=sys.stderr)
-        return 2
-    Path(options.folder).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as folder:
-        bench(options, Path(folder))
-    return 0
+    return command(__doc__, Options, arguments, bench)
 
 
-def bench(options: Options, folder: Path) -> None:
+def bench(options: Options) -> None:
     """Print all numbers."""
-    texts = list(some_text(options.mb))
-    files = [folder / f"{i}.jsonl" for i in range(8)]
-    for i, file in enumerate(files):
-        file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::len(files)]))
-    mb = sum(len(text.encode()) for text in texts) / 1e6
-    print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}")
-    for n in options.processes:
-        turns = [(raw(texts, n), prepare(files, folder / "out", n), raw(texts, 1) / n) for _ in range(options.repeats)]
-        encoded, whole, _ = (mb / min(column) for column in zip(*turns, strict=True))
-        ratio, of_one = (statistics.median(turn[i] / turn[1] for turn in turns) for i in (0, 2))
-        print(f"{n} processes: raw tiktoken {encoded:.1f} MB/s, prepare_data.py {whole:.1f} MB/s, median ratio {ratio:.2f}"
-              f" ({of_one:.2f} of {n} x one raw process)")
-    print(f"loader: {max(loader(folder / 'out', options.repeats)) / 1e6:.0f}M tokens/s on one core")
+    Path(options.folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="bench_data_", dir=options.folder) as name:
+        folder = Path(name)
+        texts = list(some_text(options.mb))
+        files = [folder / f"{i}.jsonl" for i in range(8)]
+        for i, file in enumerate(files):
+            file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[i::len(files)]))
+        mb = sum(len(text.encode()) for text in texts) / 1e6
+        print(f"{mb:.1f} MB of text in {len(texts):,} documents on {device_name(torch.device('cpu'))}")
+        for n in options.processes:
+            turns = [(raw(texts, n), prepare(files, folder / "out", n), raw(texts, 1) / n) for _ in range(options.repeats)]
+            encoded, whole, _ = (mb / min(column) for column in zip(*turns, strict=True))
+            ratio, of_one = (statistics.median(turn[i] / turn[1] for turn in turns) for i in (0, 2))
+            print(f"{n} processes: raw tiktoken {encoded:.1f} MB/s, prepare_data.py {whole:.1f} MB/s, median ratio {ratio:.2f}"
+                  f" ({of_one:.2f} of {n} x one raw process)")
+        print(f"loader: {max(loader(folder / 'out', options.repeats)) / 1e6:.0f}M tokens/s on one core")
 
 
 def some_text(mb: float) -> Iterator[str]:
@@ -151,4 +142,4 @@ def loader(folder: Path, repeats: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -33,7 +33,7 @@ import torch.nn as nn
 
 from model import GPT, Linear, RMSNorm
 from runtime import fp8, speed
-from runtime.cli import UserError, help_page, nearest, read_options, run_command
+from runtime.cli import UserError, command, nearest, run_command
 from runtime.config import FP8_SCALED_MM, WITH_FAST_BACKWARD, RecipeName, load_config
 from runtime.log import environment
 from runtime.rows import write_atomically
@@ -61,12 +61,9 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a row failed, 2 the user's mistake, 130 interrupted."""
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        options = read_options(Options, arguments)
+
+    def work(options: Options) -> int:
         if options.what == "linears":
             return time_linears(options, device, shlex.join(["python", "-m", "bench.kernels", *arguments]))
         if options.what == "matmuls":
@@ -75,9 +72,7 @@ def main(arguments: list[str]) -> int:
             os.environ["TRITON_INTERPRET"] = "1"        # read when the kernels are defined, hence the late import
         from runtime import fp8_kernels
         return time_casts(fp8_kernels, device)
-    except UserError as error:
-        print(f"bench/kernels.py: {error}", file=sys.stderr)
-        return 2
+    return command(__doc__, Options, arguments, work)
 
 
 def milliseconds(call: Callable, device: torch.device) -> float:

@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from bench.throughput import BASELINE, ROOT, Cell, Subject, show, time_all
-from runtime.cli import UserError, help_page, nearest, read_options, run_command
+from runtime.cli import UserError, command, nearest, run_command
 from runtime.roofline import MICRO_BATCH
 
 # Sizes in the peers' own words. nanochat's depth d has width 64 d, rounded up to heads of 128.
@@ -90,11 +90,7 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 2 the user's mistake, 130 interrupted."""
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
-    try:
-        options = read_options(Options, arguments)
+    def work(options: Options) -> str:
         out = Path(options.out or ROOT / "bench" / "results" / f"{'toy_' * (options.suite == 'toy')}peers.jsonl")
         if not options.table:
             folders = {peer: str(Path(folder).expanduser().resolve()) for peer in USED if (folder := getattr(options, peer))}
@@ -102,12 +98,10 @@ def main(arguments: list[str]) -> int:
                 raise UserError("name a checkout at least: --nanogpt DIR, --nanochat DIR or --torchtitan DIR")
             for peer, folder in folders.items():
                 print(check(peer, folder))
-            command = shlex.join(["python", "-m", "bench.peers", *arguments])
-            time_all(groups_of(options.suite, folders), out, options.budget, command)
+            told = shlex.join(["python", "-m", "bench.peers", *arguments])
+            time_all(groups_of(options.suite, folders), out, options.budget, told)
         return show(out)
-    except UserError as error:
-        print(f"bench/peers.py: {error}", file=sys.stderr)
-        return 2
+    return command(__doc__, Options, arguments, work)
 
 
 def groups_of(suite: str, folders: dict[str, str]) -> list[list[Cell]]:

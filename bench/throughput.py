@@ -37,7 +37,7 @@ import torch.nn as nn
 
 from model import GPT
 from runtime import fp8, parallel
-from runtime.cli import UserError, grid, help_page, nearest, read_options, run_command
+from runtime.cli import UserError, command, grid, nearest, run_command
 from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
 from runtime.machine import GIB, memory_error
@@ -554,24 +554,19 @@ def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 done or out of budget, 1 a check failed, 2 the user's mistake, 130 interrupted."""
     if arguments[:1] == ["--cell"]:
         return cell_main(arguments[1])
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
-    try:
-        options = read_options(Options, arguments)
+
+    def work(options: Options) -> int | str:
         out = Path(options.out) if options.out else ROOT / "bench" / "results" / f"{options.suite}.jsonl"
         if options.check:
             lost = check(rows_of(out), rows_of(Path(options.check)))
             print("\n".join(lost) or f"{options.check} has lost nothing against {out}")
             return 1 if lost else 0
         if not options.table:
-            command = shlex.join(["python", "-m", "bench.throughput", *arguments])
             groups = chosen(groups_of(options.suite), options.cells)
-            time_all(groups, out, options.budget, command, options.commit, again=bool(options.cells))
+            time_all(groups, out, options.budget, shlex.join(["python", "-m", "bench.throughput", *arguments]), options.commit,
+                     again=bool(options.cells))
         return show(out)
-    except UserError as error:
-        print(f"bench/throughput.py: {error}", file=sys.stderr)
-        return 2
+    return command(__doc__, Options, arguments, work)
 
 
 def chosen(groups: list[list[Cell]], names: tuple[str, ...]) -> list[list[Cell]]:
@@ -599,13 +594,13 @@ def time_all(groups: list[list[Cell]], out: Path, budget: float, command: str, c
     print("\nthe budget is spent, the same command goes on with what is missing")
 
 
-def show(out: Path) -> int:
+def show(out: Path) -> str:
+    """The table of the rows in `out`; draws the figure beside it and names it below."""
     rows = rows_of(out)
-    print("", table(rows), sep="\n")
     with suppress(ImportError):     # a machine for an hour may lack matplotlib
         if rows and draw(rows, out.with_suffix(".png")):
-            print(f"\n{out.with_suffix('.png')}")
-    return 0
+            return f"\n{table(rows)}\n\n{out.with_suffix('.png')}"
+    return f"\n{table(rows)}"
 
 
 if __name__ == "__main__":

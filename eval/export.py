@@ -5,10 +5,6 @@
     python -m eval.export out/RUN FILE.safetensors      the weights alone, under the model's own names (model.py)
     python -m eval.export --from-hf DIR out/RUN         a Llama-family checkpoint -> a run, to sample, score, continue
 
-    dtype       bf16 (default) or fp32, the weights' own: then the logits of both sides are equal bit by bit
-    float8      a recipe of training, tensorwise, rowwise, ..: which Linears, and how they are rounded
-    license     the model's, as the Hub names it (apache-2.0, mit, ..), for the card; the data's are listed there
-
 DIR must be new or empty. It gets the weights (model.safetensors, in several files beyond 5 GB), config.json, the tokenizer,
 generation_config.json and a model card, README.md; written under another name, synced and renamed: whole or not there.
 Nothing here needs transformers. The weights are held in fp32 meanwhile: 4 bytes a parameter.
@@ -29,11 +25,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from eval.sample import Recipe, check_recipe, command, read_json, read_tokenizer
+from eval.sample import Recipe, check_recipe, read_json, read_tokenizer
 from model import GPT, GPTConfig
 from runtime import fp8
 from runtime.checkpoint import checkpoints, load, origin_of, read_manifest, sync_folder
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, config_from_dict, read_config
 from runtime.fp8 import RECIPES, scale_of
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
@@ -49,12 +45,12 @@ MULTIPLE = 16               # rows and columns of a matrix that GPUs multiply in
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str
-    folder: str | None = None
-    from_hf: str | None = None
-    dtype: Literal["bf16", "fp32"] = "bf16"
-    float8: Recipe = "off"
-    license: str = "other"
+    run: str                            # folder of a run: what is exported, or what --from-hf makes
+    folder: str | None = None           # the folder, or FILE.safetensors, to write
+    from_hf: str | None = None          # a folder in Hugging Face's format, to import
+    dtype: Literal["bf16", "fp32"] = "bf16"     # fp32, the weights' own: then the logits of both sides are equal bit by bit
+    float8: Recipe = "off"              # a recipe of training: which Linears, and how they are rounded
+    license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
 
     POSITIONAL: ClassVar = ("run", "folder")
 
@@ -70,7 +66,7 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    return command(__doc__, argv, lambda: _export_or_import(read_options(Options, argv)))
+    return command(__doc__, Options, argv, _export_or_import)
 
 
 def _export_or_import(options: Options) -> str:

@@ -1,13 +1,7 @@
 """Bring a local Llama-family checkpoint of Hugging Face's layout into a run's folder, weights and tokenizer as they are.
 
-    python -m eval.export --from-hf DIR out/RUN
-
-DIR         config.json, model.safetensors (or its parts and their index), tokenizer.json, tokenizer_config.json
-out/RUN     config.json, tokenizer/, checkpoints/step_00000000/ with the weights as fp32 and without an optimizer
-
-What reads a run reads this one: eval.sample, eval.harness, eval.export. A new run trains it on with
-start_from=out/RUN/checkpoints/step_00000000 and the same model section (configs/continue_llama.py). Of its config.json the
-model section and data.tokenizer alone say something: nothing was trained here.
+What reads a run reads this one; a new run trains it on with start_from= (configs/continue_llama.py). Its checkpoint has fp32
+weights and no optimizer; of its config.json the model section and data.tokenizer alone say something: nothing was trained here.
 
 In fp32 on the CPU the logits are transformers' own, bit for bit (transformers 5.23, torch 2.13), where intermediate_size is a
 multiple of 32, as in every published model: beyond it SiLU's last bit depends on where its vectors end.

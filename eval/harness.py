@@ -6,20 +6,11 @@
     python -m eval.harness --table out/*                                all that was scored, as a table and a figure
     python -m eval.harness --fetch DIR tasks=core                       saves the tasks' data; then --offline DIR needs no network
 
-    tasks         names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours:
-                  demo    val_ppl, val_cloze: made from the run's own validation shards (eval/held_out.py), no network
-                  core    wikitext, lambada_openai, hellaswag, piqa, arc_easy, arc_challenge, openbookqa, boolq, sciq,
-                          winogrande, without examples shown
-                  full    core, mmlu with five examples and commonsense_qa, at chance below a billion parameters
-    offline       folder that --fetch filled
-    include       folder with task YAMLs of your own; their data_files are looked up beside them
-    limit         documents per task at most; none = all. For trying things out: such scores are marked
-    micro_batch   sequences of a full context per forward pass; of shorter ones as many as have no more tokens. A context
-                  beyond 2,048 tokens counts as 2,048; longer sequences go one at a time. On a CPU no pass has more than 4,096
-    device        auto (a GPU where there is one), cpu, cuda
-    dtype         bfloat16 (as trained; an FP8 run is scored with plain BF16 matmuls) or float32
-    fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,
-                  whatever trained the run
+tasks= takes names of lm-eval's tasks, groups and tags, comma-separated, and three groups of ours: demo (val_ppl and val_cloze,
+made from the run's own validation shards, eval/held_out.py; no network), core (wikitext, lambada_openai, hellaswag, piqa,
+arc_easy, arc_challenge, openbookqa, boolq, sciq, winogrande, without examples shown) and full (core, mmlu with five examples and
+commonsense_qa, at chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts, one beyond
+2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
 
 Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document beside it (samples_TASK.jsonl.gz) and, but
 for limit= and dtype=float32, the scores into the out/RUN/summary.json of a finished run under "eval" (with fp8=RECIPE:
@@ -51,33 +42,35 @@ from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from eval import tasks
-from eval.sample import Inference, Recipe, command, fp8_lines, load_for_inference, pick_device
+from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
 from runtime.checkpoint import gather, latest, step_of
-from runtime.cli import UserError, read_options, run_command
+from runtime.cli import UserError, command, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error
 from runtime.parallel import World, finish, own_keys
 from runtime.rows import write_atomically
 
+RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str
-    tasks: tuple[str, ...]
-    offline: str | None = None
-    include: str | None = None
-    limit: int | None = None
-    micro_batch: int = 16
-    device: str = "auto"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    fp8: Recipe = "off"
+    run: str                            # folder of a run, hf:NAME or hf:/a/folder
+    tasks: tuple[str, ...]              # demo, core, full, or names of lm-eval's
+    offline: str | None = None          # folder that --fetch filled
+    include: str | None = None          # folder with task YAMLs of your own; their data_files are looked up beside them
+    limit: int | None = None            # documents per task at most; none = all. For trying things out: such scores are marked
+    micro_batch: int = 16               # sequences of a full context per forward pass; of shorter ones more
+    device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained (an FP8 run: plain BF16 matmuls), or float32
+    fp8: Recipe = "off"                 # the Linears that this recipe converts multiply in FP8, whatever trained the run
 
     POSITIONAL: ClassVar = ("run",)
 
@@ -111,7 +104,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class FetchOptions:
-    fetch: str                              # the folder
+    fetch: str                          # the folder
     tasks: tuple[str, ...]
     include: str | None = None
 
@@ -157,10 +150,10 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
     from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
-    step = _step(options.run)
+    step = newest_step(options.run)
     if inference is None:
         inference = load_for_inference(options.run, device, options.dtype, options.fp8)
-        while step != (newest := _step(options.run)):       # the run is training: which of the two was read?
+        while step != (newest := newest_step(options.run)):       # the run is training: which of the two was read?
             step, inference = newest, load_for_inference(options.run, device, options.dtype, options.fp8)
         if world.is_main:
             for line in fp8_lines(inference.layers, options.fp8, inference.device):
@@ -169,7 +162,7 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
     return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, inference, step
 
 
-def _step(run_dir: str) -> int | None:
+def newest_step(run_dir: str) -> int | None:
     newest = latest(Path(run_dir))
     return None if newest is None else step_of(newest)
 
@@ -263,7 +256,8 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
             label = metric if which == "none" else f"{metric}.{which}"
             error = metrics.get(f"{metric}_stderr,{which}")
             if not isinstance(error, (int, float)):
-                error = _ratio_error(metric, value, [s[metric] for s in samples if metric in s])
+                influences = influence(metric, [s[metric] for s in samples if metric in s])[1] if metric in RATIOS else ()
+                error = spread(influences) if len(influences) else None     # lm-eval gives a perplexity none
             row[label], row[f"{label}_se"] = float(value), None if error is None else float(error)
         row["version"] = results["versions"].get(name)
         if task := loaded["tasks"].get(name):
@@ -284,19 +278,25 @@ def _group_row(leaves: list[tuple[str, dict]]) -> dict:
             "docs_sha256": _hash(row["docs_sha256"] for _, row in leaves), "subtasks": [name for name, _ in leaves]}
 
 
-def _ratio_error(metric: str, value: float, pairs: list) -> float | None:
-    """Standard error of a perplexity metric, a ratio of sums over documents; lm-eval gives none. None where unknown.
+def influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
+    """A metric over documents, and how much each of them moves it, to first order: what the delta method needs.
 
-    Ratio estimator R = sum(ll) / sum(size): variance n / (n - 1) * sum((ll - R size)^2) / sum(size)^2 (Cochran,
-    Sampling Techniques, chapter 6), carried through exp() for a perplexity by its derivative.
-    """
-    n = len(pairs)
-    if metric not in ("bits_per_byte", "byte_perplexity", "word_perplexity") or n < 2:
-        return None
-    size = sum(s for _, s in pairs)
-    ratio = sum(ll for ll, _ in pairs) / size
-    error = math.sqrt(n / (n - 1) * sum((ll - ratio * s) ** 2 for ll, s in pairs)) / size      # nats per unit
-    return error / math.log(2) if metric == "bits_per_byte" else error * value
+    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits (Cochran 1977, 6.3)."""
+    table = np.array(values, dtype=float) if None not in values else np.empty(0)    # (n,) or (n, 2): nats' minus, size
+    if len(table) < 2 or not np.isfinite(table).all():
+        return None, np.empty(0)
+    if metric not in RATIOS:
+        return float(table.mean()), (table - table.mean()) / len(table)
+    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
+    ratio = nats.sum() / size.sum()
+    value, slope = (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
+    return float(value), slope * (nats - ratio * size) / size.sum()
+
+
+def spread(influences: np.ndarray) -> float:
+    """The standard error that documents of these influences give."""
+    n = len(influences)
+    return float(np.sqrt(n / (n - 1) * np.sum(influences ** 2)))
 
 
 def _chance(task, samples: list[dict]) -> float | None:
@@ -373,19 +373,14 @@ def table(record: dict) -> str:
 
 # ---------------------------------------------------------------------------------------------------------- entry point
 
-def _main(arguments: list[str]) -> str:
-    """Do what the arguments ask for; what there is to say."""
+def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
-        return scores_table.write(read_options(scores_table.Options, arguments))
+        return scores_table.main(arguments)
+    cls, work = Options, lambda options: table(score(options, world=join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        options = read_options(FetchOptions, arguments)
-        return "\n".join(tasks.fetch(Path(options.fetch), options.tasks, options.include))
-    return table(score(read_options(Options, arguments), world=join()))
-
-
-def main(arguments: list[str]) -> int:
-    return command(__doc__, arguments, lambda: _main(arguments), is_shown=os.environ.get("RANK", "0") == "0")
+        cls, work = FetchOptions, lambda o: "\n".join(tasks.fetch(Path(o.fetch), o.tasks, o.include))
+    return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
 
 
 def keep_memory() -> None:

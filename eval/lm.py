@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
 
 from eval.sample import stream
@@ -230,13 +231,8 @@ class CheckpointLM(TemplateLM):
                     done[row] = True
             if all(done):
                 break
-        return [_cut_at(self.tokenizer_ours.decode(row), job[2]) for row, job in zip(new, batch, strict=True)]
-
-
-def _cut_at(text: str, until: list[str]) -> str:
-    for stop in until:
-        text = text.split(stop)[0] if stop else text
-    return text
+        return [postprocess_generated_text(self.tokenizer_ours.decode(row), job[2], None)
+                for row, job in zip(new, batch, strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------------------- batches

@@ -2,13 +2,6 @@
 
     python -m eval.precision out/RUN recipes=tensorwise,rowwise tasks=demo
 
-    recipes       FP8 recipes, comma-separated; the run may have been trained in any precision
-    tasks         lm-eval's tasks as for eval.harness, scored through each recipe too; none by default
-    include       folder with task YAMLs of your own
-    limit         documents per task at most; none = all
-    micro_batch   sequences per forward pass; none = the run's own
-    device        auto (a GPU where there is one), cpu, cuda
-
 All arms see the run's own validation sequences, in the same batches. Their difference is paired: the standard error is
 that of the mean difference over sequences. It says nothing of other training runs. With one activation scale a tensor
 (tensorwise, amax) a sequence's loss depends a little on what shares its batch, hence on micro_batch; with row, block and
@@ -29,10 +22,9 @@ import torch
 
 from eval import harness, sample
 from eval.loss import ValLoss, evaluate
-from eval.sample import Inference, Recipe, check_recipe, command, fp8_lines, load_for_inference, pick_device, read_tokenizer
+from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
 from runtime import fp8, probe
-from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data, open_data
 from runtime.rows import to_line, write_atomically
@@ -40,13 +32,13 @@ from runtime.rows import to_line, write_atomically
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str
+    run: str                            # folder of a run, trained in any precision
     recipes: tuple[Recipe, ...] = ("tensorwise", "rowwise")
-    tasks: tuple[str, ...] = ()
-    include: str | None = None
-    limit: int | None = None
-    micro_batch: int | None = None
-    device: str = "auto"
+    tasks: tuple[str, ...] = ()         # lm-eval's tasks as for eval.harness, scored through each recipe too
+    include: str | None = None          # folder with task YAMLs of your own
+    limit: int | None = None            # documents per task at most; none = all
+    micro_batch: int | None = None      # sequences per forward pass; none = the run's own
+    device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
 
     POSITIONAL: ClassVar = ("run",)
 
@@ -83,9 +75,10 @@ def compare(options: Options) -> dict:
         gap = difference(val, reference)
         arms[recipe] = {**arm, "difference": gap.loss, "difference_se": gap.standard_error,
                         "difference_percent": 100 * gap.loss / reference.loss}
-    record = {"run": str(options.run), "step": _step(options.run), "device": str(device), "micro_batch": micro_batch,
-              "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
-              "weights": data.weights, "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
+    record = {"run": str(options.run), "step": harness.newest_step(options.run), "device": str(device),
+              "micro_batch": micro_batch, "n_ctx": data.n_ctx,
+              "sequences": {source: len(data.val(source)) for source in data.sources}, "weights": data.weights,
+              "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
     strict = json.loads(to_line(record))        # null for a loss that overflowed
     write_atomically(Path(options.run) / "eval" / "precision.json", harness.as_json(strict))
     return record
@@ -110,7 +103,7 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
           flush=True)
     folder.mkdir(exist_ok=True)
     if recipe != "off":
-        rows = look(inference, *_batch(val_sets, micro_batch), _step(options.run), config.probe.tokens)
+        rows = look(inference, *_batch(val_sets, micro_batch), harness.newest_step(options.run), config.probe.tokens)
         write_atomically(folder / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
         arm["operands"] = summary(rows)
     if options.tasks:
@@ -147,10 +140,6 @@ def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor
     order = [(val, i) for i in rounds for val in val_sets.values() if i < len(val)][:micro_batch]
     x, y = zip(*(val.batch(i, i + 1) for val, i in order), strict=True)
     return torch.cat(x), torch.cat(y)
-
-
-def _step(run_dir: str) -> int:
-    return step_of(latest(Path(run_dir)))
 
 
 # --------------------------------------------------------------------------------------------------------------- tables
@@ -191,7 +180,7 @@ def _share(worst: dict) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    return command(__doc__, arguments, lambda: tables(compare(read_options(Options, arguments))))
+    return command(__doc__, Options, arguments, lambda options: tables(compare(options)))
 
 
 if __name__ == "__main__":

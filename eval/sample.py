@@ -2,16 +2,7 @@
 
     python -m eval.sample out/RUN "prompt" n=3 tokens=200 temperature=0.8 top_k=200 seed=1
 
-    n             continuations of the same prompt, drawn together; the first is printed as it grows, the others below it
-    tokens        new tokens at most; a continuation ends earlier with its document or with the model's context
-    temperature   0 takes the likeliest token each time, 1 samples from the model's own distribution
-    top_k         sample from the k likeliest tokens only; none = from all
-    seed          of the sampling
-    device        auto (a GPU where there is one), cpu, cuda
-    dtype         bfloat16 (as trained) or float32
-    fp8           off, or any fp8.recipe of training (tensorwise, rowwise, ..): the Linears it converts multiply in FP8,
-                  whatever trained the run
-
+A continuation ends earlier with its document or with the model's context; of several the first is printed as it grows.
 Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
 """
 
@@ -19,7 +10,7 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
@@ -29,9 +20,8 @@ import torch
 from model import GPT, KVCache
 from runtime import fp8
 from runtime.checkpoint import DamagedError, latest, load_model
-from runtime.cli import UserError, help_page, read_options, run_command
+from runtime.cli import UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
-from runtime.machine import memory_error
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 
 Recipe = get_type_hints(FP8Config)["recipe"]    # the annotation: "off" and every recipe's name
@@ -40,16 +30,16 @@ REPLACEMENT = "\ufffd"      # what an incomplete UTF-8 sequence decodes to
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str
+    run: str                        # folder of a run
     prompt: str = ""
-    n: int = 1
-    tokens: int = 200
-    temperature: float = 0.8
-    top_k: int | None = 200
-    seed: int = 1337
-    device: str = "auto"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    fp8: Recipe = "off"
+    n: int = 1                      # continuations of the same prompt, drawn together
+    tokens: int = 200               # new tokens at most
+    temperature: float = 0.8        # 0 takes the likeliest token each time, 1 samples from the model's own distribution
+    top_k: int | None = 200         # sample from the k likeliest tokens only; none = from all
+    seed: int = 1337                # of the sampling
+    device: str = "auto"            # auto (a GPU where there is one), cpu, cuda
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained, or float32
+    fp8: Recipe = "off"             # the Linears that this recipe converts multiply in FP8, whatever trained the run
 
     POSITIONAL: ClassVar = ("run", "prompt")
 
@@ -280,31 +270,8 @@ def sample(options: Options, out: TextIO) -> None:
               file=sys.stderr)
 
 
-def command(doc: str, arguments: list[str], work: Callable[[], str | None], is_shown: bool = True) -> int:
-    """Print what work() returns; the exit code: 0, or 2 for the user's mistake and 1 for the machine's, with a sentence on
-    stderr. Every command of this folder ends so. is_shown: whether this process speaks, one of several."""
-    if {"-h", "--help"} & set(arguments) or not arguments:
-        print(help_page(doc))
-        return 0 if arguments else 2
-    try:
-        said, code = work(), 0
-    except UserError as error:
-        said, code = str(error), 2
-    except (OSError, MemoryError, RuntimeError) as error:
-        if memory_error(error):         # told in as many ways as there are allocators
-            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch=, "
-                          f"dtype=bfloat16 or a device with more"), 1
-        elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
-            said, code = f"{type(error).__name__}: {error}", 1
-        else:
-            raise
-    if said is not None and is_shown:
-        print(said, file=sys.stderr if code else sys.stdout)
-    return code
-
-
 def main(arguments: list[str]) -> int:
-    return command(__doc__, arguments, lambda: sample(read_options(Options, arguments), sys.stdout))
+    return command(__doc__, Options, arguments, lambda options: sample(options, sys.stdout))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python -m eval.table out/* [out=DIR]            or python -m eval.harness --table out/*
 
-Paths are runs, or folders of runs. Writes DIR/table.md, scores.png and scores.svg (DIR is out/table) and prints the table:
-per task each model's score with one standard error, an FP8 run below its BF16 partner with their difference over the same
-documents, chance, and the share of the most frequent answer where every question has the same answers (letters, yes and
-no). Public models stand in it where the same command has scored them (hf:NAME); published numbers follow apart. A score is
-compared with another only where both answered the same documents: a column is a task, a metric, a hash of the documents, the
-number of examples in the prompt, the task's version and the limit, if any. Scores of a step before the end have their own row.
+Writes DIR/table.md, scores.png and scores.svg and prints the table: per task each model's score with one standard error, an
+FP8 run below its BF16 partner with their difference over the same documents, chance, and the share of the most frequent
+answer where every question has the same answers (letters, yes and no). Public models stand in it where the same command has
+scored them (hf:NAME); published numbers follow apart. A score is compared with another only where both answered the same
+documents: a column is a task, a metric, a hash of the documents, the number of examples in the prompt, the task's version and
+the limit, if any. Scores of a step before the end have their own row.
 """
 
 import gzip
@@ -20,19 +20,17 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eval.sample import command
+from eval.harness import RATIOS, influence, spread
 from eval.tasks import DEMO, FULL
-from runtime.cli import UserError, grid, read_options, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.rows import write_atomically
 from scaling.figures import RC, render, settle, sheet
 from scaling.pairs import human
 
-RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
 ORDER = (*DEMO, *FULL)          # of the columns; other tasks follow by name
 BEYOND = 1e6                    # scores of models that exploded have no place on an axis
@@ -41,8 +39,8 @@ BEYOND = 1e6                    # scores of models that exploded have no place o
 @dataclass(frozen=True, kw_only=True)
 class Options:
     paths: tuple[str, ...]      # runs, or folders of runs
-    table: bool = True
-    out: str = "out/table"
+    table: bool = True          # as eval.harness is told to write it
+    out: str = "out/table"      # folder that gets the files
 
     POSITIONAL: ClassVar = ("paths",)
 
@@ -201,27 +199,11 @@ def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, 
     parts = []
     for score in (mine, base):
         samples = read_samples(column, score)
-        value, influence = _influence(column.metric, [s.get(column.metric) for s in samples])
+        value, influences = influence(column.metric, [s.get(column.metric) for s in samples])
         if value is None or not math.isclose(value, score.value, rel_tol=1e-5, abs_tol=1e-9):
             return mine.value - base.value, None
-        parts.append(influence)
-    n = len(parts[0])
-    return mine.value - base.value, float(np.sqrt(n / (n - 1) * np.sum((parts[0] - parts[1]) ** 2)))
-
-
-def _influence(metric: str, values: list) -> tuple[float | None, np.ndarray]:
-    """A metric over documents, and how much each of them moves it, to first order: what the delta method needs.
-
-    A mean of x, or a function of the ratio sum(nats) / sum(size): exp() of it, or it in bits."""
-    table = np.array(values, dtype=float) if None not in values else np.empty(0)    # (n,) or (n, 2): nats' minus, size
-    if len(table) < 2 or not np.isfinite(table).all():
-        return None, np.empty(0)
-    if metric not in RATIOS:
-        return float(table.mean()), (table - table.mean()) / len(table)
-    nats, size = (-table, np.ones(len(table))) if table.ndim == 1 else (-table[:, 0], table[:, 1])
-    ratio = nats.sum() / size.sum()
-    value, slope = (np.exp(ratio),) * 2 if RATIOS[metric] == "exp" else (ratio / math.log(2), 1 / math.log(2))
-    return float(value), slope * (nats - ratio * size) / size.sum()
+        parts.append(influences)
+    return mine.value - base.value, spread(parts[0] - parts[1])
 
 
 def levels(rows: list[Row], column: Column) -> tuple[float | None, float | None]:
@@ -485,7 +467,7 @@ def write(options: Options) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    return command(__doc__, arguments, lambda: write(read_options(Options, arguments)))
+    return command(__doc__, Options, arguments, write)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,33 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     return cls(**given)
 
 
+def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) -> int:
+    """A command's exit code: its help, or work(options), which returns what to print or an exit code; 2 with a sentence for the
+    user's mistake, 1 for the machine's. cls: its options, a dataclass. is_shown: whether this process speaks, one of several."""
+    is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
+    if is_help or (needed and not arguments):
+        print(help_page(doc, cls))
+        return 0 if is_help else 2
+    from runtime.machine import memory_error
+    try:
+        said, code = work(read_options(cls, arguments)), 0
+    except UserError as error:
+        said, code = str(error), 2
+    except (OSError, MemoryError, RuntimeError) as error:
+        if memory_error(error):         # told in as many ways as there are allocators
+            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch= "
+                          f"or tokens=, dtype=bfloat16 (where it has them) or a device with more"), 1
+        elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
+            said, code = f"{type(error).__name__}: {error}", 1
+        else:
+            raise
+    if isinstance(said, int):
+        return said
+    if said is not None and is_shown:
+        print(said, file=sys.stderr if code else sys.stdout)
+    return code
+
+
 def run_command(main, *arguments) -> int:
     """main's exit code; 1 without a traceback where the output is closed early, as by `| head`; 130 where interrupted."""
     try:

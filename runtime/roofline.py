@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple
 
 from model import GPTConfig
-from runtime.cli import UserError, help_page, read_options, run_command
+from runtime.cli import command, run_command
 from runtime.config import Config, load_config
 from runtime.log import PEAK_FLOPS, peak_flops
 
@@ -310,14 +310,10 @@ class Options:
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 printed, 2 the user's mistake."""
-    if {"-h", "--help"} & set(arguments):
-        print(help_page(__doc__, Options))
-        return 0
-    try:
-        options = read_options(Options, arguments)
-    except UserError as error:
-        print(f"runtime.roofline: {error}", file=sys.stderr)
-        return 2
+    return command(__doc__, Options, arguments, show)
+
+
+def show(options: Options) -> None:
     c = GPUS[options.gpu]
     print(f"MODELLED step times on {c.name} from published ceilings; nothing here is measured")
     for size in options.sizes:
@@ -326,7 +322,6 @@ def main(arguments: list[str]) -> int:
     for name, label, published, modelled in anchors(GPUS["h100"]):
         form = ",.0f" if modelled > 1000 else ".3f"
         print(f"  {name:38}{label:16} {' to '.join(f'{value:{form}}' for value in published):>17} {modelled:9{form}}")
-    return 0
 
 
 def case(size: str, context: int) -> tuple[Shape, int]:

@@ -6,8 +6,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-MARK = "MARK"
-
 @dataclass
 class GPTConfig:
     block_size: int = 1024
@@ -26,13 +24,11 @@ class GPT(nn.Module):
         self.h = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.wte.weight = self.head.weight
-        self.seen = []
 
     def forward(self, x, targets=None):
         h = self.wte(x)
         for linear in self.h:
             h = h + linear(h)
-        self.seen.append(h.dtype)
         logits = self.head(h)
         return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
@@ -48,9 +44,7 @@ COMPUTE_DTYPE, REASON = {"bfloat16": torch.bfloat16}[os.environ["NANOCHAT_DTYPE"
 OPTIM = '''
 import torch
 class MuonAdamW(torch.optim.SGD):
-    def step(self):
-        self.stepped = True
-        super().step()
+    pass
 '''
 FP8 = '''
 import torch.nn as nn
@@ -124,15 +118,15 @@ class GPT(nn.Module):
 NANOCHAT = {"__init__": "", "common": COMMON, "optim": OPTIM, "flash_attention": "USE_FA3 = False", "fp8": FP8, "gpt": GPT_ROOM}
 
 
-def nanogpt(folder, text=NANOGPT):
+def nanogpt(folder):
     folder.mkdir(parents=True)
-    (folder / "model.py").write_text(text)
+    (folder / "model.py").write_text(NANOGPT)
     return str(folder)
 
 
-def nanochat(folder, **rooms):
+def nanochat(folder):
     (folder / "nanochat").mkdir(parents=True)
-    for room, text in (NANOCHAT | rooms).items():
+    for room, text in NANOCHAT.items():
         (folder / "nanochat" / f"{room}.py").write_text(text)
     return str(folder)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import call_train
+from conftest import call_train, tiny_config
 from eval_runs import generate, protect_environment
 
 from eval import harness, precision, sample
-from model import GPTConfig, KVCache, Linear
+from model import KVCache, Linear
 from runtime.checkpoint import load_model
 from runtime.cli import UserError
-from runtime.config import Config, DataConfig, EvalConfig, FP8Config, LogConfig, OptimConfig, ParallelConfig, read_config
+from runtime.config import FP8Config, LogConfig, OptimConfig, read_config
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 
@@ -26,13 +26,8 @@ RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "a
 def trained(data_dir, tmp_path_factory):
     """A BF16 run and an FP8 run with a choice of Linears of its own, as train.py leaves them."""
     folder = tmp_path_factory.mktemp("inference")
-    config = Config(
-        run="bf16", steps=8, out=str(folder / "out"),
-        model=GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257),
-        data=DataConfig(dir=str(data_dir), mixture={"web": 0.75, "code": 0.25}, tokenizer="byte", tokens_per_step=512,
-                        micro_batch=4),
-        optim=OptimConfig(lr=3e-2), parallel=ParallelConfig(compile=False), eval=EvalConfig(every=None, tokens=320),
-        log=LogConfig(every=100))
+    config = replace(tiny_config(data_dir, folder / "out"), run="bf16", steps=8, optim=OptimConfig(lr=3e-2),
+                     log=LogConfig(every=100))
     own = FP8Config(recipe="tensorwise", skip=("attn.out",), head=True)
     for each in (config, replace(config, run="fp8", fp8=own)):
         assert call_train(types.SimpleNamespace(readouterr=lambda: ("", "")), each, folder).returncode == 0
@@ -101,14 +96,9 @@ def test_logits_are_those_of_explicit_quantisation_with_and_without_cache(runs, 
         wrong, effect = (got - want).norm() / want.norm(), (unquantised - want).norm() / want.norm()
         assert wrong < 0.25 * effect, f"{wrong:.1e} from explicit quantisation, whose whole effect is {effect:.1e}"
 
-
-@pytest.mark.parametrize("recipe", RECIPES)
-@torch.no_grad()
-def test_one_linear_is_explicit_quantisation_of_the_fp32_weight(runs, recipe):
-    inference = sample.load_for_inference(runs / "bf16", "cpu", "bfloat16", recipe)
-    weight = load_model(runs / "bf16")[0].layers[1].mlp.down.weight
-    module = inference.model.layers[1].mlp.down
-    assert torch.equal(module.weight, weight) and weight.dtype == torch.float32     # not the BF16 copy: as in training
+    # One Linear, its input given: of the fp32 weight, not of its BF16 copy, as in training.
+    weight, module = load_model(runs / "bf16")[0].layers[1].mlp.down.weight, inference.model.layers[1].mlp.down
+    assert torch.equal(module.weight, weight) and weight.dtype == torch.float32
     for rows in (1, 7, 32):     # a cached token, no multiple of 16, a full batch
         x = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) * 4).bfloat16()
         want = rounded(x, recipe, 0) @ rounded(weight, recipe, 6).T
@@ -237,17 +227,6 @@ def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, mon
     assert precision.main([str(runs / "bf16"), "recipes=rowwise"]) == 0
     arm = read_json(runs / "bf16" / "eval" / "precision.json")["fp8"]["rowwise"]
     assert arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("entry, arguments, sentence", [
-    (harness, ["tasks=demo", "fp8=tensorwize"], "did you mean 'tensorwise'?"), (sample, ["hi", "fp8=rowise"], "mean 'rowwise'?"),
-    (harness, ["tasks=demo", "fp8=rowwise", "dtype=float32"], "fp8=rowwise multiplies FP8 into BF16, so dtype=float32"),
-    (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"), (precision, ["recipes=off"], "must name FP8 recipes"),
-    (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1"), (precision, ["limit=3"], "tasks= names none")])
-def test_mistakes_get_a_sentence(runs, capsys, entry, arguments, sentence):
-    assert entry.main([str(runs / "bf16"), *arguments]) == 2
-    captured = capsys.readouterr()
-    assert sentence in captured.err and captured.out == "" and not (runs / "bf16" / "eval").exists()
 
 
 def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, monkeypatch):

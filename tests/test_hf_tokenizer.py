@@ -1,18 +1,18 @@
 """Tokenizers that are folders: ids against rules of our own, roles, damage; shards of 32 bits from the command to the batch."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import prepare_data
-from model import GPTConfig
 from runtime.cli import UserError
-from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
+from runtime.config import EvalConfig
 from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
-from tests.conftest import encode_document
+from tests.conftest import encode_document, tiny_config
 from tests.text_files import DOCUMENTS, jsonl, write_tokenizer
 
 HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
@@ -121,10 +121,10 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence)
 # ------------------------------------------------------------------------------------------------------------ the shards
 
 def config(out, tokenizer, vocab_size):
-    return Config(run="t", steps=4, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=64),
-                  model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=16, vocab_size=vocab_size),
-                  data=DataConfig(dir=str(out), mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=64, micro_batch=2,
-                                  max_epochs=9))
+    tiny = tiny_config(out, out)
+    return replace(tiny, steps=4, eval=EvalConfig(tokens=64), model=replace(tiny.model, n_ctx=16, vocab_size=vocab_size),
+                   data=replace(tiny.data, mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=64, micro_batch=2,
+                                max_epochs=9))
 
 
 @pytest.fixture(scope="module")

@@ -259,16 +259,11 @@ def test_folders_of_runs_public_models_and_what_is_not_scored(tmp_path, pair):
     assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs
 
 
-def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
-    for study in ("a", "b"):
-        write(tmp_path / study / "run", {"piqa": mean_row(answers("piqa", study))})
+def test_runs_of_one_name_are_told_apart_and_no_name_breaks_out_of_its_cell(tmp_path):
+    for name, task in (("a/run", "piqa"), ("b/run", "piqa"), ("b/a|b\n<i>c", "pi|qa\n")):
+        write(tmp_path / name, {task: mean_row(answers("piqa", 1))})
     text = page(tmp_path, tmp_path / "a", tmp_path / "b")
     assert f"| {tmp_path / 'a' / 'run'} " in text and f"| {tmp_path / 'b' / 'run'} " in text
-
-
-def test_names_cannot_break_out_of_their_cells(tmp_path):
-    write(tmp_path / "out" / "a|b\n<i>c", {"pi|qa\n": mean_row(answers("piqa", 1))})
-    text = page(tmp_path)
     assert "a\\|b &lt;i>c" in text and "pi\\|qa " in text and "\n<i>" not in text
 
 
@@ -308,21 +303,18 @@ def test_a_model_that_exploded_is_in_the_table_and_not_on_the_axis(tmp_path):
     assert len(panel.containers) == 1
 
 
-@pytest.mark.parametrize("content, said", [("{", "is damaged"), ("[1]", "is damaged"), ("{}", "is not what eval.harness writes"),
-                                           ('{"tasks": {"piqa": 1}}', "is not what eval.harness writes")])
-def test_damaged_records_get_a_sentence(tmp_path, capsys, content, said):
-    (folder := tmp_path / "out" / "run" / "eval").mkdir(parents=True)
-    (folder / "core.json").write_text(content)
-    assert table.main([str(tmp_path / "out"), f"out={tmp_path / 'table'}"]) == 2
-    err = capsys.readouterr().err
-    assert said in err and "core.json" in err and err.count("\n") == 1 and not (tmp_path / "table").exists()
-
-
-@pytest.mark.parametrize("path, said", [("nowhere", "nowhere does not exist"), (".", "no scores in .")])
-def test_paths_without_scores_get_a_sentence(tmp_path, monkeypatch, capsys, path, said):
+@pytest.mark.parametrize("content, said", [
+    ("{", "core.json is damaged"), ("[1]", "core.json is damaged"), ("{}", "core.json is not what eval.harness writes"),
+    ('{"tasks": {"piqa": 1}}', "core.json is not what eval.harness writes"), (None, "no scores in out")])
+def test_damaged_records_and_paths_without_scores_get_a_sentence(tmp_path, monkeypatch, capsys, content, said):
     monkeypatch.chdir(tmp_path)
-    assert table.main([path]) == 2
-    assert said in capsys.readouterr().err
+    (folder := tmp_path / "out" / "run" / "eval").mkdir(parents=True)
+    if content:
+        (folder / "core.json").write_text(content)
+    for paths, words in ((["out"], said), (["nowhere"], "nowhere does not exist")):
+        assert table.main([*paths, "out=table"]) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1 and not (tmp_path / "table").exists()
 
 
 def test_published_numbers_name_source_harness_and_shots():

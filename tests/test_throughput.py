@@ -14,21 +14,7 @@ import pytest
 import torch
 
 from bench import throughput
-from bench.throughput import (
-    Cell,
-    Timer,
-    build_ours,
-    cell_row,
-    check,
-    chosen,
-    compared,
-    config_of,
-    draw,
-    groups_of,
-    measure,
-    run_cell,
-    table,
-)
+from bench.throughput import Cell, Timer, build_ours, cell_row, chosen, compared, config_of, groups_of, measure, run_cell, table
 from model import GPT
 from runtime import parallel
 from runtime.cli import UserError
@@ -347,12 +333,12 @@ def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
         [size, label] for size in ("125m", "1p5b") for label in ("bf16", "tensorwise", "rowwise")]
     assert "600,000" in first and " 1.200 " in first and "1.100" not in first, "the newest"
     assert "commit 0123456789 with changes" in first and "- not counted: 1p5b rowwise: too hot" in second
-    assert draw(rows, tmp_path / "x.png") and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
-    assert not draw([rows[-1]], tmp_path / "y.png") and table([]) == "Nothing has been measured."
+    assert throughput.draw(rows, tmp_path / "x.png") and (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+    assert not throughput.draw([rows[-1]], tmp_path / "y.png") and table([]) == "Nothing has been measured."
 
 
 def test_a_check_fails_on_a_loss_alone():
-    old = board()
+    old, check = board(), throughput.check
     assert check(old, old) == [] and check(old, board(speeds=(("tensorwise", 1.17), ("rowwise", 1.2), ("amax", 0.1)))) == []
     (loss,) = check(old, [row for row in board(speeds=(("tensorwise", 1.15), ("rowwise", 0.9))) if row["size"] == "125m"])
     assert "1.200 before, 1.150 now (-4.2%)" in loss
