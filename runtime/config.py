@@ -31,6 +31,7 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
+DELAYED = "+delayed"         # behind that: fp8.scaling=delayed
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
                      "blockwise", "blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard"]
 
@@ -78,11 +79,17 @@ class FP8Config:
     last_bf16: int = 0                      # blocks at the output that stay in BF16
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
+    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
 
     @property
     def label(self) -> str:
-        """Name in records: "bf16", a recipe, or a recipe with WITH_KERNELS (its weight gradients are rounded otherwise)."""
-        return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels
+        """Name in records: "bf16", a recipe, or a recipe with WITH_KERNELS (its weight gradients are rounded otherwise) and,
+        behind it, DELAYED."""
+        return "bf16" if self.recipe == "off" else self.recipe + WITH_KERNELS * self.kernels + DELAYED * self.is_delayed
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.scaling == "delayed"
 
     def problems(self):
         if self.recipe == "off" and self != FP8Config():
@@ -94,6 +101,9 @@ class FP8Config:
             yield f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use {', '.join(FP8_KERNELS)}, auto, or false"
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
+        if self.is_delayed and not (self.kernels and self.recipe in FP8_KERNELS):
+            yield (f"fp8.scaling=delayed needs fp8.kernels=true and one of fp8.recipe={', '.join(FP8_KERNELS)}, not "
+                   f"fp8.recipe={self.recipe} with fp8.kernels={str(self.kernels).lower()}: set these, or fp8.scaling=current")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,6 +303,8 @@ class Config:
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
         if self.optim.kind == "adamw":      # older runs have no key for it
             free |= {"optim.kind", "optim.momentum"}
+        if not self.fp8.is_delayed:         # nor for it
+            free.add("fp8.scaling")
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
