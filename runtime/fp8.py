@@ -934,13 +934,13 @@ def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.T
 
 # --------------------------------------------------------------------------------------- scales known before the pass
 #
-# fp8.scaling=delayed: the scale of an input or output gradient covers MARGIN times its largest magnitude of the last HISTORY
+# fp8.scaling=delayed: the scale of an input or output gradient covers a margin times its largest magnitude of the last HISTORY
 # steps, so no pass over a tensor has to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The
 # cast finds the step's own amax on the way; from it alone follow the next scales and whether values were saturated.
 
 HISTORY = 4         # steps
-MARGIN = 2.0        # costs one of E4M3's 18 powers of two, no precision
-WIDE = 16.0         # the margin of a tensor that has saturated, for CALM steps from then on. Not its current amax: that would
+MARGIN = {E4M3: 2.0, E5M2: 16.0}    # costs no precision, but 1 of 18 and 4 of 32 powers of two: gradients jump, and have room
+WIDE = 8.0          # times that for a tensor that has saturated, for CALM steps from then on. Not its current amax: that would
 CALM = 16           # need the pass over every tensor that delayed scaling is there to spare
 
 
@@ -974,11 +974,13 @@ class DelayedScales:
         """Set the scales of a step, or of an evaluation; `loss_scale` is what the step multiplies its summed loss by."""
         if not self._names:
             return
-        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, MARGIN)
+        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0)
         first = for_loss_scale(RECIPES["cscale"], loss_scale)
         inputs, grads = reach.split(self._sizes)
-        scales = torch.cat((torch.where(inputs > 0, _scale(inputs, self._recipe.input), 2.0**first.input.exponent),
-                            torch.where(grads > 0, _scale(grads * loss_scale, self._recipe.grad), 2.0**first.grad.exponent)))
+        scales = torch.cat([
+            torch.where(r > 0, _scale(r * MARGIN[operand.format], operand), 2.0**constant.exponent)
+            for r, operand, constant in ((inputs, self._recipe.input, first.input),
+                                         (grads * loss_scale, self._recipe.grad, first.grad))])
         torch._foreach_copy_(self._scales, scales.unbind())
         torch._foreach_zero_(self._amaxes)
 
