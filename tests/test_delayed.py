@@ -92,11 +92,12 @@ def test_a_tensor_without_finite_values_leaves_no_trace_and_evaluation_changes_n
         step(model, scales, 1 / 128, tokens(n))
     before, weight = scales.state(), model.layers[0].norm1.weight
     calm = weight.detach().clone()
-    for bad in (float("nan"), 0.0):
-        weight.data.fill_(bad)
+    for bad in (float("nan"), 0.0, float("inf")):
+        weight.data[:1 if bad == float("inf") else None] = bad
         scales.begin(1 / 128)
         model(*tokens(3)).sum().backward()
         scales.end(1 / 128)
+        assert ("layers.0.attn.qkv.x" in scales.saturated()) == (bad == float("inf"))
         assert scales.state()["layers.0.attn.qkv.x"][0] == max(before["layers.0.attn.qkv.x"][:4])
         assert all(torch.tensor(row).isfinite().all() for row in scales.state().values())
     weight.data.copy_(calm)
