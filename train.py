@@ -39,6 +39,7 @@ def train(config: Config, world: World) -> None:
             lr = optim.set_learning_rate(optimizer, step, config.total_steps, config.optim)
             targets = run.count_targets()                   # fewer than tokens_per_step where prompts are masked
             step_scale = run.loss_scale * (config.data.tokens_per_step / targets)
+            run.scales.begin(step_scale)                    # of fp8.scaling=delayed: from the steps before
             loss_sum = torch.zeros((), device=world.device)
             for micro in range(accumulation):
                 x, y = run.next_batch()                     # (B, T) each
@@ -51,7 +52,8 @@ def train(config: Config, world: World) -> None:
             run.at("summing loss and gradient norm over the ranks")
             grad_norm = parallel.clip_gradients(model, config.optim.clip)
             sums = parallel.all_sum(torch.stack((loss_sum, torch.full_like(loss_sum, run.stop.requested))), world)
-            loss, stops, grad_norm = torch.cat((sums, grad_norm[None])).tolist()
+            n_saturated = run.scales.end(step_scale)        # tensors beyond their delayed scale
+            loss, stops, grad_norm, n_saturated = torch.cat((sums, torch.stack((grad_norm, n_saturated)))).tolist()
             loss /= targets
 
             # ---- judge, update ---------------------------------------------------------------------------------------
@@ -64,7 +66,8 @@ def train(config: Config, world: World) -> None:
             if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
                 optimizer.zero_grad()
 
-            run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0)    # log, probe, save, roll back
+            run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0,    # log, probe, save, roll back
+                         n_saturated=int(n_saturated))
 
 
 # ------------------------------------------------------------------------------------------------------ the command

@@ -108,6 +108,7 @@ def _model(config, n_layer: int) -> GPT:
     with torch.device("meta"):
         model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
+    fp8.DelayedScales(model)
     fp8.keep_bf16_copies(model)
     fp8.refresh_weight_copies(model)              # copies of weights that last are made between the steps, not in them
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens

@@ -32,7 +32,8 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
 WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
-WITH_FAST_BACKWARD = "+fast_backward"
+DELAYED = "+delayed"         # behind that: fp8.scaling=delayed
+WITH_FAST_BACKWARD = "+fast_backward"     # and fp8.fast_backward=true
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
@@ -83,12 +84,18 @@ class FP8Config:
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
     fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
+    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
 
     @property
     def label(self) -> str:
-        """Name in records: "bf16", or a recipe, with WITH_KERNELS and WITH_FAST_BACKWARD (whose gradients are others)."""
-        return "bf16" if self.recipe == "off" else (
-            self.recipe + WITH_KERNELS * self.kernels + WITH_FAST_BACKWARD * self.fast_backward)
+        """Name in records: "bf16", or a recipe, behind it WITH_KERNELS, DELAYED, WITH_FAST_BACKWARD (whose gradients differ)."""
+        if self.recipe == "off":
+            return "bf16"
+        return (self.recipe + WITH_KERNELS * self.kernels + DELAYED * self.is_delayed + WITH_FAST_BACKWARD * self.fast_backward)
+
+    @property
+    def is_delayed(self) -> bool:
+        return self.scaling == "delayed"
 
     def problems(self):
         if self.recipe == "off" and self != FP8Config():
@@ -103,6 +110,9 @@ class FP8Config:
                    f"set it to false, or take one of {', '.join(FP8_SCALED_MM)}, auto")
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
+        if self.is_delayed and not (self.kernels and self.recipe in FP8_KERNELS):
+            yield (f"fp8.scaling=delayed needs fp8.kernels=true and one of fp8.recipe={', '.join(FP8_KERNELS)}, not "
+                   f"fp8.recipe={self.recipe} with fp8.kernels={str(self.kernels).lower()}: set these, or fp8.scaling=current")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +318,9 @@ class Config:
         if self.optim.kind == "adamw":      # older runs have no key for it, nor for the next
             free |= {"optim.kind", "optim.momentum"}
         if not self.fp8.fast_backward:
-            free |= {"fp8.fast_backward"}
+            free.add("fp8.fast_backward")
+        if not self.fp8.is_delayed:
+            free.add("fp8.scaling")
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies

@@ -20,7 +20,8 @@ and hence every checkpoint stay the same.
 
 E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
 saturating; the matmul's result is divided by the scales. All but cscale scale by the operand's current largest magnitude
-(dynamic scaling). amax and cscale: Training and inference of large language models using 8-bit floating point (2309.17224).
+(dynamic scaling); with fp8.scaling=delayed by those of past steps, see DelayedScales. amax and cscale: Training and inference
+of large language models using 8-bit floating point (2309.17224).
 
 On a GPU torchao computes the first five, or with fp8.kernels=true the Linears on our own kernels below compute tensorwise,
 tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 runs on Blackwell through torchao; other GPUs
@@ -240,9 +241,11 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Ten
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
-def to_float8(x: torch.Tensor, operand: Operand) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) in the operand's format, and the inverse () of its scale."""
-    scale = scale_of(x, operand)
+def to_float8(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None,
+              amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) in the operand's format, and the inverse () of its scale; scale (), amax (): as _both()'s."""
+    scale = scale_of(x, operand) if scale is None else scale
+    _note(x, amax)
     return cast(x, scale, operand.format), scale.reciprocal()
 
 
@@ -266,10 +269,11 @@ def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 # ------------------------------------------------------------------------------------------------------------- selection
 
-def by_name(recipe: str) -> FP8Config:
-    """The settings with this label: a recipe's name, followed by +kernels, +fast_backward, both or none."""
-    recipe, *extras = recipe.split("+")
-    return FP8Config(recipe=recipe, **dict.fromkeys(extras, True))
+def by_name(label: str) -> FP8Config:
+    """The settings with this label: a recipe's name, behind it +kernels, +delayed, +fast_backward or none of them."""
+    recipe, *extras = label.split("+")
+    return FP8Config(recipe=recipe, scaling="delayed" if "delayed" in extras else "current",
+                     kernels="kernels" in extras, fast_backward="fast_backward" in extras)
 
 
 @dataclass(frozen=True)
@@ -408,7 +412,8 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
         if layer.kernels:
-            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward))
+            recipe = replace(RECIPES[layer.recipe], fast_backward=config.fast_backward)
+            _use_kernels(model, layer.name, recipe, config.is_delayed)
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
             module = model.get_submodule(layer.name)
@@ -798,10 +803,22 @@ def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.
         qt.copy_(q.t())
 
 
-def _both(x: torch.Tensor, operand: Operand, want_rows: bool = True):
-    """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale."""
-    scale = scale_of(x, operand)
-    return *cast_both(x, scale, operand.format, want_rows), scale.reciprocal()
+def _both(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
+    """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale.
+
+    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x;
+    `amax` () is raised to x's largest magnitude, found on the way."""
+    if scale is None:
+        scale = scale_of(x, operand)
+        return *cast_both(x, scale, operand.format), scale.reciprocal()
+    _note(x, amax)
+    q = cast(x, scale, operand.format)
+    return q, q.t().contiguous(), scale.reciprocal()
+
+
+def _note(x: torch.Tensor, amax: torch.Tensor | None) -> None:
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
 
 
 def _weight_forward(w, q, scale, recipe: Recipe):
@@ -821,38 +838,38 @@ def _weight_backward(w, qt, scale, recipe: Recipe):
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies()."""
+    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies(); the rest: its delayed()."""
 
     @staticmethod
-    def forward(ctx, x, w, q, qt, scale, recipe):
+    def forward(ctx, x, w, q, qt, scale, recipe, x_scale, x_amax, g_scale, g_amax):
         x = x.contiguous()
         if recipe.input_for_weight_grad.format is None:
-            (xq, x_inverse), kept = to_float8(x, recipe.input), x
+            (xq, x_inverse), kept = to_float8(x, recipe.input, x_scale, x_amax), x
         else:
-            xq, kept, x_inverse = _both(x, recipe.input)
-        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale)
+            xq, kept, x_inverse = _both(x, recipe.input, x_scale, x_amax)
+        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale, g_scale, g_amax)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return scaled_mm(xq, x_inverse, *_weight_forward(w, q, scale, recipe), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        kept, x_inverse, w, qt, scale = ctx.saved_tensors
-        recipe, g = ctx.recipe, g.contiguous()
+        kept, x_inverse, w, qt, scale, g_scale, g_amax = ctx.saved_tensors
+        recipe, g, others = ctx.recipe, g.contiguous(), (None,) * 8
         weight, fast = _weight_backward(w, qt, scale, recipe), recipe.fast_backward
         if recipe.grad_for_weight_grad.format is None:
-            grad_x = scaled_mm(*to_float8(g, recipe.grad), *weight, ctx.dtype, fast)
-            return grad_x, mm(g.t(), kept, ctx.w_dtype), None, None, None, None
-        gq, gt, g_inverse = _both(g, recipe.grad)
+            grad_x = scaled_mm(*to_float8(g, recipe.grad, g_scale, g_amax), *weight, ctx.dtype, fast)
+            return grad_x, mm(g.t(), kept, ctx.w_dtype), *others
+        gq, gt, g_inverse = _both(g, recipe.grad, g_scale, g_amax)
         grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, fast)
-        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, fast), None, None, None, None
+        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, fast), *others
 
 
 class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; q, qt, w_scale as KernelMatmul's."""
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
 
     @staticmethod
-    def forward(ctx, h, w, targets, q, qt, w_scale, recipe):
-        hq, ht, h_inverse = _both(h.contiguous(), recipe.input)
+    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale, h_amax):
+        hq, ht, h_inverse = _both(h.contiguous(), recipe.input, h_scale, h_amax)
         logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, w_scale, recipe), h.dtype, fast=True)
         l32 = logits.float()
         largest = l32.amax(-1, keepdim=True)
@@ -871,22 +888,27 @@ class HeadLoss(torch.autograd.Function):
         g_inverse = scale.reciprocal()
         fast = ctx.recipe.fast_backward
         grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, w_scale, ctx.recipe), ctx.dtype, fast)
-        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, fast), None, None, None, None, None
+        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, fast), *(None,) * 7
 
 
 class KernelLinear(nn.Linear):
     """A Linear without bias that multiplies in FP8 by `recipe`; made by convert(). Its weight stays what it was."""
     recipe: Recipe
     version: int | None     # of the weight when its FP8 copies were made
+    is_delayed: bool        # its input and output gradient get the scales of DelayedScales
 
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
         if torch.is_grad_enabled():
-            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe)
+            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, *self.delayed())
         else:                                   # no matmul will need a transpose
             weight = _weight_forward(self.weight, copies[0], copies[2], self.recipe)
-            y = scaled_mm(*to_float8(rows, self.recipe.input), *weight, x.dtype, fast=True)
+            y = scaled_mm(*to_float8(rows, self.recipe.input, self.x_scale), *weight, x.dtype, fast=True)
         return y.view(*x.shape[:-1], -1)
+
+    def delayed(self) -> tuple[torch.Tensor | None, ...]:
+        """Scale () and amax () of the input, then of the output's gradient: of DelayedScales, None where there is none."""
+        return self.x_scale, self.x_amax, self.g_scale, self.g_amax
 
     def copies(self) -> tuple[torch.Tensor | None, ...]:
         """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
@@ -895,12 +917,12 @@ class KernelLinear(nn.Linear):
         return self.q, self.qt, self.scale
 
 
-def _use_kernels(model: nn.Module, name: str, recipe: Recipe) -> None:
+def _use_kernels(model: nn.Module, name: str, recipe: Recipe, is_delayed: bool) -> None:
     """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
     computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
     module = model.get_submodule(name)
-    module.__class__, module.recipe, module.version = KernelLinear, recipe, None
-    for buffer in ("q", "qt", "scale"):
+    module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
+    for buffer in ("q", "qt", "scale", "x_scale", "x_amax", "g_scale", "g_amax"):
         module.register_buffer(buffer, None, persistent=False)
     if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
         model.token_losses = types.MethodType(_token_losses, model)
@@ -913,4 +935,98 @@ def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.T
     is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
     if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
         return GPT.token_losses(model, h, targets)
-    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe)
+    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe, *head.delayed()[:2])
+
+
+# --------------------------------------------------------------------------------------- scales known before the pass
+#
+# fp8.scaling=delayed: the scale of an input or output gradient covers a margin times its largest magnitude of the last HISTORY
+# steps, so no pass over a tensor has to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The
+# cast finds the step's own amax on the way; from it alone follow the next scales and whether values were saturated.
+
+HISTORY = 4         # steps
+MARGIN = {E4M3: 2.0, E5M2: 16.0}    # costs no precision, but 1 of 18 and 4 of 32 powers of two: gradients jump, and have room
+WIDE = 8.0          # times that for a tensor that has saturated, for CALM steps from then on. Not its current amax: that would
+CALM = 16           # need the pass over every tensor that delayed scaling is there to spare
+
+
+class DelayedScales:
+    """The scales of the KernelLinears of `model` that are delayed; of none, where fp8.scaling=current. By all ranks alike.
+
+    The head's gradient has no row where its scale follows from a bound (HeadLoss). Gradients are kept as those of a loss that is
+    not scaled, since its scale depends on the number of ranks and of targets. Without a history (a run's first step) scales are
+    cscale's constants. An amax that is zero or not finite leaves no trace.
+    """
+
+    def __init__(self, model: nn.Module, ranks: int = 1):
+        linears = {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed}
+        by_bound = model.head if "token_losses" in vars(model) else None
+        sides = [(name, m, "x") for name, m in linears.items()]
+        sides += [(name, m, "g") for name, m in linears.items() if m is not by_bound]
+        self._names, self._inputs, self._ranks = [f"{name}.{side}" for name, _, side in sides], len(linears), ranks
+        device = next(model.parameters()).device
+        for _, m, side in sides:
+            for buffer in ("scale", "amax"):        # never moved: compiled code, a CUDA graph may hold their addresses
+                setattr(m, f"{side}_{buffer}", torch.zeros((), device=device))
+        self._scales, self._amaxes = ([getattr(m, f"{side}_{b}") for _, m, side in sides] for b in ("scale", "amax"))
+        self._history = torch.zeros(len(sides), HISTORY, device=device)
+        self._wide_for = torch.zeros(len(sides), device=device)     # steps
+        self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
+        self._recipe = next((m.recipe for m in linears.values()), None)
+        if sides:
+            self.begin(1.0)
+
+    def begin(self, loss_scale: float) -> None:
+        """Set the scales of a step, or of an evaluation; `loss_scale` is what the step multiplies its summed loss by."""
+        if not self._names:
+            return
+        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0)
+        first = for_loss_scale(RECIPES["cscale"], loss_scale)
+        inputs, grads = reach.split(self._sizes)
+        scales = torch.cat([
+            torch.where(r > 0, _scale(r * MARGIN[operand.format], operand), 2.0**constant.exponent)
+            for r, operand, constant in ((inputs, self._recipe.input, first.input),
+                                         (grads * loss_scale, self._recipe.grad, first.grad))])
+        torch._foreach_copy_(self._scales, scales.unbind())
+        torch._foreach_zero_(self._amaxes)
+
+    @torch.no_grad()
+    def end(self, loss_scale: float) -> torch.Tensor:
+        """Enter the step's amaxes into the history; how many tensors were saturated in it on any rank, (), on the device."""
+        if not self._names:
+            return self._saturated.sum()
+        seen = torch.stack(self._amaxes).nan_to_num(nan=0.0, posinf=math.inf)
+        if self._ranks > 1:
+            dist.all_reduce(seen, dist.ReduceOp.MAX)
+        inputs, grads = (seen * torch.stack(self._scales)).split(self._sizes)
+        self._saturated.copy_(torch.cat((_is_beyond(inputs, self._recipe.input), _is_beyond(grads, self._recipe.grad))))
+        inputs, grads = seen.split(self._sizes)
+        seen = torch.cat((inputs, grads / loss_scale))
+        known = torch.where((seen > 0) & seen.isfinite(), seen, self._history.amax(1))
+        self._history.copy_(torch.cat((known[:, None], self._history[:, :-1]), 1))
+        self._wide_for.copy_(torch.where(self._saturated, CALM, (self._wide_for - 1).clamp(min=0)))
+        return self._saturated.sum()
+
+    def saturated(self) -> list[str]:
+        """The tensors that were saturated in the step that end() has ended, as LINEAR.x and LINEAR.g; waits for the device."""
+        return [name for name, is_so in zip(self._names, self._saturated.tolist(), strict=True) if is_so]
+
+    def state(self) -> dict[str, list[float]]:
+        """What a checkpoint stores, as JSON can hold it: a tensor's amaxes, newest first, and its steps with a wide margin."""
+        rows = torch.cat((self._history, self._wide_for[:, None]), 1).tolist()
+        return dict(zip(self._names, rows, strict=True))
+
+    def load(self, state: dict[str, list[float]] | None) -> None:
+        """Go on from a state(); of None, or of a tensor that it lacks, without a history. The run had another recipe there."""
+        none = [0.0] * (HISTORY + 1)
+        rows = torch.tensor([(state or {}).get(name, none) for name in self._names]).view(-1, HISTORY + 1)
+        self._history.copy_(rows[:, :-1])
+        self._wide_for.copy_(rows[:, -1])
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        return self._inputs, len(self._names) - self._inputs
+
+
+def _is_beyond(x: torch.Tensor, operand: Operand) -> torch.Tensor:
+    return x > FORMATS[operand.format][0] * (1 + 2**-20)       # a rounded scale may lift the amax slightly beyond it

@@ -159,6 +159,7 @@ class Built:
     counts: dict[str, int]          # GPT.counts()
     loss_scale: float               # what a micro-batch's summed loss is multiplied by before its backward pass
     flags: list[str]                # lines for people: torch's global switches that were set
+    scales: fp8.DelayedScales       # of fp8.scaling=delayed
 
 
 def build(config: Config, world: World) -> Built:
@@ -188,7 +189,7 @@ def build(config: Config, world: World) -> Built:
 
     optimizer = optim.build_optimizer(model, config.optim)
     optim.fill_state(optimizer)
-    return Built(model, optimizer, assign, layers, counts, loss_scale, flags)
+    return Built(model, optimizer, assign, layers, counts, loss_scale, flags, fp8.DelayedScales(model, world.size))
 
 
 def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> list[str]:

@@ -55,8 +55,8 @@ class Progress:
 class Run:
     """One run of `config` on the ranks of `world`, from open() to the end of its `with` block.
 
-    For the training step: model, optimizer, guard, saver, stop, progress, loss_scale; next_step, next_batch, count_targets, at,
-    can_roll_back, end_step.
+    For the training step: model, optimizer, guard, saver, stop, progress, loss_scale, scales; next_step, next_batch,
+    count_targets, at, can_roll_back, end_step.
     """
 
     @classmethod
@@ -97,6 +97,7 @@ class Run:
         self._val_sets = {source: self.data.val(source) for source in self.data.sources}
         self._built = build(config, world)
         self.model, self.optimizer, self.loss_scale = self._built.model, self._built.optimizer, self._built.loss_scale
+        self.scales = self._built.scales
         self._identity = {"train": self.data.train_sha256, "val": self.data.val_sha256,
                           "fp8": digest(fp8.by_layer(self._built.layers))}
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
@@ -172,6 +173,7 @@ class Run:
             self._began -= self.progress.seconds
             optim.set_updates(self.optimizer, self.progress.updates)
             self.guard = Guard(config.guard, state["guard"])
+            self.scales.load(state.get("fp8_scales"))       # a trunk of another precision has none
         return restored, own is None
 
     def _check_data(self, checkpoint: Path, manifest: dict, is_switch: bool = False) -> None:
@@ -264,7 +266,8 @@ class Run:
         self.saver.wait()
         return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir)))
 
-    def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool) -> None:
+    def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
+                 n_saturated: int = 0) -> None:
         """Log the step, then what is due after it: probe, save; a rollback or the end of the run where the guard says so."""
         config, progress = self.config, self.progress
         progress.step += 1
@@ -277,6 +280,8 @@ class Run:
                            "grad_norm": grad_norm, "tok_per_s": config.data.tokens_per_step / step_s, "step_s": step_s,
                            "verdict": verdict.value, **({} if verdict is Verdict.OK else {"reason": self.guard.reason}),
                            **self._meter.read()})
+            if n_saturated:
+                self.log.event({"event": "fp8_saturated", "step": step, "tensors": self.scales.saturated()})
         self.watchdog.first_step_done()
         if not self._is_frozen:     # compiled now: a full collection of what stays would take half a second in some step
             gc.collect()
@@ -314,6 +319,7 @@ class Run:
 
     def _evaluate(self) -> ValLoss | None:
         config, world = self.config, self.world
+        self.scales.begin(self.loss_scale)      # a run that was resumed here has not set them yet
         self._at_slow("validating")     # may be compiled first
 
         def any_rank_stops() -> bool:
@@ -330,6 +336,8 @@ class Run:
         state = {**asdict(self.progress), "guard": self.guard.state(), "data": self._identity,
                  "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin,
                  "switched_from": self._switched_from}
+        if scales := self.scales.state():
+            state["fp8_scales"] = scales
         del state["step"]               # the manifest's own
         self.data.verified()            # no checkpoint holds what a damaged shard has taught
         self.saver.save(step, self._tensors, state, self.config)
@@ -349,6 +357,7 @@ class Run:
         fp8.reshard(self.model)
         optim.set_updates(self.optimizer, state["updates"])
         fp8.refresh_weight_copies(self.model)
+        self.scales.load(state.get("fp8_scales"))
         guard.rolled_back(state["guard"])
         progress.step, progress.updates, progress.data_offset = to, state["updates"], progress.data_offset + bad - to
         self._batches.close()
