@@ -74,7 +74,7 @@ FIT = re.compile(r"cudnn|flash.*sm90|sm90.*flash", re.IGNORECASE)       # for Ho
 class Cell:
     """One row to be. `size` names configs/gpt<size>_bf16.py, a peer's model, or what `model` spells out."""
     size: str
-    label: str                      # bf16, bf16_eager, or fp8.recipe with +kernels, +head, +fast_backward; a peer's name
+    label: str                      # bf16, bf16_eager, a recipe with +kernels, +delayed, +head, +fast_backward; a peer's name
     micro_batch: int                # sequences
     T: int = 1024
     tokens_per_step: int = TOKENS_PER_STEP
@@ -131,7 +131,8 @@ def config_of(cell: Cell) -> Config:
     changes["parallel.compile"] = "off" if recipe == "bf16_eager" else "block"      # as studies, as runs on several GPUs
     if recipe not in ("bf16_eager", BASELINE):
         changes["fp8.recipe"] = recipe
-    changes |= {f"fp8.{extra}": True for extra in extras}
+    for extra in extras:
+        changes |= {"fp8.scaling": "delayed"} if extra == "delayed" else {f"fp8.{extra}": True}
     return load_config(base, [f"{key}={str(value).lower() if value is True or value is False else value}"
                               for key, value in changes.items()])
 
@@ -155,6 +156,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
     model.init_weights(config.seed, built.assign)
     fp8.refresh_weight_copies(model)
     fp8.set_position(model, 0)
+    built.scales.begin(step_scale)
 
     def micro_step(x, y):
         micro_loss = model(x, y).sum()
@@ -163,9 +165,11 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
 
     def update():
         parallel.clip_gradients(model, config.optim.clip)
+        built.scales.end(step_scale)
         optimizer.step()
         fp8.refresh_weight_copies(model)
         optimizer.zero_grad()
+        built.scales.begin(step_scale)
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}
     lines = [*built.flags, *fp8.table(built.layers, config.fp8.recipe, device.type)]

@@ -868,7 +868,7 @@ class HeadLoss(torch.autograd.Function):
     """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
 
     @staticmethod
-    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale, h_amax):
+    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale=None, h_amax=None):
         hq, ht, h_inverse = _both(h.contiguous(), recipe.input, h_scale, h_amax)
         logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, w_scale, recipe), h.dtype, fast=True)
         l32 = logits.float()
