@@ -14,7 +14,7 @@ demo: setup                 ## corpus -> a study in miniature -> laws, paired ga
 	$(PY) -m eval.sample out/demo/demo_l_tensorwise_t20_s1337 "def " tokens=100 n=2 seed=1
 	@echo "figures: out/demo/law/*.png   laws: out/demo/law/law.json   runs: out/demo/*/summary.json"
 
-test: setup                 ## every test that needs no GPU
+test: lint                  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 gpu: setup                  ## the tests that need a GPU, or two: recipes against fp64, kernels against torchao, resume, saves
@@ -23,8 +23,9 @@ gpu: setup                  ## the tests that need a GPU, or two: recipes agains
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about six minutes on two cores
 	$(PY) -m pytest -q tests/soak.py
 
-lint: setup
+lint: setup                 ## style, then types of model.py, train.py and runtime/
 	$(PY) -m ruff check .
+	$(PY) -m mypy
 
 setup: .venv/installed      ## the virtual environment alone
 

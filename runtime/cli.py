@@ -132,7 +132,7 @@ def help_page(doc: str, cls=None, options: str | None = None) -> str:
     lines = doc.strip().splitlines()
     examples = [line for line in lines if EXAMPLE.match(line)]
     what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
-    program, words = EXAMPLE.match(next(line for line in examples if "python" in line)).groups()
+    program, words = next(found.groups() for found in map(EXAMPLE.match, examples) if found and "python" in found[0])
     bare = [word for word in words.split("  ")[0].split() if "=" not in word]
     usage = " ".join(["usage:", program, *bare, "[key=value ...]"])
     if cls is not None:

@@ -48,7 +48,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -64,8 +64,9 @@ from runtime.speed import choose, load_table
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
 # Largest value, smallest normal one, distance from 1 to the next.
-FORMATS = {**{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
-           E2M1: (6.0, 1.0, 0.5)}
+FORMATS: dict[torch.dtype | str | None, tuple[float, float, float]] = {
+    **{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
+    E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
 BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
@@ -112,7 +113,7 @@ class Recipe:
         return BLOCK if self.input.scaling == "block" else max(16, *self.input.tile)
 
 
-def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Operand | bool) -> Recipe:
+def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Any) -> Recipe:
     """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
     return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
 
@@ -235,8 +236,9 @@ def noise_at(shape: torch.Size, position: torch.Tensor, salt: torch.Tensor | int
     return (z >> 40 & 0xFFFFFF).float() * 2.0**-24
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> torch.Tensor:
-    """x * scale in `format`, saturating, rounded to nearest even."""
+def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype | str | None) -> torch.Tensor:
+    """x * scale in `format`, one of torch's own, saturating, rounded to nearest even."""
+    assert isinstance(format, torch.dtype), format
     largest = FORMATS[format][0]        # torch before 2.12 does not saturate by itself
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
@@ -272,8 +274,10 @@ def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def by_name(label: str) -> FP8Config:
     """The settings with this label: a recipe's name, behind it +kernels, +delayed, +fast_backward or none of them."""
     recipe, *extras = label.split("+")
-    return FP8Config(recipe=recipe, scaling="delayed" if "delayed" in extras else "current",
-                     kernels="kernels" in extras, fast_backward="fast_backward" in extras)
+    settings: dict[str, Any] = {"recipe": recipe, **dict.fromkeys(extras, True)}
+    if settings.pop("delayed", False):
+        settings["scaling"] = "delayed"
+    return FP8Config(**settings)
 
 
 @dataclass(frozen=True)
@@ -315,7 +319,8 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
     n_blocks = 1 + max(map(_block, linears), default=-1)
     layers = []
     for name, shape in linears.items():
-        block, recipe, kernels, why = _block(name), config.recipe, config.kernels, ""
+        recipe: str = config.recipe
+        block, kernels, why = _block(name), config.kernels, ""
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
         reason = next((reason for is_so, reason in (
             (recipe == "off", "fp8.recipe=off"),
@@ -326,7 +331,7 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             (block >= max(0, n_blocks - config.last_bf16), f"fp8.last_bf16={config.last_bf16}"),
             (recipe == "auto" and any(n % 16 for n in shape), "not a multiple of 16"),
         ) if is_so), None)
-        if recipe == "auto" and reason is None:
+        if timings is not None and reason is None:
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
             if chosen is None:
                 reason = why
@@ -411,17 +416,18 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     layers = select(model, config, torch.cuda.get_device_name() if has_gpu else None)
     by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
+        if layer.recipe is None:
+            continue
         if layer.kernels:
-            recipe = replace(RECIPES[layer.recipe], fast_backward=config.fast_backward)
-            _use_kernels(model, layer.name, recipe, config.is_delayed)
+            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward), config.is_delayed)
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
-        elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or layer.recipe and is_on_cpu and not config.all_gather:
-            module = model.get_submodule(layer.name)
+        elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
+            module: Any = model.get_submodule(layer.name)
             module.__class__ = QuantisedLinear
             module.recipe = replace(for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward)
             module.is_native = _is_native(layer.recipe)
             module.layer = layer.name
-        elif layer.recipe:
+        else:
             by_torchao.setdefault(layer.recipe, set()).add(layer.name)
     for recipe, chosen in by_torchao.items():
         _float8().convert_to_float8_training(model, config=_torchao_config(recipe, config, is_on_cpu),
@@ -468,6 +474,7 @@ class CopiedLinear(nn.Linear):
 
     Made by keep_bf16_copies(). The copy is a buffer outside checkpoints; without it each use casts the weight."""
     version: int | None     # of the weight when its copy was made
+    copy: Any               # a tensor, None before the first refresh_weight_copies()
 
     def forward(self, x):
         if self.copy is None:
@@ -494,10 +501,10 @@ class CopiedMatmul(torch.autograd.Function):
 
 def keep_bf16_copies(model: nn.Module) -> None:
     """Make every Linear that FP8 leaves alone a CopiedLinear, in place. Not under FSDP2, which casts what it gathers itself."""
-    for module in model.modules():
-        if type(module) is Linear:
-            module.__class__, module.version = CopiedLinear, None
-            module.register_buffer("copy", None, persistent=False)
+    linears: list[Any] = [module for module in model.modules() if type(module) is Linear]
+    for module in linears:
+        module.__class__, module.version = CopiedLinear, None
+        module.register_buffer("copy", None, persistent=False)
 
 
 @torch.no_grad()
@@ -511,7 +518,8 @@ def refresh_weight_copies(model: nn.Module) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
     # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
     is_sharded = isinstance(model, FSDPModule)      # FSDP2 frees gathered weights: of KernelLinears only the scales stay
-    kernel, copied = ([m for m in model.modules() if isinstance(m, kind)] for kind in (KernelLinear, CopiedLinear))
+    kernel = [m for m in model.modules() if isinstance(m, KernelLinear)]
+    copied = [m for m in model.modules() if isinstance(m, CopiedLinear)]
     if kernel:
         amaxes = _amaxes(model, kernel)
         for operand in {m.recipe.weight: None for m in kernel}:
@@ -519,6 +527,7 @@ def refresh_weight_copies(model: nn.Module) -> None:
             scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
             for i, scale in zip(alike, scales, strict=True):
                 m = kernel[i]
+                m.version = m.weight._version
                 if m.scale is None:
                     m.scale = torch.empty_like(scale)
                     m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
@@ -526,18 +535,18 @@ def refresh_weight_copies(model: nn.Module) -> None:
                     _cast_into(m.weight, scale, m.q, m.qt)
             torch._foreach_copy_([kernel[i].scale for i in alike], scales)
     if copied:
-        for m in copied:
-            if m.copy is None:
-                m.copy = torch.empty_like(m.weight, dtype=model.compute_dtype)
+        dtype: Any = model.compute_dtype
+        for linear in copied:
+            linear.version = linear.weight._version
+            if linear.copy is None:
+                linear.copy = torch.empty_like(linear.weight, dtype=dtype)
         torch._foreach_copy_([m.copy for m in copied], [m.weight for m in copied])
-    for m in kernel + copied:
-        m.version = m.weight._version
 
 
-def _amaxes(model: nn.Module, linears: list["KernelLinear"]) -> list[torch.Tensor]:
+def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
     """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
     if not isinstance(model, FSDPModule):
-        return torch._foreach_norm([m.weight for m in linears], math.inf)
+        return list(torch._foreach_norm([m.weight for m in linears], math.inf))
     shards = [m.weight.to_local() for m in linears]
     amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
     dist.all_reduce(amaxes, dist.ReduceOp.MAX)
@@ -555,7 +564,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     """A sharded wrapped weight as a DTensor of plain fp32 on the same memory; any other tensor unchanged."""
     if not (isinstance(tensor, DTensor) and is_wrapped(tensor)):
         return tensor
-    return DTensor.from_local(tensor._local_tensor._tensor.detach(), tensor.device_mesh, tensor.placements, run_check=False,
+    wrapper: Any = tensor._local_tensor
+    return DTensor.from_local(wrapper._tensor.detach(), tensor.device_mesh, tensor.placements, run_check=False,
                               shape=tensor.shape, stride=tensor.stride())
 
 
@@ -583,7 +593,7 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
     Both arms of a comparison are measured this way, so that a gap between them is a gap between their weights. The
     class is swapped, not the module: names, Parameters, sharding and hooks stay as they are.
     """
-    classes = {module: type(module) for module in model.modules() if _is_converted(module)}
+    classes: dict[Any, type] = {module: type(module) for module in model.modules() if _is_converted(module)}
     reshard(model)      # gathered weights have lost their fp32 shards
     for module in classes:
         module.__class__ = Linear
@@ -675,7 +685,9 @@ def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = 
     """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
     if operand.format is None:
         return x.to(dtype)
-    noise = noise_at(x.shape, position, salt) if operand.is_stochastic and position is not None else None
+    noise = None
+    if operand.is_stochastic and position is not None and salt is not None:
+        noise = noise_at(x.shape, position, salt)
     q = fake_quantise(x, operand, dim, noise)
     return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
 
@@ -693,13 +705,15 @@ def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
     """Number among the run's tokens of the first token that the next pass through `model` sees: with the seed and the layer it
     decides the noise of recipes with stochastic rounding. Without a position they round to nearest."""
     linears = [m for m in model.modules() if isinstance(m, QuantisedLinear) and m.recipe.grad.is_stochastic]
-    if linears and linears[0].position is None:
+    if not linears:
+        return
+    shared = linears[0].position
+    if shared is None:
         shared = torch.zeros((), dtype=torch.int64, device=linears[0].weight.device)
         for linear in linears:
             salt = blake2b(f"{seed}/{linear.layer}".encode(), digest_size=7).digest()
             linear.position, linear.salt = shared, torch.full_like(shared, int.from_bytes(salt, "little"))
-    if linears:
-        linears[0].position.fill_(position)
+    shared.fill_(position)
 
 
 def _serves_both(one: Operand, other: Operand) -> bool:
@@ -896,6 +910,13 @@ class KernelLinear(nn.Linear):
     recipe: Recipe
     version: int | None     # of the weight when its FP8 copies were made
     is_delayed: bool        # its input and output gradient get the scales of DelayedScales
+    q: Any                  # copies(): tensors, None where there is none
+    qt: Any
+    scale: Any
+    x_scale: Any            # delayed(), likewise
+    x_amax: Any
+    g_scale: Any
+    g_amax: Any
 
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
@@ -920,12 +941,12 @@ class KernelLinear(nn.Linear):
 def _use_kernels(model: nn.Module, name: str, recipe: Recipe, is_delayed: bool) -> None:
     """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
     computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
-    module = model.get_submodule(name)
+    module: Any = model.get_submodule(name)
     module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
     for buffer in ("q", "qt", "scale", "x_scale", "x_amax", "g_scale", "g_amax"):
         module.register_buffer(buffer, None, persistent=False)
     if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
-        model.token_losses = types.MethodType(_token_losses, model)
+        model.token_losses = types.MethodType(_token_losses, model)     # type: ignore[method-assign]   # of this model alone
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -945,7 +966,8 @@ def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.T
 # cast finds the step's own amax on the way; from it alone follow the next scales and whether values were saturated.
 
 HISTORY = 4         # steps
-MARGIN = {E4M3: 2.0, E5M2: 16.0}    # costs no precision, but 1 of 18 and 4 of 32 powers of two: gradients jump, and have room
+# The margin costs no precision, but 1 of 18 and 4 of 32 powers of two: gradients jump, and have room.
+MARGIN: dict[torch.dtype | str | None, float] = {E4M3: 2.0, E5M2: 16.0}
 WIDE = 8.0          # times that for a tensor that has saturated, for CALM steps from then on. Not its current amax: that would
 CALM = 16           # need the pass over every tensor that delayed scaling is there to spare
 
@@ -972,7 +994,7 @@ class DelayedScales:
         self._history = torch.zeros(len(sides), HISTORY, device=device)
         self._wide_for = torch.zeros(len(sides), device=device)     # steps
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
-        self._recipe = next((m.recipe for m in linears.values()), None)
+        self._recipe = next((m.recipe for m in linears.values()), RECIPES["tensorwise"])
         if sides:
             self.begin(1.0)
 

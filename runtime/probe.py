@@ -61,7 +61,8 @@ class Probe:
         for layer, recipe in self.recipes.items():
             weight: Any = self.model.get_submodule(layer).weight
             if is_wrapped(weight):      # the forward pass will only see its float8 copy
-                weight = unwrap(weight).detach().full_tensor()      # all ranks
+                weight = unwrap(weight)
+                weight = weight.detach().full_tensor()      # all ranks
                 if self.path is not None:
                     seen[layer, "weight"] = statistics(weight, recipe.weight)
         hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
