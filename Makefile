@@ -18,6 +18,7 @@ test: lint                  ## every test that needs no GPU
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 gpu: setup                  ## the tests that need a GPU, or two: recipes against fp64, kernels against torchao, resume, saves
+	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("make gpu needs an NVIDIA GPU and a CUDA build of torch")'
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
 soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about six minutes on two cores

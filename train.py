@@ -4,8 +4,8 @@
     torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py             eight GPUs of one machine
     python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
     python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
-    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run; step_00000000: on from a
-                                                                            model that was imported (configs/continue_llama.py)
+    python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run
+    python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
     python train.py --help                                                  every key, its default and meaning
 
 A run lives in out/<run>/. The same command again resumes it from its newest sound checkpoint, or says that it is finished.
