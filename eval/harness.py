@@ -64,8 +64,8 @@ PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part
 class Options:
     run: str                            # folder of a run, hf:NAME or hf:/a/folder
     tasks: tuple[str, ...]              # demo, core, full, or names of lm-eval's
-    offline: str | None = None          # folder that --fetch filled
-    include: str | None = None          # folder with task YAMLs of your own; their data_files are looked up beside them
+    offline: str | None = None          # folder that --fetch filled, a cache of Hugging Face's datasets
+    include: str | None = None          # folder with task YAMLs of your own
     limit: int | None = None            # documents per task at most; none = all. For trying things out: such scores are marked
     micro_batch: int = 16               # sequences of a full context per forward pass; of shorter ones more
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
@@ -123,7 +123,7 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     start, names, world = time.perf_counter(), options.task_names, world or World(0, 0, 1, torch.device("cpu"))
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    tasks.quiet(options.offline is not None or options.public is None and tasks.is_local(names, options.include))
+    tasks.prepare_libraries(options.offline, options.offline is not None or set(names) <= set(tasks.DEMO))
     lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
@@ -140,7 +140,7 @@ def score(options: Options, inference: Inference | None = None, world: World | N
 
 def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the model where it is one of ours, and its checkpoint's step."""
-    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
+    loaded = tasks.load(options.task_names, options.include, options.run)
     device = options.device
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
@@ -149,7 +149,7 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
         if world.size > 1:
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
-    from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
+    from eval.lm import CheckpointLM  # after prepare_libraries()
     step = newest_step(options.run)
     if inference is None:
         inference = load_for_inference(options.run, device, options.dtype, options.fp8)
@@ -379,7 +379,7 @@ def main(arguments: list[str]) -> int:
         return scores_table.main(arguments)
     cls, work = Options, lambda options: table(score(options, world=join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        cls, work = FetchOptions, lambda o: "\n".join(tasks.fetch(Path(o.fetch), o.tasks, o.include))
+        cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
     return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
 
 

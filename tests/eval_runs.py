@@ -125,11 +125,11 @@ def write_shards(folder, texts, shards=2):
 
 
 def make_task(folder, rows, name="sums"):
-    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold, its data beside its YAML."""
+    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold."""
     folder.mkdir()
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{name}.yaml").write_text(
-        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {name}.jsonl}},"
+        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / f'{name}.jsonl'}}},"
         f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
         "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetric_list:\n"
         "  - {metric: acc, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n")

@@ -7,7 +7,7 @@ right exactly once per question, so that his score is chance to the last digit.
 import random
 from typing import NamedTuple
 
-from eval.tasks import write_task_data
+import datasets
 
 LETTERS = "ABCDE"
 
@@ -96,17 +96,16 @@ LAYOUTS = {
 }
 
 
-def write(folder, n, balanced, seed=0):
-    """Every layout as a folder for `offline=`; {task: {question's id: what its right answer says}}."""
-    truth = {}
+def make(n, balanced, seed=0):
+    """What serves as datasets.load_dataset for every layout, and {task: {question's id: what its right answer says}}."""
+    truth, made = {}, {}
     for task, (path, name, split, row, n_choices) in LAYOUTS.items():
-        made = questions(random.Random(f"{seed}/{task}"), n, n_choices, balanced)
-        splits = {split: [row(q) for q in made]}
-        if row is mmlu:
-            shown = questions(random.Random(f"{seed}/{task}/dev"), 5, n_choices, False)
-            splits["dev"] = [row(q._replace(id=q.id.replace("x", "d"))) for q in shown]     # examples: never asked
-        write_task_data(folder, path, name, splits)
+        asked = questions(random.Random(f"{seed}/{task}"), n, n_choices, balanced)
+        shown = questions(random.Random(f"{seed}/{task}/dev"), 5, n_choices, False)
+        splits = {split: asked, "dev": [q._replace(id=q.id.replace("x", "d")) for q in shown]}      # examples: never asked
+        rows = {split: datasets.Dataset.from_list(list(map(row, of))) for split, of in splits.items()}
+        made[path, name] = dict.fromkeys(("train", "validation", "test"), rows[split].select([])) | rows
         says = {"boolq": lambda q: ("no", "yes")[q.label]}.get(task) or (
             (lambda q: LETTERS[q.label]) if row in (mmlu, commonsense_qa) else lambda q: q.choices[q.label])
-        truth[task] = {q.id: says(q) for q in made}
-    return truth
+        truth[task] = {q.id: says(q) for q in asked}
+    return lambda path, name, **_: made[path, name], truth

@@ -15,8 +15,7 @@ import pytest
 import torch
 from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
 from lm_eval.api.model import LM
-from task_layouts import LAYOUTS
-from task_layouts import write as write_layouts
+from task_layouts import LAYOUTS, make
 from tiny_llama import make_llama
 
 from eval import harness, held_out, precision, sample, tasks
@@ -98,11 +97,12 @@ def chance_run(tmp_path_factory):
         yield build_run(tmp_path_factory.mktemp("chance"), patch)
 
 
-def score_layouts(run, folder, lm=None, patch=None):
+def score_layouts(run, load_dataset, patch, lm=None):
     """Scores of all layouts by the harness; `lm` answers instead of the tiny random model."""
+    patch.setattr("datasets.load_dataset", load_dataset)
     if lm is not None:
         patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
-    options = harness.Options(run=str(run), tasks=tuple(LAYOUTS), offline=str(folder), dtype="float32", device="cpu")
+    options = harness.Options(run=str(run), tasks=tuple(LAYOUTS), dtype="float32", device="cpu")
     return harness.score(options, Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, []))["tasks"]
 
 
@@ -128,12 +128,11 @@ class Oracle(LM):
     generate_until = loglikelihood_rolling
 
 
-def test_a_random_model_scores_chance(chance_run, tmp_path):
+def test_a_random_model_scores_chance(chance_run, monkeypatch):
     """To the last digit, where two standard errors would do: whatever the model prefers, one copy of each question agrees.
 
     Any look at the label, or an answer that is read at another place than its neighbours, would show."""
-    write_layouts(tmp_path, 6, balanced=True)
-    for task, row in score_layouts(chance_run, tmp_path).items():
+    for task, row in score_layouts(chance_run, make(6, balanced=True)[0], monkeypatch).items():
         metrics = [metric for metric in METRICS if metric in row]
         assert metrics
         for metric in metrics:
@@ -146,9 +145,10 @@ def test_a_random_model_scores_chance(chance_run, tmp_path):
 
 
 @pytest.mark.parametrize("right, wrong, expected", [(0.0, -5.0, 1.0), (-5.0, 0.0, 0.0)])
-def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, tmp_path, monkeypatch, right, wrong, expected):
-    oracle = Oracle(write_layouts(tmp_path, 12, balanced=False), right, wrong)
-    scores = score_layouts(chance_run, tmp_path, oracle, monkeypatch)
+def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, monkeypatch, right, wrong, expected):
+    load_dataset, truth = make(12, balanced=False)
+    oracle = Oracle(truth, right, wrong)
+    scores = score_layouts(chance_run, load_dataset, monkeypatch, oracle)
     assert oracle.asked == {(task, name) for task in LAYOUTS for name in oracle.truth[task]}      # each question was asked
     assert all(scores[task][metric] == expected for task in LAYOUTS for metric in METRICS if metric in scores[task])
 
@@ -228,7 +228,7 @@ def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index
         assert harness.main([str(run), f"tasks={name}"]) == 2
         assert f"near: {near}" in capsys.readouterr().err
     assert harness.main([str(run), "tasks=demo", "limit=2"]) == 0
-    assert asked == [True, True, False]
+    assert asked == [False, True, False, True, False]
 
 
 @pytest.mark.parametrize("entry, extra", [(harness, "tasks=demo"), (sample, "hello")])
