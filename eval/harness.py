@@ -12,11 +12,10 @@ arc_easy, arc_challenge, openbookqa, boolq, sciq, winogrande, without examples s
 commonsense_qa, at chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts, one beyond
 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
 
-Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document beside it (samples_TASK.jsonl.gz) and, but
-for limit= and dtype=float32, the scores into the out/RUN/summary.json of a finished run under "eval" (with fp8=RECIPE:
-TASKS_fp8_RECIPE.json, "eval_fp8"). A run that is still training is scored at its newest checkpoint. Recipes with one
-activation scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little
-on micro_batch. Probabilities are normalised over the padded vocabulary, as in training: with the tokenizers gpt2 and byte a
+Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and lm-eval's log of every document
+beside it (samples_TASK.jsonl.gz). A run that is still training is scored at its newest checkpoint. Recipes with one activation
+scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little on
+micro_batch. Probabilities are normalised over the padded vocabulary, as in training: with the tokenizers gpt2 and byte a
 perplexity here is the training loss of each document by itself. Where an imported tokenizer puts a token before every text,
 that token is scored too, as lm-eval does for transformers' models. What would be generated (is_greedy, generate_until) is
 looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format) is read by
@@ -313,12 +312,8 @@ def _hash(hashes) -> str:
 
 
 def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
-    """Put record and logs into the run's eval/ and its scores into summary.json.
-
-    The summary takes whole tasks in bfloat16 of its own step alone: no trial may stand where a score stood. The file names
-    tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises
-    UserError where summary.json is damaged; it stays as it is.
-    """
+    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8, another dtype, a part of the
+    documents. A log is named in its task's row."""
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
     kind += f"_limit{record['limit']}" if record["limit"] else ""
@@ -330,25 +325,7 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
         write_atomically(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
     if len(names) > 100:        # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
-    path, summary = folder / f"{names}{kind}.json", options.folder / "summary.json"
-    write_atomically(path, as_json(record))
-    if options.public or record["dtype"] != "bfloat16" or record["limit"]:
-        return
-    if not summary.is_file():
-        print(f"the run is not finished, so there is no {summary}: the scores are in {path} only", file=sys.stderr)
-        return
-    try:
-        known = json.loads(summary.read_text())
-    except ValueError as error:
-        raise UserError(f"{summary} is damaged ({error}): the scores are in {path} only") from error
-    if known.get("steps") != record["step"]:
-        print(f"{summary} is of step {known.get('steps')}, the checkpoint that was scored of step {record['step']}: the scores "
-              f"are in {path} only", file=sys.stderr)
-        return
-    scores = known.setdefault("eval", {}) if record["fp8"] == "off" else \
-        known.setdefault("eval_fp8", {}).setdefault(record["fp8"], {})
-    scores |= record["tasks"]
-    write_atomically(summary, as_json(known))
+    write_atomically(folder / f"{names}{kind}.json", as_json(record))
 
 
 def as_json(content: dict) -> str:

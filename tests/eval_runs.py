@@ -103,7 +103,7 @@ def build_run(tmp_path, monkeypatch):
     folder = tmp_path / "out" / "tiny"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1, "eval": {"old": {"acc": 0.5}}}))
+    (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
 
     def load_model(run_dir, device="cpu", compute_dtype=torch.bfloat16):
         return build(compute_dtype=compute_dtype).to(device), config

@@ -176,7 +176,6 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
 
 def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     run = runs / "bf16"
-    before = read_json(run / "summary.json")
     for arguments in ([], ["fp8=rowwise"], ["fp8=tensorwise"], ["fp8=rowwise", "limit=3"]):
         assert harness.main([str(run), "tasks=val_ppl", *arguments]) == 0
     out = capsys.readouterr().out
@@ -185,11 +184,6 @@ def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     assert (plain["fp8"], rowwise["fp8"]) == ("off", "rowwise") and plain["layers_fp8"] == [] and len(rowwise["layers_fp8"]) == 8
     a, b = plain["tasks"]["val_ppl"]["bits_per_byte"], rowwise["tasks"]["val_ppl"]["bits_per_byte"]
     assert a != b == pytest.approx(a, rel=0.02)
-    after = read_json(run / "summary.json")
-    assert {key: after[key] for key in before} == before and set(after) - set(before) == {"eval", "eval_fp8"}
-    assert after["eval"] == {"val_ppl": plain["tasks"]["val_ppl"]}
-    assert set(after["eval_fp8"]) == {"rowwise", "tensorwise"}
-    assert after["eval_fp8"]["rowwise"] == {"val_ppl": rowwise["tasks"]["val_ppl"]}
     assert plain["step"] == 8
 
     assert precision.main([str(run), "recipes=rowwise", "tasks=val_ppl", "micro_batch=16"]) == 0
@@ -198,7 +192,6 @@ def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     out = capsys.readouterr().out
     n = plain["tasks"]["val_ppl"]["n"]
     assert "| val_ppl bits_per_byte" in out and f"| {n} " in out and f"| {a:.4f} ± " in out and f" | {b:.4f} ± " in out
-    assert read_json(run / "summary.json") == after
 
 
 def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
