@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 from eval import tasks
 from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
-from runtime.checkpoint import gather, latest, step_of
+from runtime.checkpoint import gather
 from runtime.cli import UserError, command, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error
@@ -123,13 +123,13 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
     tasks.prepare_libraries(options.offline, options.offline is not None or set(names) <= set(tasks.DEMO))
-    lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
+    lm, loaded, layers, step = _together(world, lambda: _prepare(options, inference, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
-              "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None] if inference else [],
+              "layers_fp8": [layer.name for layer in layers if layer.reason is None],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
               "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
     if world.is_main:
@@ -138,7 +138,7 @@ def score(options: Options, inference: Inference | None = None, world: World | N
 
 
 def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the model where it is one of ours, and its checkpoint's step."""
+    """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step."""
     loaded = tasks.load(options.task_names, options.include, options.run)
     device = options.device
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
@@ -147,23 +147,15 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
     if options.public is not None:
         if world.size > 1:
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
+        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
     from eval.lm import CheckpointLM  # after prepare_libraries()
-    step = newest_step(options.run)
     if inference is None:
         inference = load_for_inference(options.run, device, options.dtype, options.fp8)
-        while step != (newest := newest_step(options.run)):       # the run is training: which of the two was read?
-            step, inference = newest, load_for_inference(options.run, device, options.dtype, options.fp8)
         if world.is_main:
             for line in fp8_lines(inference.layers, options.fp8, inference.device):
                 print(line, flush=True)
-    model, tokenizer, where, _ = inference
-    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, inference, step
-
-
-def newest_step(run_dir: str) -> int | None:
-    newest = latest(Path(run_dir))
-    return None if newest is None else step_of(newest)
+    model, tokenizer, where, layers, step = inference
+    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
@@ -171,29 +163,21 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
 
     Raises UserError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
     """
-    folder = Path(name).expanduser()
-    is_local = folder.is_dir() or name.startswith(("/", "./", "../", "~"))
-    if is_local and not any(folder.glob("*.safetensors")):
-        raise UserError(f"hf:{name} has no *.safetensors: give a folder as eval.export writes it; pickles (.bin, .pth) can run "
-                        f"code when read, convert them first")
     try:
-        import accelerate  # noqa: F401  lm-eval imports it too; its absence would be told less well there
         import transformers
         from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise UserError(f"hf:{name} is read by transformers, which our own runs do without ({error}): "
-                        f"pip install transformers accelerate") from error
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    try:    # lm-eval refuses a model's own code unless told otherwise
-        return HFLM(pretrained=str(folder) if is_local else name, device=str(device), dtype=dtype, batch_size=micro_batch,
-                    use_safetensors=True, softmax_dtype="float32")      # as ours: BF16 holds a log-likelihood to three digits
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
+        return HFLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
+                    use_safetensors=True, softmax_dtype="float32")
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): check the name, that it has "
-                        f"safetensors and no code of its own, that the Hub is in reach, or give hf:/a/folder") from error
+        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install transformers "
+                        f"accelerate`, and a name on the Hub or hf:/a/folder, with safetensors (pickles can run code when read) "
+                        f"and no code of its own") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks

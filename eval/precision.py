@@ -75,7 +75,7 @@ def compare(options: Options) -> dict:
         gap = difference(val, reference)
         arms[recipe] = {**arm, "difference": gap.loss, "difference_se": gap.standard_error,
                         "difference_percent": 100 * gap.loss / reference.loss}
-    record = {"run": str(options.run), "step": harness.newest_step(options.run), "device": str(device),
+    record = {"run": str(options.run), "step": bf16.pop("step"), "device": str(device),
               "micro_batch": micro_batch, "n_ctx": data.n_ctx,
               "sequences": {source: len(data.val(source)) for source in data.sources}, "weights": data.weights,
               "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
@@ -98,12 +98,13 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     val_sets = {source: data.val(source) for source in data.sources}
     val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
     arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},
-           "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}, "tasks": {}}
+           "step": inference.step, "tasks": {},
+           "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}}
     print(f"{'bf16' if recipe == 'off' else recipe}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s",
           flush=True)
     folder.mkdir(exist_ok=True)
     if recipe != "off":
-        rows = look(inference, *_batch(val_sets, micro_batch), harness.newest_step(options.run), config.probe.tokens)
+        rows = look(inference, *_batch(val_sets, micro_batch), config.probe.tokens)
         write_atomically(folder / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
         arm["operands"] = summary(rows)
     if options.tasks:
@@ -111,13 +112,13 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     return arm, val
 
 
-def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, step: int, tokens: int) -> list[dict]:
+def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, tokens: int) -> list[dict]:
     """Rows of runtime/probe.py for one forward pass over the first sequences of x and y, at most `tokens` tokens."""
     recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
     n = probe.sequences(*x.shape, tokens)
     with torch.no_grad(), probe.watching(inference.model, recipes, seen):
         inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-    return probe.rows(step, seen, recipes)
+    return probe.rows(inference.step, seen, recipes)
 
 
 def summary(rows: list[dict]) -> dict[str, dict]:

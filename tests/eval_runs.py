@@ -8,8 +8,7 @@ import numpy as np
 import torch
 from model_reference import build_rough
 
-from eval import sample
-from eval.from_hf import write_checkpoint
+from eval import from_hf, sample
 from eval.lm import CheckpointLM
 from model import GPT, GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
@@ -92,7 +91,7 @@ def words(rng, n):
 
 
 def build_run(tmp_path, monkeypatch):
-    """A folder like a finished run's, with its data; the checkpoint is a model that load_model is made to return."""
+    """A folder like a finished run's, with its data; its checkpoint is empty, load_model is made to return a model."""
     monkeypatch.chdir(tmp_path)
     rng = random.Random(0)
     for source in ("prose", "code"):
@@ -104,12 +103,19 @@ def build_run(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
+    write_checkpoint(folder, 1)
 
     def load_model(run_dir, device="cpu", compute_dtype=torch.bfloat16):
         return build(compute_dtype=compute_dtype).to(device), config
     monkeypatch.setattr(sample, "load_model", load_model)
     protect_environment(monkeypatch)
     return folder
+
+
+def write_checkpoint(run, step, manifest=None):
+    (folder := run / "checkpoints" / name_of(step)).mkdir(parents=True)
+    (folder / "DONE").touch()
+    (folder / "manifest.json").write_text(json.dumps(manifest or {}))
 
 
 def protect_environment(monkeypatch):
@@ -150,7 +156,7 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
     gpt = build_rough(config.model, seed).requires_grad_(False)
     path = folder / "checkpoints" / name_of(step)
     path.mkdir(parents=True)
-    write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})
+    from_hf.write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})
     seal(path, read_manifest(path) | {"step": step})
     (folder / "config.json").write_text(json.dumps(config.to_dict()))
     return config, gpt

@@ -114,7 +114,7 @@ def test_only_a_scale_per_tensor_makes_a_sequence_depend_on_its_batch(runs):
 
 
 def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
-    model, _, _, layers = sample.load_for_inference(runs / "fp8", "cpu", "bfloat16", "tensorwise")
+    model, _, _, layers, _ = sample.load_for_inference(runs / "fp8", "cpu", "bfloat16", "tensorwise")
     converted = {layer.name for layer in layers if layer.reason is None}
     assert converted == {f"layers.{i}.{m}" for i in range(2) for m in ("attn.qkv", "mlp.gate_up", "mlp.down")} | {"head"}
     assert model.head.weight is model.wte.weight        # tied, hence the embedding is fp32 too
