@@ -7,8 +7,9 @@ that of the mean difference over sequences. It says nothing of other training ru
 (tensorwise, amax) a sequence's loss depends a little on what shares its batch, hence on micro_batch; with row, block and
 constant scales it does not. Scores of tasks: eval.harness fp8=RECIPE, then --table, which pairs them by document.
 
-Prints two Markdown tables; writes out/RUN/eval/precision.json and, per recipe, out/RUN/eval/probe_RECIPE.jsonl: what
-quantisation does to the weights and activations of each Linear on one validation batch (rows as in runtime/probe.py).
+Prints a Markdown table; writes out/RUN/eval/precision.json and, per recipe, out/RUN/eval/probe_RECIPE.jsonl: what
+quantisation does to the weights and activations of each Linear on one validation batch (rows as in runtime/probe.py;
+`python scaling/figures.py --fp8 out/RUN` draws them).
 """
 
 import json
@@ -46,7 +47,7 @@ class Options:
 
 
 def compare(options: Options) -> str:
-    """Measure BF16 and every recipe, write what was found, return the tables.
+    """Measure BF16 and every recipe, write what was found, return the table.
 
     Raises UserError: no such run or recipe, a recipe that cannot run here, validation data of another run.
     """
@@ -70,7 +71,7 @@ def compare(options: Options) -> str:
               "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
               "weights": data.weights, "val_sha256": data.val_sha256, "bf16": bf16, "fp8": arms}
     write_json(run_dir / "eval" / "precision.json", json.loads(to_line(record)))      # null for a loss that overflowed
-    return tables(record)
+    return table(record)
 
 
 def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
@@ -93,7 +94,6 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     if recipe != "off":
         rows = look(inference, *_batch(val_sets, micro_batch), config.probe.tokens)
         write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
-        arm["operands"] = summary(rows)
     return arm, val
 
 
@@ -106,20 +106,6 @@ def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, tokens: int) ->
     return probe.rows(inference.step, seen, recipes)
 
 
-def summary(rows: list[dict]) -> dict[str, dict]:
-    """Over all Linears: the range of scales, then the worst of each loss with the Linear that has it."""
-    out = {}
-    linears = [row for row in rows if row["kind"] == "linear"]
-    for operand in ("weight", "activation") if linears else ():
-        known = {row["layer"]: {k: v for k, v in row[operand].items() if v is not None} for row in linears}
-        out[operand] = {"scale_min": min((s["scale_min"] for s in known.values() if "scale_min" in s), default=None),
-                        "scale_max": max((s["scale_max"] for s in known.values() if "scale_max" in s), default=None)}
-        for name in ("underflow", "saturated", "error"):
-            worst = max(known, key=lambda layer, name=name, known=known: known[layer].get(name, -1.0))
-            out[operand][name] = {"largest": known[worst].get(name), "layer": worst}
-    return out
-
-
 def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The first sequences of all sources in turn, (at most micro_batch, n_ctx) each: mixed, as training batches are."""
     rounds = range(max(map(len, val_sets.values())))
@@ -128,35 +114,16 @@ def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(x), torch.cat(y)
 
 
-# --------------------------------------------------------------------------------------------------------------- tables
-
-def tables(record: dict) -> str:
-    """Two Markdown tables: what FP8 costs, then what it does to weights and activations."""
+def table(record: dict) -> str:
+    """What FP8 costs, as Markdown."""
     bf16, arms, n = record["bf16"], record["fp8"], str(sum(record["sequences"].values()))
     losses = [["measure", "n", "BF16", *arms],
               ["validation loss [nats/token]", n, *(f"{arm['loss']:.4f}" for arm in (bf16, *arms.values()))],
-              ["minus BF16, paired", n, "", *(_with_error(a["difference"], a["difference_se"], "+.5f") for a in arms.values())],
+              ["minus BF16, paired", n, "", *(
+                  f"{arm['difference']:+.5f}" + ("" if (error := arm["difference_se"]) is None else f" ± {error:.5f}")
+                  for arm in arms.values())],
               ["minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values())]]
-    operands = [["recipe", "operand", "scales", "underflow", "saturated", "error"]]
-    for recipe, arm in arms.items():
-        for operand, s in arm["operands"].items():
-            scales = "-" if s["scale_min"] is None else f"{s['scale_min']:.4g} to {s['scale_max']:.4g}"
-            operands.append([recipe, operand, scales, *(_share(s[name]) for name in ("underflow", "saturated", "error"))])
-    return f"""
-{grid(losses)}
-
-{grid(operands)}
-
-± is one standard error over the validation sequences. Underflow, saturated: largest share of the values of a
-Linear; error: largest ||Q(x) - x|| / ||x||; where: the Linear."""
-
-
-def _with_error(value: float, error: float | None, form: str) -> str:
-    return format(value, form) + ("" if error is None else f" ± {format(error, form.lstrip('+'))}")
-
-
-def _share(worst: dict) -> str:
-    return "-" if worst["largest"] is None else f"{worst['largest']:.2%}" + (f" ({worst['layer']})" if worst["largest"] else "")
+    return f"\n{grid(losses)}\n\n± is one standard error over the validation sequences."
 
 
 def main(arguments: list[str]) -> int:

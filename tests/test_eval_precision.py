@@ -169,9 +169,7 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
                 assert row["activation"]["scale"] == pytest.approx(448 / row["activation"]["amax"])
             if recipe == "cscale":
                 assert (row["weight"]["scale"], row["activation"]["scale"]) == (64, 1)
-    found = record["fp8"]["cscale"]["operands"]["activation"]
-    assert found["scale_min"] == found["scale_max"] == 1 and 0.02 < found["error"]["largest"] < 0.06
-    assert "64 to 64" in out
+                assert 0.02 < row["activation"]["error"] < 0.06
 
 
 def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):
