@@ -3,11 +3,10 @@
     python -m eval.table out/* [out=DIR]            or python -m eval.harness --table out/*
 
 Writes DIR/table.md, scores.png and scores.svg and prints the table: per task each model's score with one standard error, an
-FP8 run below its BF16 partner with their difference over the same documents, chance, and the share of the most frequent
-answer where every question has the same answers (letters, yes and no). Public models stand in it where the same command has
-scored them (hf:NAME); published numbers follow apart. A score is compared with another only where both answered the same
-documents: a column is a task, a metric, a hash of the documents, the number of examples in the prompt, the task's version and
-the limit, if any. Scores of a step before the end have their own row.
+FP8 run below its BF16 partner with their difference over the same documents, and chance. Public models stand in it where the
+same command has scored them (hf:NAME); published numbers follow apart. A score is compared with another only where both
+answered the same documents: a column is a task, a metric, a hash of the documents, the number of examples in the prompt, the
+task's version and the limit, if any. Scores of a step before the end have their own row.
 """
 
 import gzip
@@ -183,17 +182,6 @@ def read_samples(column: Column, score: Score) -> list[dict]:
     return found if hashes and whole == column.docs_sha256 else []
 
 
-def majority(samples: list[dict]) -> float | None:
-    """Share of the most frequent answer, where the possible answers are the same for every document: yes and no, letters.
-
-    None elsewhere: an answer in the document's own words has no place that a model could see and prefer."""
-    choices = {tuple(str(continuation) for _, continuation in s["arguments"]) for s in samples}
-    if len(choices) != 1 or len(*choices) < 2:
-        return None
-    answers = [str(s["target"]) for s in samples]
-    return max(answers.count(answer) for answer in set(answers)) / len(answers)
-
-
 def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, float | None]:
     """(mine - base, its standard error over the documents that both answered); None where the logs do not tell."""
     parts = []
@@ -206,12 +194,10 @@ def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, 
     return mine.value - base.value, spread(parts[0] - parts[1])
 
 
-def levels(rows: list[Row], column: Column) -> tuple[float | None, float | None]:
-    """Chance and majority level of a column, in the score's own unit."""
+def chance(rows: list[Row], column: Column) -> float | None:
+    """Accuracy of guessing, where it is known."""
     scores = [row.scores[column] for row in rows if column in row.scores]
-    chance = next((score.chance for score in scores if score.chance is not None), None)
-    samples = next((found for score in scores if (found := read_samples(column, score))), []) if is_accuracy(column) else []
-    return chance, majority(samples) if samples else None
+    return next((score.chance for score in scores if score.chance is not None), None)
 
 
 def is_accuracy(column: Column) -> bool:
@@ -275,13 +261,11 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
 
 
 def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
-    """Cells: a heading, chance and the most frequent answer, each model, its difference from what it is compared with."""
+    """Cells: a heading, chance, each model, its difference from what it is compared with."""
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     lines = [["model", "parameters", "tokens", "precision", *("<br>".join(map(_cell, heading(c, columns))) for c in columns)]]
-    marks = [levels(rows, c) for c in columns]
-    for name, i in (("chance", 0), ("most frequent answer", 1)):
-        if any(mark[i] is not None for mark in marks):
-            lines.append([f"*{name}*", "", "", "", *(_value(c, mark[i]) for c, mark in zip(columns, marks, strict=True))])
+    if any(chance(rows, c) is not None for c in columns):
+        lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
         precision = {None: "", "bf16": "BF16"}.get(row.recipe, f"FP8 {row.recipe}")
         lines.append([_cell(label(row)), *(human(n) if n else "" for n in (row.params, row.tokens)), _cell(precision),
@@ -299,8 +283,7 @@ def _legend(rows: list[Row]) -> str:
     if any(row.recipe not in (None, "bf16") for row in rows):
         parts.append("It holds nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the "
                      "row says otherwise.")
-    parts.append("Chance: guessing among the answers. Most frequent answer: always giving it, where every question has the same "
-                 "answers.")
+    parts.append("Chance: guessing among the answers.")
     if any(row.step is not None for row in rows):
         parts.append("Step: the weights of that step, not those at the end of the training.")
     if any(row.is_public for row in rows):
@@ -339,7 +322,6 @@ WIDE = 4                    # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
 STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public or not finished")}
 CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "label": "chance"}
-MAJORITY = {"color": "#009E73", "linestyle": (0, (5, 2)), "linewidth": 1.1, "label": "most frequent answer"}
 
 
 def draw(rows: list[Row]) -> Figure | None:
@@ -355,17 +337,15 @@ def draw(rows: list[Row]) -> Figure | None:
     names = [f"{row.name[:14]}…{row.name[-15:]}" * (len(row.name) > 30) or row.name for row in rows]
     names = [name + label(row).removeprefix(row.name).replace(", ", "\n") for name, row in zip(names, rows, strict=True)]
     kinds = [kind for kind in STYLES if kind in map(_kind, rows)]
-    marks = {c: levels(rows, c) if is_accuracy(c) else (None, None) for c in columns}
     handles = [Line2D([], [], color=STYLES[k][0], marker=STYLES[k][1], linestyle="none", markersize=4.5, label=STYLES[k][2])
-               for k in kinds] + [Line2D([], [], **style) for i, style in enumerate((CHANCE, MAJORITY))
-                                  if any(mark[i] is not None for mark in marks.values())]
+               for k in kinds] + ([Line2D([], [], **CHANCE)] if any(chance(rows, c) is not None for c in columns) else [])
     with matplotlib.rc_context(RC):
         figure, panels = sheet(
             (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide,
             f"Scores of {len(rows)} model{'s' * (len(rows) > 1)}" + (f", limit={limit}: parts of the tasks" if limit else ""),
             "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
         for column, panel in zip(columns, panels.flat, strict=False):
-            _fill(panel, rows, column, marks[column])
+            _fill(panel, rows, column)
             panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
         for panel in panels.flat[len(columns):]:
             panel.remove()
@@ -379,11 +359,10 @@ def _kind(row: Row) -> str:
     return "other" if row.recipe is None else "bf16" if (row.recipe, row.fp8) == ("bf16", "off") else "fp8"
 
 
-def _fill(panel, rows: list[Row], column: Column, marks: tuple[float | None, float | None]) -> None:
-    factor = 100 if is_accuracy(column) else 1
-    for level, style in zip(marks, (CHANCE, MAJORITY), strict=True):
-        if level is not None:
-            panel.axvline(factor * level, zorder=1, **style)
+def _fill(panel, rows: list[Row], column: Column) -> None:
+    factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
+    if level is not None:
+        panel.axvline(factor * level, zorder=1, **CHANCE)
     for y, row in enumerate(rows):
         score = row.scores.get(column)
         if score is not None and abs(score.value) < BEYOND:

@@ -22,14 +22,12 @@ def digest(hashes):
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
-def answers(task, seed, choices=("a", "b", "c", "d"), gold=lambda rng, n: rng.randrange(n), same=False, n=N):
+def answers(task, seed, n=N):
     """Logged samples of a multiple-choice task: a third of the questions is answered alike by everybody."""
     shared, own, rows = random.Random(task), random.Random(f"{task}{seed}"), []
     for i, doc in enumerate(docs(task, n)):
-        target = gold(shared, len(choices))
         right = float(shared.random() < 0.5 if i % 3 else own.random() < 0.5)
-        rows.append({"doc_id": i, "doc_hash": doc, "filter": "none", "target": target, "acc": right,
-                     "arguments": [[f"question {i}", f" {c}" if same else f" {c} {i}"] for c in choices]})
+        rows.append({"doc_id": i, "doc_hash": doc, "filter": "none", "acc": right})
     return rows
 
 
@@ -151,7 +149,7 @@ def test_fp8_inference_is_compared_with_the_same_weights_in_bf16(tmp_path, pair)
 
 def test_of_a_group_the_differences_rest_on_all_its_questions(tmp_path):
     for recipe in ("bf16", "rowwise"):
-        parts = {f"mmlu_{i}": answers(f"mmlu_{i}", recipe, n=100 + i, same=True) for i in range(3)}
+        parts = {f"mmlu_{i}": answers(f"mmlu_{i}", recipe, n=100 + i) for i in range(3)}
         whole = [row for rows in parts.values() for row in rows]
         leaves = {name: mean_row(rows, samples=f"{name}.gz") for name, rows in parts.items()}
         group = mean_row(whole, subtasks=list(parts), num_fewshot=5) | {
@@ -162,28 +160,7 @@ def test_of_a_group_the_differences_rest_on_all_its_questions(tmp_path):
     text = page(tmp_path)
     assert "mmlu_" not in text and "mmlu<br>acc [%]<br>5-shot" in text
     assert "±" in cells(text, "*minus bf16*")[-1]
-    targets = [row["target"] for row in whole]
-    assert cells(text, "*most frequent answer*")[-1] == f"{100 * max(map(targets.count, range(4))) / len(targets):.1f}"
-
-
-# ----------------------------------------------------------------------------------------------------------------- levels
-
-def test_chance_and_the_most_frequent_answer(tmp_path):
-    boolean = answers("boolq", 1, ("no", "yes"), lambda rng, n: int(rng.random() < 0.62), same=True)
-    letters = answers("commonsense_qa", 1, "ABCDE", lambda rng, n: "ABCDE"[rng.randrange(n)], same=True)
-    own_words = answers("sciq", 1, gold=lambda rng, n: 3)       # the right answer is always listed last: no model sees that
-    tasks = {name: mean_row(rows, samples=f"{name}.gz") for name, rows in
-             (("boolq", boolean), ("commonsense_qa", letters), ("sciq", own_words))}
-    tasks["boolq"]["chance"] = 0.5
-    said = [{**row, "exact_match": row["acc"], "arguments": [["question", {"until": ["\n"]}]]} for row in own_words]
-    tasks["echo"] = mean_row(said, "exact_match", samples="echo.gz")
-    write(tmp_path / "out" / "run", tasks, {
-        "echo.gz": said, "boolq.gz": boolean, "commonsense_qa.gz": letters, "sciq.gz": own_words})
-    text = page(tmp_path)
-    assert cells(text, "*chance*")[-4:] == ["50.0", "25.0", "25.0", ""]     # boolq, sciq, commonsense_qa, echo
-    yes = sum(row["target"] for row in boolean) / N
-    letter = max(sum(row["target"] == c for row in letters) for c in "ABCDE") / N
-    assert cells(text, "*most frequent answer*")[-4:] == [f"{100 * yes:.1f}", "", f"{100 * letter:.1f}", ""]
+    assert cells(text, "*chance*")[-1] == "25.0"
 
 
 # ------------------------------------------------------------------------------------------------- what is not to be mixed
@@ -279,16 +256,14 @@ def test_the_command_writes_the_page_and_figures(tmp_path, pair, capsys):
     assert "NotADirectoryError" in capsys.readouterr().err
 
 
-def test_the_figure_shows_scores_errors_chance_and_majority(tmp_path):
-    rows = answers("boolq", 1, ("no", "yes"), lambda rng, n: int(rng.random() < 0.7), same=True)
-    row = mean_row(rows, samples="b.gz") | {"chance": 0.5}
+def test_the_figure_shows_scores_errors_and_chance(tmp_path):
+    row = mean_row(answers("boolq", 1)) | {"chance": 0.5}
     write(tmp_path / "out" / "run", {"boolq": row, "wikitext": {"word_perplexity": math.inf, "word_perplexity_se": None, "n": 1,
-                                                                "docs_sha256": "x"}}, {"b.gz": rows})
+                                                                "docs_sha256": "x"}})
     panel, = table.draw(table.read_rows([tmp_path / "out"])[0]).axes       # an infinite perplexity has no place on an axis
     verticals = {round(line.get_xdata()[0], 6) for line in panel.lines if len(set(line.get_xdata())) == 1 and
                  line.get_linestyle() != "None"}
-    yes = 100 * sum(r["target"] for r in rows) / N
-    assert verticals == {50.0, round(yes, 6)}
+    assert verticals == {50.0}
     (bar,), = (container.lines[2] for container in panel.containers)
     low, high = sorted(x for x, _ in bar.get_segments()[0])
     assert (low + high) / 2 == pytest.approx(100 * row["acc"]) and high - low == pytest.approx(200 * row["acc_se"])
