@@ -30,6 +30,7 @@ from runtime.rows import write_atomically
 from scaling.figures import RC, render, settle, sheet
 from scaling.pairs import human
 
+PUBLISHED = Path(__file__).with_name("published.md")
 USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
 ORDER = (*DEMO, *FULL)          # of the columns; other tasks follow by name
 BEYOND = 1e6                    # scores of models that exploded have no place on an axis
@@ -213,11 +214,9 @@ def build(rows: list[Row], notes: list[str]) -> str:
         parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
         parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
     parts += [_legend(rows), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
-    asked = {c.task for c in columns}
-    if asked & set(FULL):
-        parts += ["## Published by others", "Other harnesses, prompts and shots: for orientation, not for differences of a "
-                  "point. Each as its source has it.", grid(_published(asked))]
-    return "\n\n".join(parts) + "\n"
+    if {c.task for c in columns} & set(FULL):
+        parts.append(PUBLISHED.read_text())
+    return "\n\n".join(parts).rstrip() + "\n"
 
 
 def sort_columns(rows: list[Row]) -> list[Column]:
@@ -291,17 +290,6 @@ def _legend(rows: list[Row]) -> str:
     return " ".join(parts)
 
 
-def _published(tasks: set[str]) -> list[list[str]]:
-    names = sorted({name for *_, scores in PUBLISHED for name in scores if name.split()[0] in tasks},
-                   key=lambda name: (ORDER.index(name.split()[0]), name))
-    lines = [["model", *names, "metric", "shots", "harness", "source"]]
-    for model, metric, shots, harness, source, scores in PUBLISHED:
-        if scores.keys() & set(names):
-            lines.append([model, *(f"{scores[name]:g}" if name in scores else "" for name in names), metric, str(shots), harness,
-                          source])
-    return lines
-
-
 def _value(column: Column, value: float | None, error: float | None = None, signed: bool = False) -> str:
     if value is None:
         return ""
@@ -372,64 +360,6 @@ def _fill(panel, rows: list[Row], column: Column) -> None:
     panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
     panel.margins(x=0.12)
     panel.tick_params(axis="y", length=0)
-
-
-# -------------------------------------------------------------------------------------------------------------- published
-
-# For orientation, apart from our own: harnesses differ in prompts, in how answers are normalised by length and in shots, so
-# that the same model moves by several points between two of them. Only what could be read in the named source is here, as it
-# is written there; a public model whose weights are at hand is better scored by our own command.
-LM_EVAL = "lm-eval"
-PYTHIA = "github.com/EleutherAI/pythia, evals/, step 143000"
-TINY_LLAMA = "github.com/jzhang38/TinyLlama, EVAL.md"
-NANOCHAT = "github.com/karpathy/nanochat, dev/estimate_gpt3_core.ipynb"
-BUILD_NANOGPT = "github.com/karpathy/build-nanogpt, hellaswag.py"
-GPT2023 = "huggingface.co/crumb/gpt2023"
-MESH = "github.com/kingoflolz/mesh-transformer-jax, README.md"
-LINGUA = "github.com/facebookresearch/lingua, README.md"
-TORCHAO = "github.com/pytorch/ao/pull/3394"
-NORM = "acc_norm; acc where a task has no norm"
-# model, metric, shots, harness, source, scores: accuracies in per cent, perplexities (a task named so) as they are
-PUBLISHED = [
-    ("GPT-2 124M", "acc", 0, LM_EVAL, GPT2023, {
-        "lambada_openai": 32.56, "lambada_openai perplexity": 40.06, "piqa": 62.89, "sciq": 75.0, "winogrande": 51.61}),
-    ("GPT-2 124M", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 31.14}),
-    ("GPT-2 124M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 30.9, "lambada_openai": 32.3}),
-    ("GPT-2 124M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 30.8, "piqa": 62.3, "arc_easy": 41.2, "arc_challenge": 22.2}),
-    ("GPT-2 355M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 39.0, "lambada_openai": 42.6}),
-    ("GPT-2 355M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 39.5, "piqa": 67.0, "arc_easy": 48.0, "arc_challenge": 26.2}),
-    ("GPT-2 774M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 44.0, "lambada_openai": 48.8}),
-    ("GPT-2 774M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 44.4, "piqa": 69.8, "arc_easy": 53.5, "arc_challenge": 26.4}),
-    ("GPT-2 1.5B", "not stated", 0, LM_EVAL, MESH, {
-        "lambada_openai": 51.21, "lambada_openai perplexity": 10.63, "hellaswag": 50.9, "piqa": 70.8, 
-        "winogrande": 59.4}),
-    ("GPT-2 1.5B", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 50.89}),
-    ("GPT-2 1.5B", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 50.2, "lambada_openai": 52.3}),
-    ("GPT-2 1.5B", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 51.2, "piqa": 72.5, "arc_easy": 59.5, "arc_challenge": 29.9}),
-    ("Pythia 160M", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 32.8, "lambada_openai perplexity": 38.06, "piqa": 62.7, "arc_easy": 43.5,
-        "arc_challenge": 18.8, "sciq": 74.1, "winogrande": 53.1}),
-    ("Pythia 160M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 61.6, "arc_easy": 39.7, "arc_challenge": 23.3, "sciq": 66.8}),
-    ("Pythia 410M", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 51.6, "lambada_openai perplexity": 10.83, "piqa": 66.8, "arc_easy": 52.1,
-        "arc_challenge": 21.3, "sciq": 81.1, "winogrande": 53.7}),
-    ("Pythia 410M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 67.1, "arc_easy": 45.8, "arc_challenge": 24.3, "sciq": 72.1}),
-    ("Pythia 1.0B", NORM, 0, LM_EVAL, TINY_LLAMA, {
-        "hellaswag": 47.16, "openbookqa": 31.4, "winogrande": 53.43, "arc_challenge": 27.05, "arc_easy": 48.99,
-        "boolq": 60.83, "piqa": 69.21}),
-    ("Pythia 1.4B", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 61.6, "lambada_openai perplexity": 6.09, "piqa": 70.9, "arc_easy": 60.7,
-        "arc_challenge": 26.0, "sciq": 86.5, "winogrande": 57.3}),
-    ("Pythia 1.4B", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 71.1, "arc_easy": 53.9, "arc_challenge": 28.6, "sciq": 79.4}),
-    ("TinyLlama 1.1B, 1.0T tokens", NORM, 0, LM_EVAL, TINY_LLAMA, {
-        "hellaswag": 52.54, "openbookqa": 33.4, "winogrande": 55.96, "arc_challenge": 27.82, "arc_easy": 52.36,
-        "boolq": 59.54, "piqa": 69.91}),
-    ("Lingua 1B, 60B tokens", "not stated", 0, "its own", LINGUA, {
-        "hellaswag": 63.62, "openbookqa": 37.4, "winogrande": 61.64, "arc_challenge": 36.48, "arc_easy": 62.83,
-        "boolq": 62.57, "piqa": 75.14}),
-    ("Llama 3.1 8B, BF16", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.55, "winogrande": 74.3}),
-    ("Llama 3.1 8B, FP8 inference (rowwise)", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.62, "winogrande": 73.7}),
-]
 
 
 # ---------------------------------------------------------------------------------------------------------- entry point
