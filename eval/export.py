@@ -456,7 +456,7 @@ def _scores(run_dir: Path, step: int, last: int) -> str:
     """The table of what the harness wrote of these weights on whole tasks, FP8 inference beside BF16."""
     from eval.table import read_rows, sort_columns, table_of
     try:
-        rows = [row for row in read_rows([run_dir])[0] if (row.step or last) == step]
+        rows = [row for row in read_rows([run_dir]) if (row.step or last) == step]
     except UserError as error:
         return f"None: {error}"
     return grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, field
+from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -24,10 +25,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from eval.harness import RATIOS, influence, spread
+from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
-from runtime.rows import write_atomically
-from scaling.figures import RC, render, settle, sheet
+from scaling.figures import RC, render, settle, sheet, write_files
 from scaling.pairs import human
 
 PUBLISHED = Path(__file__).with_name("published.md")
@@ -79,50 +80,31 @@ class Row:
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
-def read_rows(paths) -> tuple[list[Row], list[str]]:
-    """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep), and notes on what was passed over.
-
-    Raises UserError: a path that does not exist, a damaged file, nothing scored."""
-    folders: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path} does not exist: give folders of runs such as out/*")
-        for folder in _run_folders(path, 2):
-            folders.setdefault(folder.resolve(), folder)
-    found = {folder: _read_run(folder) for folder in folders.values()}
-    rows = [row for rows in found.values() for row in rows]
+def read_rows(paths) -> list[Row]:
+    """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep). Raises UserError: a damaged file,
+    nothing scored."""
+    folders = {Path(folder).resolve(): Path(folder) for path in paths
+               for folder in (path, *sorted(glob(f"{path}/*")), *sorted(glob(f"{path}/*/*")))}
+    rows = [row for folder in folders.values() for row in _read_run(folder)]
     if not rows:
         raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
                         f"scored, with out/RUN/eval/*.json")
-    unscored = [str(folder) for folder, rows in found.items() if not rows]
     owners: dict[str, set] = {}
     for row in rows:
         owners.setdefault(row.name, set()).add(row.folder)
     for row in rows:
         row.name = row.name if len(owners[row.name]) == 1 else str(row.folder)
-    return rows, [f"not scored yet, by python -m eval.harness RUN tasks=core: {', '.join(unscored)}"] if unscored else []
-
-
-def _run_folders(path: Path, depth: int) -> list[Path]:
-    if not path.is_dir():
-        return []
-    if _records(path) or (path / "config.json").is_file():
-        return [path]
-    return [run for folder in sorted(path.iterdir()) if depth and not folder.name.startswith(".")
-            for run in _run_folders(folder, depth - 1)]
-
-
-def _records(folder: Path) -> list[Path]:
-    return [path for path in sorted((folder / "eval").glob("*.json")) if path.name != "precision.json"]
+    return rows
 
 
 def _read_run(folder: Path) -> list[Row]:
     rows: dict[tuple, Row] = {}
-    records = {path: _load(path) for path in _records(folder)}
-    summary = _load(folder / "summary.json") if records and (folder / "summary.json").is_file() else {}
-    last = summary.get("steps")
-    for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):      # the newest counts
-        try:
+    records, summary = {}, read_json(folder / "summary.json")
+    last, paths = summary.get("steps"), sorted((folder / "eval").glob("*.json"))
+    try:
+        for path in (path for path in paths if path.name != "precision.json"):
+            records[path] = json.loads(path.read_bytes())
+        for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):  # noqa: B007  the newest counts
             run, dtype, fp8, limit, tasks = (record[key] for key in ("run", "dtype", "fp8", "limit", "tasks"))
             step = None if record.get("step") in (last, 0) else record.get("step")      # 0: imported weights
             name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.name
@@ -131,10 +113,10 @@ def _read_run(folder: Path) -> list[Row]:
             inner = set().union(*leaves.values()) | {       # and mmlu_stem, a group within mmlu
                 task for task, mine in leaves.items() if mine and any(mine < others for others in leaves.values())}
             for task in tasks.keys() - inner:
-                row.scores |= _scores(path.parent, task, tasks, limit)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not what eval.harness writes ({type(error).__name__}: {error}): score the run again, or "
-                            f"remove the file") from error
+                row.scores |= _scores(folder / "eval", task, tasks, limit)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged, or not what eval.harness writes ({type(error).__name__}: {error}): score the run "
+                        f"again, or remove the file") from error
     for row in rows.values():
         row.recipe, row.pair_id = summary.get("precision", {}).get("recipe"), summary.get("pair_id")
         row.params, row.tokens = summary.get("params_total"), summary.get("tokens")
@@ -154,16 +136,6 @@ def _scores(folder: Path, task: str, tasks: dict, limit: int | None) -> dict[Col
         found[column] = Score(float(scores[metric]), scores.get(f"{metric}_se"), scores.get("chance") if metric.startswith("acc")
                               else None, [folder / log for log in logs] if all(logs) else [])
     return found
-
-
-def _load(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-        return content
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({str(error)[:100]}): score the run again, or remove the file") from error
 
 
 # ----------------------------------------------------------------------------------------------- what the questions say
@@ -207,16 +179,19 @@ def is_accuracy(column: Column) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------- table
 
-def build(rows: list[Row], notes: list[str]) -> str:
-    """The page: a table of whole tasks, one for each limit=, the published numbers, what the marks mean."""
+LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
+nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise. Chance:
+guessing among the answers. Step: the weights of that step, not those at the end of the training. Rows without tokens: public models."""
+
+
+def build(rows: list[Row]) -> str:
+    """The page: a table of whole tasks, one for each limit=, what the marks mean, the published numbers."""
     columns, parts = sort_columns(rows), ["# Scores"]
     for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
         parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
         parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
-    parts += [_legend(rows), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
-    if {c.task for c in columns} & set(FULL):
-        parts.append(PUBLISHED.read_text())
-    return "\n\n".join(parts).rstrip() + "\n"
+    parts += [LEGEND, *([PUBLISHED.read_text().rstrip()] if {c.task for c in columns} & set(FULL) else [])]
+    return "\n\n".join(parts) + "\n"
 
 
 def sort_columns(rows: list[Row]) -> list[Column]:
@@ -262,32 +237,19 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
 def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
     """Cells: a heading, chance, each model, its difference from what it is compared with."""
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
-    lines = [["model", "parameters", "tokens", "precision", *("<br>".join(map(_cell, heading(c, columns))) for c in columns)]]
+    lines = [["model", "parameters", "tokens", "precision", *("<br>".join(heading(c, columns)) for c in columns)]]
     if any(chance(rows, c) is not None for c in columns):
         lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
         precision = {None: "", "bf16": "BF16"}.get(row.recipe, f"FP8 {row.recipe}")
-        lines.append([_cell(label(row)), *(human(n) if n else "" for n in (row.params, row.tokens)), _cell(precision),
+        lines.append([label(row), *(human(n) if n else "" for n in (row.params, row.tokens)), precision,
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)
         if base and row.scores.keys() & base.scores.keys() & set(columns):
-            lines.append([f"*minus {_cell(label(base))}*", "", "", "", *(
+            lines.append([f"*minus {label(base)}*", "", "", "", *(
                 _value(c, *paired_difference(c, row.scores[c], base.scores[c]), signed=True)
                 if c in row.scores and c in base.scores else "" for c in columns)])
     return lines
-
-
-def _legend(rows: list[Row]) -> str:
-    parts = ["± is one standard error over documents; of a difference, over the documents that both models answered."]
-    if any(row.recipe not in (None, "bf16") for row in rows):
-        parts.append("It holds nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the "
-                     "row says otherwise.")
-    parts.append("Chance: guessing among the answers.")
-    if any(row.step is not None for row in rows):
-        parts.append("Step: the weights of that step, not those at the end of the training.")
-    if any(row.is_public for row in rows):
-        parts.append("Rows without tokens: public models, scored by this command from their published weights.")
-    return " ".join(parts)
 
 
 def _value(column: Column, value: float | None, error: float | None = None, signed: bool = False) -> str:
@@ -299,11 +261,6 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
     return text + ("" if error is None else f" ± {error * factor:{form}}")
 
 
-def _cell(text: str) -> str:
-    """Text that cannot break out of its cell."""
-    return "".join(c if c.isprintable() else " " for c in text).replace("|", "\\|").replace("<", "&lt;")
-
-
 # --------------------------------------------------------------------------------------------------------------- figure
 
 WIDE = 4                    # panels side by side
@@ -313,31 +270,26 @@ CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "lab
 
 
 def draw(rows: list[Row]) -> Figure | None:
-    """A panel for each whole task, for each limited one where there are no others; None where nothing can be drawn."""
-    columns = [c for c in sort_columns(rows) if any(c in r.scores and abs(r.scores[c].value) < BEYOND for r in rows)]
-    limit = min((c.limit or 0 for c in columns), default=0) or None
-    columns = [c for c in columns if c.limit == limit]
+    """A panel for each whole task; None where there is none."""
+    columns = [c for c in sort_columns(rows) if c.limit is None]
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     if not columns:
         return None
     n_wide = min(WIDE, len(columns))
     n_deep = -(-len(columns) // n_wide)
-    names = [f"{row.name[:14]}…{row.name[-15:]}" * (len(row.name) > 30) or row.name for row in rows]
-    names = [name + label(row).removeprefix(row.name).replace(", ", "\n") for name, row in zip(names, rows, strict=True)]
     kinds = [kind for kind in STYLES if kind in map(_kind, rows)]
     handles = [Line2D([], [], color=STYLES[k][0], marker=STYLES[k][1], linestyle="none", markersize=4.5, label=STYLES[k][2])
                for k in kinds] + ([Line2D([], [], **CHANCE)] if any(chance(rows, c) is not None for c in columns) else [])
     with matplotlib.rc_context(RC):
         figure, panels = sheet(
-            (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide,
-            f"Scores of {len(rows)} model{'s' * (len(rows) > 1)}" + (f", limit={limit}: parts of the tasks" if limit else ""),
+            (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide, "Scores of models",
             "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
         for column, panel in zip(columns, panels.flat, strict=False):
             _fill(panel, rows, column)
             panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
         for panel in panels.flat[len(columns):]:
             panel.remove()
-        panels[0, 0].set_yticks(range(len(rows)), names, parse_math=False)
+        panels[0, 0].set_yticks(range(len(rows)), [label(row).replace(", ", "\n") for row in rows], parse_math=False)
         panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
         figure.set_dpi(200)     # as render() has it: the width of small text depends on it
         return settle(figure)
@@ -366,12 +318,10 @@ def _fill(panel, rows: list[Row], column: Column) -> None:
 
 def write(options: Options) -> str:
     """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
-    rows, notes = read_rows(options.paths)
-    page, figure, folder = build(rows, notes), draw(rows), Path(options.out)
+    rows = read_rows(options.paths)
+    page, figure = build(rows), draw(rows)
     files = {"table.md": page} | ({f"scores.{form}": render(figure, form) for form in ("png", "svg")} if figure else {})
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(folder / name, content)
+    write_files(Path(options.out), files)
     return f"{page}\nwrote {options.out}/: {', '.join(files)}"
 
 
