@@ -443,12 +443,10 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
         training.append(f"{summary.get('n_gpu')} x {summary.get('device')}, {summary.get('wall_s', 0) / 3600:.2f} hours; code at "
                         f"commit {summary.get('git_commit')}. Validation loss {summary.get('loss_as_trained')} as trained, "
                         f"{summary.get('loss_bf16')} in BF16 (nats per token).")
-    files = [f"- {name}: SHA-256 {sha256}" for name, sha256 in (origin.get("files") or {}).items()]
     return CARD.format(
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
         tuned=" and was tuned on prompts and responses" * any(index.get("is_masked") for index in sources.values()),
-        training="\n\n".join([*training, *(["\n".join([f"Imported files of {base}:", *files])] if files else [])]),
-        scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
+        training="\n\n".join(training), scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
         licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
 
 

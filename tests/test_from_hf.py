@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
     ({"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "mscale": 1.0}}, "mscale"), ({"hidden_size": None}, "hidden_size=None"),
     ({"hidden_size": 4097}, "not divisible"), ({"num_key_value_heads": 7}, "not divisible")]] + [
-    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096"),
+    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
     (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128"),         # Qwen3-0.6B: heads wider than their share
     (QWEN3, {"num_key_value_heads": None}, "num_key_value_heads=None")])
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
@@ -199,7 +198,6 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path
     assert is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
     assert facts["folder"] == source.name and facts["model"] is None and facts["architecture"] == raw["architectures"][0]
-    assert {"config.json", "tokenizer.json"} < facts["files"].keys() and any(n.endswith(".safetensors") for n in facts["files"])
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 
@@ -239,26 +237,14 @@ def pickled(source):
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
 
 
-def points(tensor, file):
-    """The index, with another file for a tensor, or none."""
-    def harm(source):
-        path = source / "model.safetensors.index.json"
-        places = json.loads(path.read_text())["weight_map"] | {tensor: file}
-        edit_json(path, weight_map={name: place for name, place in places.items() if place})
-    return harm
-
-
 HARM = {
     "no config": (lambda s: (s / "config.json").unlink(), "has no config.json"),
     "config of half a file": (lambda s: (s / "config.json").write_text('{"architectures": ['), "config.json is not JSON"),
-    "pickle": (pickled, "has neither model.safetensors nor model.safetensors.index.json: get the model as safetensors"),
-    "a part missing": (lambda s: parts(s)[1].unlink(), "the download is incomplete"),
+    "pickle": (pickled, "has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code"),
+    "a part missing": (lambda s: parts(s)[1].unlink(), "the checkpoint lacks"),
+    "a part twice": (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
     "a part cut": (lambda s: os.truncate(parts(s)[0], 5000), "no whole safetensors file"),
     "a part empty": (lambda s: os.truncate(parts(s)[0], 0), "no whole safetensors file"),
-    "a tensor in another part": (lambda s: points("model.norm.weight", parts(s)[0].name)(s), "lacks model.norm.weight"),
-    "an index out of the folder": (points("model.norm.weight", "../llama/model.safetensors"), "it is not opened"),
-    "an index of pickles": (points("model.norm.weight", "pytorch_model.bin"), "it is not opened"),
-    "an index that lacks one": (points("model.norm.weight", None), "lacks model.norm.weight"),
     "no tokenizer": (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json"),
     "another model's tokenizer": (lambda s: edit_json(s / "config.json", vocab_size=300), "its tokenizer has 368 ids, but"),
     "other sizes": (lambda s: edit_json(s / "config.json", vocab_size=421), "by config.json it should have (421, 64)"),
@@ -283,7 +269,7 @@ def test_what_is_there_stays(source, tmp_path):
         assert os.path.lexists(path)
 
 
-def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch, capsys):
+def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
     with monkeypatch.context() as patch:
@@ -291,10 +277,6 @@ def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, t
         with pytest.raises(OSError, match="No space"):
             import_checkpoint(str(source), str(tmp_path / "out/run"))
     assert not list((tmp_path / "out").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        assert export.main(["--from-hf", str(source), str(tmp_path / "out/run")]) == 1
-        assert "the model takes 0.0 GB as fp32 in" in capsys.readouterr().err
     with monkeypatch.context() as patch:    # as a kill would: nothing is cleaned up
         patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
         patch.setattr(module, "seal", full)
