@@ -1,6 +1,6 @@
 """Turn a run into a folder that Hugging Face's transformers loads, or such a folder into a run.
 
-    python -m eval.export out/RUN DIR                   the newest sound checkpoint -> DIR
+    python -m eval.export out/RUN DIR                   the newest checkpoint -> DIR
     python -m eval.export out/RUN DIR float8=rowwise    its Linears as float8 weights, for torchao's inference
     python -m eval.export out/RUN FILE.safetensors      the weights alone, under the model's own names (model.py)
     python -m eval.export --from-hf DIR out/RUN         a Llama-family checkpoint -> a run, to sample, score, continue
@@ -25,10 +25,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from eval.sample import Recipe, check_recipe, read_json, read_tokenizer
+from eval.sample import Recipe, check_recipe, load_for_inference, read_json
 from model import GPT, GPTConfig
 from runtime import fp8
-from runtime.checkpoint import checkpoints, load, origin_of, read_manifest, sync_folder
+from runtime.checkpoint import name_of, origin_of, read_manifest, sync_folder
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, config_from_dict, read_config
 from runtime.fp8 import RECIPES, scale_of
@@ -82,10 +82,12 @@ def export(options: Options) -> str:
     is_file = target.suffix == ".safetensors"
     if target.exists() and not (target.is_file() if is_file else target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
-    config, recipe = read_config(run_dir), options.float8
-    chosen = linears_for(config, recipe) if recipe != "off" else []
-    tokenizer = read_tokenizer(config, run_dir)
-    manifest, weights = newest_weights(run_dir)
+    recipe = options.float8
+    chosen = linears_for(read_config(run_dir), recipe) if recipe != "off" else []
+    model, tokenizer, _, _, step = load_for_inference(str(run_dir), "cpu", "float32")
+    weights = {name: p.data for name, p in model.named_parameters()}
+    del model       # its weights go as they are cast
+    manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
     tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -97,7 +99,7 @@ def export(options: Options) -> str:
         if is_file:
             kind, size = "weights", sum(t.nbytes for t in weights.values())
             write_safetensors(tmp / target.name, weights, {
-                "format": "pt", "run": config.run, "step": str(manifest["step"]), "config": json.dumps(manifest["config"])})
+                "format": "pt", "run": config.run, "step": str(step), "config": json.dumps(manifest["config"])})
         else:
             about = hf_config(config.model, options.dtype) | write_tokenizer(
                 tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
@@ -110,7 +112,7 @@ def export(options: Options) -> str:
         publish(tmp, tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return f"step {manifest['step']}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
+    return f"step {step}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
 
 
 def publish(folder: Path, what: Path, target: Path) -> None:
@@ -122,26 +124,6 @@ def publish(folder: Path, what: Path, target: Path) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- weights
-
-def newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
-
-    Read alone, nothing is renamed: the run may be going on. What is skipped is told on stderr. Raises UserError where no
-    checkpoint is sound.
-    """
-    there = checkpoints(run_dir)
-    for path in reversed(there):
-        try:
-            manifest = read_manifest(path)
-            weights = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, dtype) in manifest["tensors"].items()
-                       if name.startswith("model.")}
-            load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
-            return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
-        except UserError as error:
-            print(error, file=sys.stderr)
-    raise UserError(f"{run_dir} has no sound checkpoint" + f", none of its {len(there)} is what was written" * bool(there) +
-                    ": give the folder of a run that has saved, such as out/<run>")
-
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
     """model.safetensors, or several files with an index; returns their tensors' bytes."""
