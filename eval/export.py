@@ -18,7 +18,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -358,7 +357,7 @@ CARD = """---
 
 # {run}
 
-A language model of {params:,} parameters, {made}. It continues text{tuned}. The weights here: {form}.
+A language model of {params:,} parameters, {made}. It continues text. The weights here: {form}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -396,50 +395,41 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     """
     from huggingface_hub import ModelCardData
 
+    from eval.table import read_rows, sort_columns, table_of
+
     origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
     is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
     sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
     license = origin.get("license") or license if license == "other" else license
-    on_hub = {index["dataset"] for index in sources.values() if re.fullmatch(r"[\w.-]+/[\w.-]+", index.get("dataset", "")) and
-              re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}      # prepare/ writes a Hub's data set with its commit
+    on_hub = {index["dataset"] for index in sources.values() if re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}
     head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation",
                          tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], base_model=origin.get("model"),
                          datasets=sorted(on_hub) or None)
     base = origin.get("model") or origin.get("folder")
     begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
-    made = (f"imported into nanoFP8 from {base} and not trained there" if is_import else
-            f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens each")
     shown = [["source", "share", "data set", "revision", "licence"]]
     for name, index in sources.items():
-        share = data.mixture[name] / sum(data.mixture.values())
-        shown.append([name, f"{share:.1%}", *(str(index.get(key, "not known")).replace("|", "\\|")
-                                              for key in ("dataset", "revision", "license"))])
-    training = [] if is_import else [
-        f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), peak "
-        f"learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of gradients and optimizer in fp32."]
-    if config.fp8.recipe != "off":
-        names = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in summary.get("precision", {}).get("layers_converted", ()))
-        training.append(f"Matmuls in FP8, recipe `{config.fp8.recipe}`, all else in BF16"
-                        f"{': ' * bool(names)}{', '.join(f'`{name}` ({n})' for name, n in names.items())}.")
+        shown.append([name, f"{data.mixture[name] / sum(data.mixture.values()):.1%}",
+                      *(str(index.get(key, "not known")) for key in ("dataset", "revision", "license"))])
+    made, training = f"imported into nanoFP8 from {base} and not trained there", ""
+    if not is_import:
+        made = (f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens "
+                f"each")
+        training = (f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), "
+                    f"peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of gradients and optimizer in fp32. "
+                    f"Precision of the matmuls: {'BF16' if config.fp8.recipe == 'off' else f'FP8, recipe {config.fp8.recipe}'}.")
     if summary.get("steps") == step and not is_import:      # else it tells of other weights
-        training.append(f"{summary.get('n_gpu')} x {summary.get('device')}, {summary.get('wall_s', 0) / 3600:.2f} hours; code at "
-                        f"commit {summary.get('git_commit')}. Validation loss {summary.get('loss_as_trained')} as trained, "
-                        f"{summary.get('loss_bf16')} in BF16 (nats per token).")
+        training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "
+                     f"per token).")
+    try:    # what the harness wrote of these weights on whole tasks, FP8 inference beside BF16
+        rows = [row for row in read_rows([run_dir]) if (row.step or summary.get("steps", 0)) == step]
+        scores = grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
+    except UserError as error:
+        scores = f"None: {error}"
     return CARD.format(
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
-        tuned=" and was tuned on prompts and responses" * any(index.get("is_masked") for index in sources.values()),
-        training="\n\n".join(training), scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
+        training=training, scores=scores, n_ctx=config.model.n_ctx,
         licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
-
-
-def _scores(run_dir: Path, step: int, last: int) -> str:
-    """The table of what the harness wrote of these weights on whole tasks, FP8 inference beside BF16."""
-    from eval.table import read_rows, sort_columns, table_of
-    try:
-        rows = [row for row in read_rows([run_dir]) if (row.step or last) == step]
-    except UserError as error:
-        return f"None: {error}"
-    return grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
 
 
 if __name__ == "__main__":

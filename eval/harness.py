@@ -15,11 +15,9 @@ commonsense_qa, at chance below a billion parameters). A forward pass has as man
 Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and lm-eval's log of every document
 beside it (samples_TASK.jsonl.gz). A run that is still training is scored at its newest checkpoint. Recipes with one activation
 scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little on
-micro_batch. Probabilities are normalised over the padded vocabulary, as in training: with the tokenizers gpt2 and byte a
-perplexity here is the training loss of each document by itself. Where an imported tokenizer puts a token before every text,
-that token is scored too, as lm-eval does for transformers' models. What would be generated (is_greedy, generate_until) is
-looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format) is read by
-transformers, needed here alone, from safetensors alone, without running code of its own; its scores lie in out/hf_NAME.
+micro_batch. Probabilities are normalised over the padded vocabulary, as in training; what would be generated (is_greedy,
+generate_until) is looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format)
+is read by transformers, needed here alone, from safetensors, without running code of its own; its scores lie in out/hf_NAME.
 """
 
 import contextlib
@@ -47,9 +45,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from eval import tasks
-from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
+from eval.sample import Recipe, fp8_lines, load_for_inference, pick_device
 from runtime.checkpoint import gather
-from runtime.cli import UserError, command, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error
 from runtime.parallel import World, finish, own_keys
@@ -112,18 +110,18 @@ class FetchOptions:
 
 # ---------------------------------------------------------------------------------------------------------------- score
 
-def score(options: Options, inference: Inference | None = None, world: World | None = None) -> dict:
+def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    `inference`: the model that the options mean, where it is loaded already. The ranks of a `world` share the work, each
-    returns the record, and the first writes. Raises UserError: no such run or task, a damaged checkpoint, data that cannot
-    be had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
+    The ranks of a `world` share the work, each returns the record, and the first writes. Raises UserError: no such run or
+    task, a damaged checkpoint, data that cannot be had, an FP8 recipe that cannot run; for the mistakes of any rank on all.
+    Raises OSError where memory is too small.
     """
-    start, names, world = time.perf_counter(), options.task_names, world or World(0, 0, 1, torch.device("cpu"))
+    start, names = time.perf_counter(), options.task_names
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
     tasks.prepare_libraries(options.offline, options.offline is not None or set(names) <= set(tasks.DEMO))
-    lm, loaded, layers, step = _together(world, lambda: _prepare(options, inference, world))
+    lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
@@ -137,7 +135,7 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     return record
 
 
-def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:
+def _prepare(options: Options, world: World) -> tuple:
     """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step."""
     loaded = tasks.load(options.task_names, options.include, options.run)
     device = options.device
@@ -149,12 +147,9 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
     from eval.lm import CheckpointLM  # after prepare_libraries()
-    if inference is None:
-        inference = load_for_inference(options.run, device, options.dtype, options.fp8)
-        if world.is_main:
-            for line in fp8_lines(inference.layers, options.fp8, inference.device):
-                print(line, flush=True)
-    model, tokenizer, where, layers, step = inference
+    model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8)
+    for line in fp8_lines(layers, options.fp8, where) if world.is_main else ():
+        print(line, flush=True)
     return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
 
 
@@ -317,19 +312,18 @@ def as_json(content: dict) -> str:
 
 
 def table(record: dict) -> str:
-    """The scores for the console; of a group's tasks the group's row alone."""
-    lines = [f"{'task':24} {'metric':24} {'score':>9} {'+/- se':>9} {'chance':>7} {'n':>6}"]
+    """The scores as Markdown; of a group's tasks the group's row alone."""
+    lines = [["task", "metric", "score", "± se", "chance", "n"]]
     hidden = {name for row in record["tasks"].values() for name in row.get("subtasks", ())}
     for name, row in record["tasks"].items():
         for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
             error, chance = row[f"{metric}_se"], row.get("chance") if metric.startswith("acc") else None
             error, chance = "-" if error is None else f"{error:.4f}", "-" if chance is None else f"{chance:.2f}"
-            lines.append(f"{name:24} {metric:24} {row[metric]:9.4f} {error:>9} {chance:>7} {row['n'] or '-':>6}")
-    if record["limit"]:
-        lines.append(f"limit={record['limit']}: a part of each task, not to be compared with published scores")
+            lines.append([name, metric, f"{row[metric]:.4f}", error, chance, str(row["n"] or "-")])
+    notes = [f"limit={record['limit']}: a part of each task, not to be compared with published scores"] * bool(record["limit"])
     if record["truncated_requests"]:
-        lines.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
-    return "\n".join(lines)
+        notes.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
+    return "\n".join([grid(lines), *notes])
 
 
 # ---------------------------------------------------------------------------------------------------------- entry point
@@ -338,7 +332,7 @@ def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
         return scores_table.main(arguments)
-    cls, work = Options, lambda options: table(score(options, world=join()))
+    cls, work = Options, lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
         cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
     return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")

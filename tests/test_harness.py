@@ -100,8 +100,8 @@ def score_layouts(run, load_dataset, patch, lm=None):
     patch.setattr("datasets.load_dataset", load_dataset)
     if lm is not None:
         patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
-    options = harness.Options(run=str(run), tasks=tuple(LAYOUTS), dtype="float32", device="cpu")
-    return harness.score(options, Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, [], 1))["tasks"]
+    patch.setattr(harness, "load_for_inference", lambda *_: Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, [], 1))
+    return harness.score(harness.Options(run=str(run), tasks=tuple(LAYOUTS), dtype="float32"), harness.join())["tasks"]
 
 
 class Oracle(LM):
@@ -241,7 +241,7 @@ code = harness.main([{str(run)!r}, "tasks=demo", "limit=3"])
 sys.exit(code if "transformers" not in sys.modules else 3)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=run.parent.parent, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 5, (done.stdout, done.stderr)
+    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 6, (done.stdout, done.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------- public models
