@@ -24,12 +24,12 @@ from typing import ClassVar, Literal
 
 import torch
 
-from eval.sample import Recipe, check_recipe, load_for_inference, read_json
-from model import GPT, GPTConfig
+from eval.sample import Recipe, load_for_inference, read_json
+from model import GPTConfig
 from runtime import fp8
 from runtime.checkpoint import name_of, origin_of, read_manifest, sync_folder
 from runtime.cli import UserError, command, grid, run_command
-from runtime.config import Config, config_from_dict, read_config
+from runtime.config import Config, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
 
@@ -59,9 +59,6 @@ class Options:
                             "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
             raise UserError("the folder to write is missing: python -m eval.export out/RUN DIR")
-        if self.float8 != "off" and self.dtype != "bf16":
-            raise UserError(f"float8={self.float8} multiplies into BF16, so dtype={self.dtype} cannot be had with it: drop one "
-                            f"of the two")
 
 
 def main(argv: list[str]) -> int:
@@ -81,20 +78,23 @@ def export(options: Options) -> str:
     is_file = target.suffix == ".safetensors"
     if target.exists() and not (target.is_file() if is_file else target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
-    recipe = options.float8
-    chosen = linears_for(read_config(run_dir), recipe) if recipe != "off" else []
-    model, tokenizer, _, _, step = load_for_inference(str(run_dir), "cpu", "float32")
-    weights = {name: p.data for name, p in model.named_parameters()}
+    recipe, dtype = options.float8, DTYPES[options.dtype]
+    loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
+    if recipe not in ("off", *loadable):
+        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
+    model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe)
+    weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
+    chosen = linears_to_store(config.model, layers, recipe)
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
     tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
     try:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
-            weights[name] = weights[name] if name in scales else weights[name].to(DTYPES[options.dtype])
+            weights[name] = weights[name] if name in scales else weights[name].to(dtype)
         if is_file:
             kind, size = "weights", sum(t.nbytes for t in weights.values())
             write_safetensors(tmp / target.name, weights, {
@@ -226,29 +226,20 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 
 # --------------------------------------------------------------------------------------------------------------- float8
 
+# The Linears are those that the run converts, or the recipe's defaults.
 # Each fused matrix is rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's parts:
 # the float8 values and scales are those which the run's own matmuls saw (runtime/fp8.py). Activations are scaled while
 # running, per tensor or per row as the recipe does, by torchao's rule, which knows no powers of two. The head, like the
 # embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
 # quantization_config.
 
-def linears_for(config: Config, recipe: str) -> list[str]:
-    """Names of the Linears to store as float8: those that the run converts, or the recipe's defaults, without the head.
-
-    Raises UserError where torchao's inference has no such scaling or a part's sizes do not fit.
-    """
-    loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
-    if recipe not in loadable:
-        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
-    settings = check_recipe(config, recipe, torch.device("cpu"))
-    with torch.device("meta"):
-        layers = fp8.select(GPT(config.model), settings)
+def linears_to_store(config: GPTConfig, layers: list[fp8.Layer], recipe: str) -> list[str]:
+    """Names of the converted Linears without the head. Raises UserError where a part's sizes do not fit."""
     chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
-    for name in chosen:
-        for part, shape in layout(config.model)[f"{name}.weight"]:
-            if any(n % MULTIPLE for n in shape):
-                raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need "
-                                f"multiples of {MULTIPLE}; export without float8=")
+    for part, shape in (part for name in chosen for part in layout(config)[f"{name}.weight"]):
+        if any(n % MULTIPLE for n in shape):
+            raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need multiples of "
+                            f"{MULTIPLE}; export without float8=")
     return chosen
 
 
