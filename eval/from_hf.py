@@ -45,8 +45,8 @@ NOT_EXACT = "this model cannot be held exactly"
 def import_checkpoint(folder: str, run_dir: str) -> Path:
     """Write the run; returns the folder of its checkpoint. It appears by one rename: whole or not at all.
 
-    Raises UserError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed,
-    MemoryError where the model does not fit: then nothing is left.
+    Raises UserError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed:
+    then nothing is left.
     """
     source, target = Path(folder), Path(run_dir)
     if not source.is_dir():
@@ -94,8 +94,6 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
 
-# ------------------------------------------------------------------------------------------------------- what is there
-
 def _read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_bytes())
@@ -133,8 +131,6 @@ def _facts(source: Path, raw: dict, tokenizer_sha256: str) -> dict:
             "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
             "license": licence[1] if licence else None}
 
-
-# ------------------------------------------------------------------------------------------------------- configuration
 
 def gpt_config(raw: dict) -> GPTConfig:
     """The model that a config.json describes. What the file leaves out has the default of its architecture.
@@ -191,8 +187,6 @@ def _number(raw: dict, key: str, kind: type, default=None):
         raise UserError(f"config.json has {key}={value!r}, but needs a number")
     return kind(value)
 
-
-# ------------------------------------------------------------------------------------------------------------- weights
 
 def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Our name and the fp32 tensor, one after the other, of a checkpoint that holds `names`; read(name) gives one.

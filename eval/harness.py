@@ -45,7 +45,8 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from eval import tasks
-from eval.sample import Recipe, fp8_lines, load_for_inference, pick_device
+from eval.sample import Recipe, load_for_inference, pick_device
+from runtime import fp8
 from runtime.checkpoint import gather
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
@@ -79,8 +80,6 @@ class Options:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
         if self.public and self.fp8 != "off":
             raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
-        if self.public and set(tasks.DEMO) & set(self.task_names):
-            raise UserError(f"the demo tasks are made from a run's own validation shards, which {self.run} has not")
 
     @property
     def task_names(self) -> list[str]:
@@ -148,8 +147,8 @@ def _prepare(options: Options, world: World) -> tuple:
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
     from eval.lm import CheckpointLM  # after prepare_libraries()
     model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8)
-    for line in fp8_lines(layers, options.fp8, where) if world.is_main else ():
-        print(line, flush=True)
+    if world.is_main and options.fp8 != "off":
+        print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
     return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
 
 
@@ -304,11 +303,7 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
         write_atomically(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
     if len(names) > 100:        # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
-    write_atomically(folder / f"{names}{kind}.json", as_json(record))
-
-
-def as_json(content: dict) -> str:
-    return json.dumps(content, indent=1) + "\n"
+    write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
 
 
 def table(record: dict) -> str:

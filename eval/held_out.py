@@ -75,8 +75,6 @@ def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
     return datasets.Dataset.from_list(rows)
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-
 def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
     """Each source, the ids of its validation documents, prompts included, and what decodes them."""
     data = read_config(run_dir).data

@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from eval.loss import ValLoss, evaluate
-from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_json, read_tokenizer
+from eval.sample import Inference, Recipe, check_recipe, load_for_inference, pick_device, read_json, read_tokenizer
 from runtime import fp8, probe
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, read_config
@@ -64,7 +64,8 @@ def compare(options: Options) -> str:
         arms[recipe], vals[recipe] = _arm(recipe, options, config, data, micro_batch)
     reference, bf16 = vals.pop("off"), arms.pop("off")
     for recipe, val in vals.items():
-        gap = difference(val, reference)
+        pairs = {source: losses - reference.sequences[source] for source, losses in val.sequences.items()}
+        gap = ValLoss(pairs, reference.weights, reference.targets)      # its loss and error are those of the differences
         arms[recipe] |= {"difference": gap.loss, "difference_se": gap.standard_error,
                          "difference_percent": 100 * gap.loss / reference.loss}
     record = {"run": str(options.run), "step": bf16["step"], "device": str(device), "micro_batch": micro_batch,
@@ -74,17 +75,12 @@ def compare(options: Options) -> str:
     return table(record)
 
 
-def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
-    """The paired differences as a ValLoss: its loss is the mean difference, its standard error that of the difference."""
-    return ValLoss({source: val.sequences[source] - losses for source, losses in reference.sequences.items()},
-                   reference.weights, reference.targets)
-
-
 def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:
     """Load, evaluate, probe; the model is gone before the next arm's is loaded."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe)
-    print("".join(f"{line}\n" for line in fp8_lines(inference.layers, recipe, inference.device)[-2:]), end="")
+    if recipe != "off":
+        print("\n".join(fp8.table(inference.layers, recipe, inference.device.type)[-2:]))
     val_sets = {source: data.val(source) for source in data.sources}
     val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
     arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},

@@ -50,8 +50,6 @@ class Options:
             raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
 
-# ----------------------------------------------------------------------------------------------------------- generation
-
 @torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
 def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
            generator: torch.Generator | None = None, eot: int | None = None,
@@ -91,8 +89,6 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generat
         logits = logits.masked_fill(logits < least, -math.inf)
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
-
-# -------------------------------------------------------------------------------------------------------------- loading
 
 class Inference(NamedTuple):
     """A model ready to be asked, and what it takes to ask it."""
@@ -145,11 +141,6 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
     return settings
 
 
-def fp8_lines(layers: list[fp8.Layer], recipe: str, device: torch.device) -> list[str]:
-    """Which Linears run in FP8, then how many, then what to know of this device; nothing where fp8=off."""
-    return fp8.table(layers, recipe, device.type) if recipe != "off" else []
-
-
 def pick_device(name: str) -> torch.device:
     """The device that `name` means; "auto" is the GPU where there is one. Raises UserError where there is no such."""
     if name == "auto":
@@ -189,8 +180,6 @@ def read_json(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-# ------------------------------------------------------------------------------------------------------------ streaming
-
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
     itself; without a prompt what stands before a document's first token."""
@@ -218,13 +207,11 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
         out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
 
 
-# ---------------------------------------------------------------------------------------------------------- entry point
-
 def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
     model, tokenizer, device, layers, _ = load_for_inference(options.run, options.device, options.dtype, options.fp8)
-    for line in fp8_lines(layers, options.fp8, device)[-2:]:      # how many, and what this device makes of it
-        print(line, file=sys.stderr)
+    for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
+        print(line, file=sys.stderr)        # how many Linears, and what this device makes of it
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")

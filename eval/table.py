@@ -13,6 +13,7 @@ import gzip
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from glob import glob
 from hashlib import sha256
@@ -89,11 +90,9 @@ def read_rows(paths) -> list[Row]:
     if not rows:
         raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
                         f"scored, with out/RUN/eval/*.json")
-    owners: dict[str, set] = {}
+    names = Counter(name for name, _ in {(row.name, row.folder) for row in rows})
     for row in rows:
-        owners.setdefault(row.name, set()).add(row.folder)
-    for row in rows:
-        row.name = row.name if len(owners[row.name]) == 1 else str(row.folder)
+        row.name = row.name if names[row.name] == 1 else str(row.folder)
     return rows
 
 
@@ -266,7 +265,7 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
 
 WIDE = 4                    # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
-STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public or not finished")}
+STYLES = {"BF16": ("#0072B2", "o"), "FP8": ("#D55E00", "s"), "public or not finished": ("#000000", "D")}
 CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "label": "chance"}
 
 
@@ -278,9 +277,9 @@ def draw(rows: list[Row]) -> Figure | None:
         return None
     n_wide = min(WIDE, len(columns))
     n_deep = -(-len(columns) // n_wide)
-    kinds = [kind for kind in STYLES if kind in map(_kind, rows)]
-    handles = [Line2D([], [], color=STYLES[k][0], marker=STYLES[k][1], linestyle="none", markersize=4.5, label=STYLES[k][2])
-               for k in kinds] + ([Line2D([], [], **CHANCE)] if any(chance(rows, c) is not None for c in columns) else [])
+    handles = [Line2D([], [], color=color, marker=marker, linestyle="none", markersize=4.5, label=kind)
+               for kind, (color, marker) in STYLES.items() if kind in map(_kind, rows)]
+    handles += [Line2D([], [], **CHANCE)] if any(chance(rows, c) is not None for c in columns) else []
     with matplotlib.rc_context(RC):
         figure, panels = sheet(
             (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide, "Scores of models",
@@ -297,7 +296,8 @@ def draw(rows: list[Row]) -> Figure | None:
 
 
 def _kind(row: Row) -> str:
-    return "other" if row.recipe is None else "bf16" if (row.recipe, row.fp8) == ("bf16", "off") else "fp8"
+    bf16, fp8, other = STYLES
+    return other if row.recipe is None else bf16 if (row.recipe, row.fp8) == ("bf16", "off") else fp8
 
 
 def _fill(panel, rows: list[Row], column: Column) -> None:
@@ -307,7 +307,7 @@ def _fill(panel, rows: list[Row], column: Column) -> None:
     for y, row in enumerate(rows):
         score = row.scores.get(column)
         if score is not None and abs(score.value) < BEYOND:
-            color, marker, _ = STYLES[_kind(row)]
+            color, marker = STYLES[_kind(row)]
             panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
                            marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
     panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
