@@ -12,7 +12,6 @@ from eval_runs import documents, generate, write_run
 from huggingface_hub import ModelCard
 from model_reference import tokens
 from safetensors import safe_open
-from tiny_llama import write_tokenizer
 
 from eval import export
 from eval.export import write_safetensors
@@ -22,6 +21,7 @@ from runtime.checkpoint import checkpoints, load_model
 from runtime.config import FP8Config
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT
+from tests.text_files import write_tokenizer
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 VARIANTS = {
@@ -315,7 +315,6 @@ def test_the_card_of_an_imported_model_and_of_one_trained_on(tmp_path):
     import_checkpoint(str(tmp_path / "a"), str(tmp_path / "back"))
     text = card_of(tmp_path / "back", tmp_path / "b")
     assert "imported into nanoFP8 from a and not trained there" in text and ModelCard(text).data.license == "mit"
-    (tmp_path / "tokenizer").mkdir()
     write_tokenizer(tmp_path / "tokenizer")
     for name, licence in (("known", "llama3.1"), ("unknown", None)):
         origin = {"model": "some-org/Base-1B", "folder": "0a1b2c", "license": licence}

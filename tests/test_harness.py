@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled, write_checkpoint
+from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
 from lm_eval.api.model import LM
 from task_layouts import LAYOUTS, make
 from tiny_llama import make_llama
@@ -24,7 +24,6 @@ from eval.table import Column, Score, read_samples
 from runtime.cli import UserError
 from tests.conftest import ROOT
 
-LOAD_MODEL = sample.load_model
 CPU = torch.device("cpu")
 
 
@@ -37,9 +36,11 @@ def run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------- scores
 
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
+    before = datetime.now(UTC).replace(microsecond=0)
     assert harness.main([str(run), "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu"]) == 0
     out = capsys.readouterr().out
     record = json.loads((run / "eval" / "demo_float32_limit12.json").read_text())
+    assert record["step"] == 1 and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
     assert not list(run.rglob("*.tmp"))
 
     model = build()
@@ -100,7 +101,7 @@ def score_layouts(run, load_dataset, patch, lm=None):
     patch.setattr("datasets.load_dataset", load_dataset)
     if lm is not None:
         patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
-    patch.setattr(harness, "load_for_inference", lambda *_: Inference(build(replace(TINY, n_ctx=2048)), BYTES, CPU, [], 1))
+    patch.setattr(harness, "load_for_inference", lambda *_: Inference(build(replace(TINY, n_ctx=2048), 2), BYTES, CPU, [], 1))
     return harness.score(harness.Options(run=str(run), tasks=tuple(LAYOUTS), dtype="float32"), harness.join())["tasks"]
 
 
@@ -151,16 +152,6 @@ def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, mo
     assert all(scores[task][metric] == expected for task in LAYOUTS for metric in METRICS if metric in scores[task])
 
 
-# ---------------------------------------------------------------------------------------------------------------- on disk
-
-def test_the_record_says_which_checkpoint_was_scored_and_when(run):
-    write_checkpoint(run, 750)
-    before = datetime.now(UTC).replace(microsecond=0)
-    assert harness.main([str(run), "tasks=val_cloze", "limit=4"]) == 0
-    record = json.loads((run / "eval" / "val_cloze_limit4.json").read_text())
-    assert record["step"] == 750 and before <= datetime.fromisoformat(record["time"]) <= datetime.now(UTC)
-
-
 # --------------------------------------------------------------------------------------------------------------- mistakes
 
 @pytest.mark.parametrize("entry, arguments, sentence", [
@@ -202,8 +193,7 @@ def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index
 
 
 @pytest.mark.parametrize("entry, extra", [(harness, "tasks=demo"), (sample, "hello")])
-def test_a_folder_that_is_no_run_gets_a_sentence(run, capsys, monkeypatch, entry, extra):
-    monkeypatch.setattr(sample, "load_model", LOAD_MODEL)       # the real one
+def test_a_folder_that_is_no_run_gets_a_sentence(run, capsys, entry, extra):
     config = (run / "config.json").read_text()
     for content, sentence in [(None, "is no run"), ('{"run": ', "is not JSON"), (config, "has no finished checkpoint yet")]:
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
@@ -228,15 +218,7 @@ def refuse(*args, **kwargs):
     raise AssertionError("network")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 sys.path.insert(0, {str(ROOT)!r})
-from eval import harness, sample
-from runtime.config import read_config
-from model import GPT
-def load_model(run_dir, device, compute_dtype):
-    config = read_config(run_dir)
-    model = GPT(config.model, compute_dtype)
-    model.init_weights(1)
-    return model, config
-sample.load_model = load_model
+from eval import harness
 code = harness.main([{str(run)!r}, "tasks=demo", "limit=3"])
 sys.exit(code if "transformers" not in sys.modules else 3)
 """

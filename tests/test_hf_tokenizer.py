@@ -13,7 +13,7 @@ from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import encode_document, tiny_config
-from tests.text_files import DOCUMENTS, jsonl, write_tokenizer
+from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
 HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
            "def f():\n\treturn 0.5  \n", "\u2028\u200b", *DOCUMENTS]
@@ -70,11 +70,7 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
     other = write_tokenizer(
         tmp_path / "t", truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
         padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-                 "pad_token": "<|begin|>"},
-        post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}},
-                                                                {"Sequence": {"id": "A", "type_id": 0}}],
-                        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-                        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}})
+                 "pad_token": "<|begin|>"}, post_processor=BEGINS)
     for text in HOSTILE:
         assert np.array_equal(load_tokenizer(str(other)).encode(text), load_tokenizer(str(folder)).encode(text))
     assert load_tokenizer(str(other)).adds_start, "it is noted, though: a model's input begins so"

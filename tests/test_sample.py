@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from eval_runs import BYTES, TINY, build, build_run, bytes_of, generate, rigged, write_checkpoint
+from eval_runs import BYTES, TINY, build, build_run, bytes_of, generate, rigged
 
 from eval import export, sample
 from runtime.checkpoint import DamagedError
@@ -159,18 +159,19 @@ def test_a_model_that_has_diverged_gets_a_sentence(run, capsys, monkeypatch, tem
 
 def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
     """A run that still trains deletes its older checkpoints, maybe the one that is being read; the step is of what was read."""
-    load_model, met = sample.load_model, [DamagedError("gone"), None, DamagedError("gone")]
+    kept, met = build(), [DamagedError("gone"), None, DamagedError("gone")]
 
     def replaced_meanwhile(run_dir, **more):
         if not met:
-            return load_model(run_dir, **more)
-        write_checkpoint(run, 5 - len(met))
+            return kept, None
+        (folder := run / f"checkpoints/step_{5 - len(met):08d}").mkdir()
+        (folder / "DONE").touch()
         if error := met.pop():
             raise error
-        return build(replace(TINY, n_layer=1)), None        # whole, but no longer the newest
+        return build(), None        # whole, but no longer the newest
     monkeypatch.setattr(sample, "load_model", replaced_meanwhile)
     model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
-    assert (model.config, step) == (TINY, 4)
+    assert (model, step) == (kept, 4)
 
     def damaged(run_dir, **more):
         raise DamagedError("still the newest")
@@ -194,7 +195,7 @@ def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch,
 
 # ---------------------------------------------------------------------------------------------------------- the tokenizer
 
-MANIFEST = "checkpoints/step_00000004/manifest.json"
+MANIFEST = "checkpoints/step_00000001/manifest.json"
 
 
 @pytest.mark.parametrize("name, content", [
@@ -203,11 +204,10 @@ MANIFEST = "checkpoints/step_00000004/manifest.json"
 @pytest.mark.parametrize("command", [sample, export])
 def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys, command, name, content):
     """As many ids, other text: nothing else would tell. The newest checkpoint decides, before a summary of another time."""
-    write_checkpoint(run, 4)
     (run / name).write_text(json.dumps(content))
     assert command.main([str(run), str(run / "new")]) == 2
     said = capsys.readouterr().err
     assert f"the tokenizer byte is not the one that the model of {run} was trained with (81fbde863..., not fffffffff...)" in said
     assert said.count("\n") == 1 and not (run / "new").exists()
-    write_checkpoint(run, 6, {"state": {"tokenizer_sha256": BYTES.sha256}})
+    (run / MANIFEST).write_text(json.dumps({"state": {"tokenizer_sha256": BYTES.sha256}}))
     assert sample.read_tokenizer(read_config(run), run).sha256 == BYTES.sha256
