@@ -62,14 +62,8 @@ class Options:
 
 
 def main(argv: list[str]) -> int:
-    return command(__doc__, Options, argv, _export_or_import)
-
-
-def _export_or_import(options: Options) -> str:
-    if options.from_hf is None:
-        return export(options)
-    from eval.from_hf import import_checkpoint
-    return f"{options.from_hf} -> {import_checkpoint(options.from_hf, options.run)}"
+    from eval.from_hf import import_checkpoint  # which has its layout from here
+    return command(__doc__, Options, argv, lambda o: import_checkpoint(o.from_hf, o.run) if o.from_hf else export(o))
 
 
 def export(options: Options) -> str:
@@ -122,8 +116,6 @@ def publish(folder: Path, what: Path, target: Path) -> None:
     sync_folder(target.parent)
 
 
-# -------------------------------------------------------------------------------------------------------------- weights
-
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
     """model.safetensors, or several files with an index; returns their tensors' bytes."""
     files: list[dict] = [{}]
@@ -162,8 +154,6 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
             # The bytes as they lie: numpy knows no bfloat16.
             file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
 
-
-# --------------------------------------------------------------------------------------------------------------- layout
 
 Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
 
@@ -224,8 +214,6 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
     return out
 
 
-# --------------------------------------------------------------------------------------------------------------- float8
-
 # The Linears are those that the run converts, or the recipe's defaults.
 # Each fused matrix is rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's parts:
 # the float8 values and scales are those which the run's own matmuls saw (runtime/fp8.py). Activations are scaled while
@@ -280,8 +268,6 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
         "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
 
-
-# ------------------------------------------------------------------------------------------------------------ tokenizer
 
 def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict[str, int]:
     """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
@@ -340,8 +326,6 @@ def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
             "merges.txt": merges, "tokenizer_config.json": as_json(settings), "special_tokens_map.json": as_json(roles)}
 
 
-# ----------------------------------------------------------------------------------------------------------------- card
-
 CARD = """---
 {head}
 ---
@@ -380,10 +364,7 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 
 def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license: str) -> str:
-    """README.md, of what config.json, summary.json, eval/*.json and the index.json of each source say, as far as they are there.
-
-    Without a choice of the user's the licence is that of the imported model that these weights go back to, if any.
-    """
+    """README.md, of what config.json, summary.json, eval/*.json and each source's index.json say, as far as they are there."""
     from huggingface_hub import ModelCardData
 
     from eval.table import read_rows, sort_columns, table_of
@@ -391,12 +372,10 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
     is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
     sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
-    license = origin.get("license") or license if license == "other" else license
     on_hub = {index["dataset"] for index in sources.values() if re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}
     head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation",
-                         tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], base_model=origin.get("model"),
-                         datasets=sorted(on_hub) or None)
-    base = origin.get("model") or origin.get("folder")
+                         tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], datasets=sorted(on_hub) or None)
+    base = origin.get("folder")
     begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
     shown = [["source", "share", "data set", "revision", "licence"]]
     for name, index in sources.items():

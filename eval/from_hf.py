@@ -12,7 +12,6 @@ can run code when they are read (pickles: .bin, .pt, .pth) are refused by their 
 
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -69,7 +68,8 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         checkpoint.mkdir(parents=True)
         keep_tokenizer(part, folder)
         weights = dict(from_hf(model, files, lambda name: files[name].get_tensor(name)))
-        write_checkpoint(checkpoint, config, weights, {"imported": _facts(source, raw, tokenizer.sha256)})
+        write_checkpoint(checkpoint, config, weights, {"imported": {
+            "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
         publish(part, part, target)
     except BaseException:
@@ -119,17 +119,6 @@ def _open_weights(source: Path) -> dict:
         raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code and "
                         f"GGUF is no training format, so neither is read")
     return files
-
-
-def _facts(source: Path, raw: dict, tokenizer_sha256: str) -> dict:
-    """Where the weights come from, for the manifest and the model card."""
-    readme = source / "README.md"
-    head = re.match(r"---\n(.*?)\n---", readme.read_text(errors="replace"), re.S) if readme.is_file() else None
-    licence = re.search(r"^license: *([\w.-]+) *$", head[1], re.M) if head else None
-    cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
-    return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
-            "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
-            "license": licence[1] if licence else None}
 
 
 def gpt_config(raw: dict) -> GPTConfig:

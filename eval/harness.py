@@ -107,8 +107,6 @@ class FetchOptions:
     POSITIONAL: ClassVar = ()
 
 
-# ---------------------------------------------------------------------------------------------------------------- score
-
 def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
@@ -174,8 +172,6 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
                         f"and no code of its own") from error
 
 
-# ---------------------------------------------------------------------------------------------------------------- ranks
-
 def join() -> World:
     """This process among those that torchrun started. Raises UserError where there are fewer GPUs than ranks."""
     size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
@@ -210,8 +206,6 @@ def _together(world: World, work: Callable):
             raise (UserError if is_mistake else OSError)(("" if all(told) else f"rank {rank}: ") + sentence) from error
     return result
 
-
-# -------------------------------------------------------------------------------------------------------------- records
 
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: .., docs_sha256: ..}} and
@@ -320,8 +314,6 @@ def table(record: dict) -> str:
         notes.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
     return "\n".join([grid(lines), *notes])
 
-
-# ---------------------------------------------------------------------------------------------------------- entry point
 
 def main(arguments: list[str]) -> int:
     if "--table" in arguments:

@@ -79,8 +79,6 @@ class Row:
     scores: dict[Column, Score] = field(default_factory=dict)
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
 def read_rows(paths) -> list[Row]:
     """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep). Raises UserError: a damaged file,
     nothing scored."""
@@ -137,8 +135,6 @@ def _scores(folder: Path, task: str, tasks: dict, limit: int | None) -> dict[Col
     return found
 
 
-# ----------------------------------------------------------------------------------------------- what the questions say
-
 def read_samples(column: Column, score: Score) -> list[dict]:
     """The logged samples behind a score, in the order of the documents; [] where they are not there or are others'."""
     found, hashes = [], []
@@ -175,8 +171,6 @@ def chance(rows: list[Row], column: Column) -> float | None:
 def is_accuracy(column: Column) -> bool:
     return column.metric.startswith(("acc", "exact_match"))
 
-
-# ---------------------------------------------------------------------------------------------------------------- table
 
 LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
 nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise. Chance:
@@ -261,11 +255,10 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
     return text + ("" if error is None else f" ± {error * factor:{form}}")
 
 
-# --------------------------------------------------------------------------------------------------------------- figure
-
 WIDE = 4                    # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
-STYLES = {"BF16": ("#0072B2", "o"), "FP8": ("#D55E00", "s"), "public or not finished": ("#000000", "D")}
+OTHER = "public or not finished"
+STYLES = {"BF16": ("#0072B2", "o"), "FP8": ("#D55E00", "s"), OTHER: ("#000000", "D")}
 CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "label": "chance"}
 
 
@@ -296,8 +289,7 @@ def draw(rows: list[Row]) -> Figure | None:
 
 
 def _kind(row: Row) -> str:
-    bf16, fp8, other = STYLES
-    return other if row.recipe is None else bf16 if (row.recipe, row.fp8) == ("bf16", "off") else fp8
+    return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
 
 
 def _fill(panel, rows: list[Row], column: Column) -> None:
@@ -314,8 +306,6 @@ def _fill(panel, rows: list[Row], column: Column) -> None:
     panel.margins(x=0.12)
     panel.tick_params(axis="y", length=0)
 
-
-# ---------------------------------------------------------------------------------------------------------- entry point
 
 def write(options: Options) -> str:
     """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
