@@ -385,9 +385,9 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     if not is_import:
         made = (f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens "
                 f"each")
-        training = (f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), "
-                    f"peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of gradients and optimizer in fp32. "
-                    f"Precision of the matmuls: {'BF16' if config.fp8.recipe == 'off' else f'FP8, recipe {config.fp8.recipe}'}.")
+        training = (f"{'Muon and ' * (o.kind == 'muon')}AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; "
+                    f"gradients clipped at {o.clip:g}), peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of "
+                    f"gradients and optimizer in fp32. Recipe of the FP8 matmuls: {config.fp8.recipe}.")
     if summary.get("steps") == step and not is_import:      # else it tells of other weights
         training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "
                      f"per token).")

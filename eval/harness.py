@@ -231,9 +231,11 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
                 error = spread(influences) if len(influences) else None     # lm-eval gives a perplexity none
             row[label], row[f"{label}_se"] = float(value), None if error is None else float(error)
         row["version"] = results["versions"].get(name)
-        if task := loaded["tasks"].get(name):
+        if task := loaded["tasks"].get(name):       # chance: of guessing, where one of several answers is right
+            guesses = [1 / len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
             row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
-                    "chance": _chance(task, samples), "docs_sha256": _hash(s["doc_hash"] for s in samples)}
+                    "chance": sum(guesses) / len(guesses) if guesses else None,
+                    "docs_sha256": _hash(s["doc_hash"] for s in samples)}
     for name, group in loaded["groups"].items():
         if name in out:
             out[name] |= _group_row([(task.task_name, out[task.task_name]) for task in group.get_all_tasks()])
@@ -268,14 +270,6 @@ def spread(influences: np.ndarray) -> float:
     """The standard error that documents of these influences give."""
     n = len(influences)
     return float(np.sqrt(n / (n - 1) * np.sum(influences ** 2)))
-
-
-def _chance(task, samples: list[dict]) -> float | None:
-    """Accuracy of guessing, for multiple choice with one right answer; None elsewhere."""
-    if task.OUTPUT_TYPE != "multiple_choice" or not samples:
-        return None
-    choices = [len(task.doc_to_choice(s["doc"])) for s in samples]
-    return sum(1 / n for n in choices) / len(choices)
 
 
 def _hash(hashes) -> str:

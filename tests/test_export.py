@@ -301,7 +301,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     assert head.datasets == ["HuggingFaceFW/fineweb-edu"] and head.tags == ["nanofp8", "fp8"]
     assert rows(text, "web") == [["web", "75.0%", "HuggingFaceFW/fineweb-edu", COMMIT, "ODC-By 1.0"]]
     assert "trained with nanoFP8 from scratch to step 6 of 6, 384 tokens" in text
-    assert "FP8, recipe tensorwise" in text and "3.2104 as trained, 3.2011 in BF16" in text
+    assert "Recipe of the FP8 matmuls: tensorwise" in text and "3.2104 as trained, 3.2011 in BF16" in text
     assert rows(text, "run ")[0][-1] == rows(text, "run, FP8 inference (rowwise)")[0][-1] == "75.0 ± 1.4"
     (run / "summary.json").write_text(json.dumps(SUMMARY | {"steps": 12}))
     assert "3.2011" not in card_of(run, tmp_path / "later") and str(tmp_path) not in text
