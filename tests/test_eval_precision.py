@@ -46,8 +46,6 @@ def read_json(path):
     return json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(f"{path} holds {word}"))
 
 
-# ---------------------------------------------------------------------------------------------------------- the numbers
-
 def rounded(x, recipe, constant):
     """x (rows, K) as the recipe's E4M3 holds it, in fp64, written out without any code of ours."""
     x, largest = x.double(), 448.0
@@ -121,8 +119,6 @@ def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
     for name, p in model.named_parameters():
         assert p.dtype == (torch.float32 if name.removesuffix(".weight") in converted | {"wte"} else torch.bfloat16), name
 
-
-# ------------------------------------------------------------------------------------------------------------ the losses
 
 def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, capsys):
     assert precision.main([str(runs / "fp8"), "recipes=tensorwise,rowwise"]) == 0
@@ -198,8 +194,6 @@ def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
     assert sample.main(settings) == 0
     assert capsys.readouterr().err == ""
 
-
-# -------------------------------------------------------------------------------------------------------- hostile cases
 
 def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, monkeypatch, capsys):
     def broken(*arguments):

@@ -111,8 +111,6 @@ def test_bf16_is_the_default_and_large_models_lie_in_several_files(tmp_path, mon
     assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), many.state_dict().values(), strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
-
 def test_the_file_holds_the_newest_weights_under_our_names(tmp_path, capsys):
     path = tmp_path / "w.safetensors"
     write_run(tmp_path / "run", step=3)
@@ -150,8 +148,6 @@ def test_the_package_reads_the_file_and_the_weights_begin_at_cache_lines(tmp_pat
             assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
             assert name in ("odd", "scale") or found.data_ptr() % 64 == 0
 
-
-# ----------------------------------------------------------------------------------------------------------------- float8
 
 def independently(weight, recipe):
     """The float8 values that torchao's training makes of the whole matrix, and what it divides them by."""
@@ -221,8 +217,6 @@ def test_a_bf16_run_gets_the_recipe_s_own_choice_never_the_head(tmp_path, capsys
     assert len(dtypes) == 2 * 7 * 2 + 2 * 2 + 1 + 2      # weight and scale of each Linear; norms; embedding and head
 
 
-# ------------------------------------------------------------------------------------------------------ mistakes and faults
-
 @pytest.mark.parametrize("arguments, sizes, told", [
     ("{tmp}/nowhere {tmp}/hf", {}, "is no run: it has no config.json"), ("{tmp}/run", {}, "the folder to write is missing"),
     ("{tmp}/run {tmp}/run", {}, "is there already and not an empty folder"),
@@ -261,8 +255,6 @@ def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_
     assert not (tmp_path / "hf").exists() and (next(tmp_path.glob(".hf.*.tmp")) / "README.md").is_file()
     assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0      # what was left is in nobody's way
 
-
-# ------------------------------------------------------------------------------------------------------------------- card
 
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 SUMMARY = {"steps": 6, "loss_as_trained": 3.2104, "loss_bf16": 3.2011}

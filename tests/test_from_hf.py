@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,25 +30,21 @@ from tests.text_files import write_tokenizer
 
 # Sizes and position encoding as the published files state them.
 LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
-    "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
     "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
     "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
-    "use_cache": True, "vocab_size": 128256}
+        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256}
 OURS_31_8B = GPTConfig(n_layer=32, n_head=32, n_embd=4096, n_ffn=14336, n_kv_head=8, n_ctx=131072, vocab_size=128256, tied=False,
                        rope_theta=500_000.0, rope_factor=8.0)
 LLAMA_1_7B = {       # what is not said has Llama's own default
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048,
     "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936}
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +54,6 @@ def one_thread():
     yield
     torch.set_num_threads(before)
 
-
-# ----------------------------------------------------------------------------------------------------------- configuration
 
 def rotary(raw):
     from transformers import LlamaConfig
@@ -124,8 +119,6 @@ def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, word
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
-
 def weights_of(config, **changes):
     theirs = to_hf(config, {name: p.detach() for name, p in build_rough(config).named_parameters()}) | changes
     return {name: t for name, t in theirs.items() if t is not None}
@@ -159,8 +152,6 @@ def test_foreign_tensors_are_named(changes, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- folders
-
 LLAMAS = {
     "llama3": {},                                                               # GQA, llama3 RoPE, untied, an odd vocabulary
     "qwen3": {"architecture": "Qwen3", "tie_word_embeddings": True, "vocab_size": 512, "shard_size": "100KB"},
@@ -189,14 +180,9 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return make_llama(tmp_path_factory.mktemp("hub") / "llama", shard_size="100KB")
-
-
 @pytest.fixture
-def source(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "source")
+def source(tmp_path):
+    return make_llama(tmp_path / "source", shard_size="100KB")
 
 
 def test_a_cache_of_links_is_read(source, tmp_path):
@@ -269,36 +255,26 @@ def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, t
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run"]
 
 
-# -------------------------------------------------------------------------------------------------------------- going on
-
 def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     checkpoint = import_checkpoint(str(source), str(tmp_path / "out/run"))
     config = read_config(tmp_path / "out/run")
-    sha256 = load_tokenizer(config.data.tokenizer).sha256
     new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
                   data=replace(config.data, tokens_per_step=64))
-    with pytest.raises(UserError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
-        branch(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256, {}, None)
-    assert "n_ctx is" not in str(caught.value)
-    write_tokenizer(source, {"eos_token": "<|end|>"})
-    with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
-        branch(new, load_tokenizer(str(source)).sha256, {}, None)
     tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
+    sha256 = load_tokenizer(config.data.tokenizer).sha256
     assert branch(new, sha256, tensors, None)[0] == checkpoint
     assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()
-    with pytest.raises(UserError, match="import the model first, python -m eval.export --from-hf DIR .*/out/gone"):
-        branch(replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, tensors, None)
-    with pytest.raises(UserError, match="no finished checkpoint"):
-        branch(replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, tensors, None)
-
-
-def write_chat(path, n=300):
-    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
-    with open(path, "w") as file:
-        for i in range(n):
-            said = rng.choices(words, k=rng.randint(2, 6))
-            prompt, response = f"{i}: say backwards {' '.join(said)}\n", " ".join(reversed(said)) + "."
-            file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    write_tokenizer(source, {"eos_token": "<|end|>"})
+    others = [(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256,
+               "norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there"),
+              (new, load_tokenizer(str(source)).sha256, "its ids mean other text: give data.tokenizer=.*out/run/tokenizer"),
+              (replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256,
+               "import the model first, python -m eval.export --from-hf DIR .*/out/gone"),
+              (replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, "no finished checkpoint")]
+    for other, tokenizer, words in others:
+        with pytest.raises(UserError, match=words) as caught:
+            branch(other, tokenizer, tensors, None)
+        assert "n_ctx is" not in str(caught.value)
 
 
 def response_loss(model, batches):
@@ -312,10 +288,14 @@ def response_loss(model, batches):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(), n
 
 
-def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, monkeypatch, capsys):
+def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert export.main(["--from-hf", str(llama), "out/llama"]) == 0
-    write_chat(tmp_path / "chat.jsonl")
+    assert export.main(["--from-hf", str(source), "out/llama"]) == 0
+    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
+    said = [rng.choices(words, k=rng.randint(2, 6)) for _ in range(300)]
+    Path("chat.jsonl").write_text("".join(json.dumps({
+        "prompt": f"{i}: say backwards {' '.join(each)}\n", "response": " ".join(reversed(each)) + "."}) + "\n"
+        for i, each in enumerate(said)))
     assert prepare_data.main(["local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
                               "val_share=0.1", "processes=1"]) == 0
     capsys.readouterr()
@@ -327,7 +307,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
         eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
     data = open_data(config, load_tokenizer("out/llama/tokenizer").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(2)]
-    expected, expected_norm, n = response_loss(read_llama(llama), batches)
+    expected, expected_norm, n = response_loss(read_llama(source), batches)
     assert n == data.targets(0) and 0.2 < n / 512 < 0.8
     capsys.readouterr()
     finals = {}
@@ -343,7 +323,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
         assert rows[0]["grad_norm"] == pytest.approx(expected_norm, rel=0.1 if recipe == "off" else 0.2)
         assert losses[-1] < losses[0] - 1.5
         finals[recipe] = losses[-1]
-        assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+        assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert finals["off"] == pytest.approx(finals["tensorwise"], rel=0.1)
     assert export.main([str(config.run_dir.parent / "arm_tensorwise"), "back", "dtype=fp32"]) == 0
     ours, theirs = load_model("out/arm_tensorwise", compute_dtype=torch.float32)[0], read_llama(tmp_path / "back")

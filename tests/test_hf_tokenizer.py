@@ -50,8 +50,6 @@ def merged(folder, text):
     return ids
 
 
-# ------------------------------------------------------------------------------------------------------------------ ids
-
 def test_ids_are_the_merges_and_text_returns(folder):
     tok = load_tokenizer(str(folder))
     for text in HOSTILE:
@@ -97,8 +95,6 @@ def test_identity_is_rules_and_roles(folder, tmp_path):
     assert [load_tokenizer(name).kind for name in ("gpt2", "byte", str(folder))] == ["gpt2", "byte", "folder"]
 
 
-# --------------------------------------------------------------------------------------------------------------- damage
-
 def _swap(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -113,8 +109,6 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence)
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
-
-# ------------------------------------------------------------------------------------------------------------ the shards
 
 def config(out, tokenizer, vocab_size):
     tiny = tiny_config(out, out)

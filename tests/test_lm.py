@@ -20,8 +20,6 @@ PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "star
          ("long context " * 9, "tail"), ("0123456789" * 4, "the end"), ("é", "ü€𝄞"), ("q", "z" * 31), ("q", "w" * 32)]
 
 
-# -------------------------------------------------------------------------------------------------------- log-likelihood
-
 @pytest.mark.parametrize("micro_batch", [1, 3, 64])
 def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
     model = build()
@@ -143,8 +141,6 @@ def test_generate_until_is_greedy_and_stops_where_asked():
     assert cut == text[:text.index(stop)] and stop not in cut
 
 
-# -------------------------------------------------------------------------------------------------------- shared contexts
-
 def random_rows(rng):
     """Rows of the kinds that tasks make: a few-shot beginning for all, questions, choices; loners, prefixes of others."""
     few_shot = [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
@@ -187,8 +183,6 @@ def test_shared_contexts_score_as_each_alone(micro_batch, n_shots):
         expected, expected_greedy = expected_pair(model, *pair)
         assert total == pytest.approx(expected, abs=3e-4, rel=1e-5) and greedy == expected_greedy, pair
 
-
-# ------------------------------------------------------------------------------------------------------------------ ranks
 
 WORKER = f"""
 import pickle, sys

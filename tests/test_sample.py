@@ -23,8 +23,6 @@ def run(tmp_path, monkeypatch):
     return build_run(tmp_path, monkeypatch)
 
 
-# ------------------------------------------------------------------------------------------------------------ generation
-
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tied=False, n_kv_head=1, qk_norm=True)])
 def test_greedy_generation_is_the_argmax_of_full_forward_passes(config):
     model, prompts = build(config), torch.tensor([list(b"abcdef"), list(b"uvwxyz")])
@@ -71,8 +69,6 @@ def test_rows_that_ended_stay_ended_and_generation_stops():
     assert got.tolist() == [[256, 256, 256], [66, 66, 256]] and len(calls) == 3
 
 
-# ------------------------------------------------------------------------------------------------------------- streaming
-
 def shown(steps, tokenizer, prompt="", n=1):
     """What stands on the screen after each step, and at the end."""
     out, seen = io.StringIO(), []
@@ -113,8 +109,6 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     for ids in (gpt2.encode(text * 3).tolist(), *([rng.randrange(50256) for _ in range(60)] for _ in range(50))):
         assert shown([[i] for i in ids], gpt2)[-1] == gpt2.decode([gpt2.eot, *ids]).removeprefix("<|endoftext|>") + "\n"
 
-
-# ------------------------------------------------------------------------------------------------------------ the command
 
 def test_sample_prints_prompt_and_continuation(run, capsys):
     settings = [str(run), "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu"]
@@ -192,8 +186,6 @@ def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch,
     said = capsys.readouterr().err
     assert said.startswith(words) and said.count("\n") == 1
 
-
-# ---------------------------------------------------------------------------------------------------------- the tokenizer
 
 MANIFEST = "checkpoints/step_00000001/manifest.json"
 

@@ -73,8 +73,6 @@ def cells(text, first):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-# ------------------------------------------------------------------------------------------------------------ differences
-
 def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(tmp_path, pair):
     text = page(tmp_path)
     bf16, fp8 = (np.array([row["acc"] for row in rows]) for rows in pair)
@@ -163,8 +161,6 @@ def test_of_a_group_the_differences_rest_on_all_its_questions(tmp_path):
     assert cells(text, "*chance*")[-1] == "25.0"
 
 
-# ------------------------------------------------------------------------------------------------- what is not to be mixed
-
 def test_limited_scores_and_other_documents_never_share_a_column(tmp_path):
     full, part, other = answers("piqa", 1), answers("piqa", 1, n=50), answers("piqa of another year", 1)
     write(tmp_path / "out" / "full", {"piqa": mean_row(full)})
@@ -215,8 +211,6 @@ def test_a_pair_is_one_dtype_and_one_pair_id(tmp_path, pair):
     text = page(tmp_path)
     assert text.count("*minus ") == 1 and "| run_bf16, float32 " in text
 
-
-# ------------------------------------------------------------------------------------------- folders, public models, page
 
 def test_folders_of_runs_and_public_models(tmp_path, pair):
     rows = answers("arc_easy", "gpt2")
