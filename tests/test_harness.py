@@ -149,18 +149,14 @@ def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, mo
 
 
 @pytest.mark.parametrize("entry, arguments, sentence", [
-    (harness, [], "tasks is missing: give tasks=VALUE"), (harness, ["tasks=,"], "tasks= names no task: give tasks=demo or"),
-    (harness, ["task=demo"], "there is no key 'task'; did you mean 'tasks'?"),
+    (harness, ["tasks=,"], "tasks= names no task: give tasks=demo or"),
     (harness, ["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
-    (harness, ["tasks=demo", "dtype=fp8"], "dtype='fp8' is not one of bfloat16, float32"),
     (harness, ["tasks=demo", "device=cuda:9"], "device='cuda:9' is not usable here"),
     (harness, ["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs"),
-    (harness, ["tasks=demo", "fp8=tensorwize"], "did you mean 'tensorwise'?"),
     (harness, ["tasks=demo", "fp8=rowwise", "dtype=float32"], "fp8=rowwise multiplies FP8 into BF16, so dtype=float32"),
-    (sample, ["hi", "fp8=rowise"], "mean 'rowwise'?"), (sample, ["x" * 33], "the prompt has 33 tokens, but the context of"),
+    (sample, ["x" * 33], "the prompt has 33 tokens, but the context of"),
     (sample, ["hi", "n=0"], "n=0 must be at least 1"), (sample, ["hi", "device=cud"], "device='cud' is not usable here"),
     (sample, ["hi", "temperature=-1"], "temperature=-1.0 must be 0 (the likeliest token) or between 0.01 and 100"),
-    (sample, ["hi", "temprature=1"], "there is no key 'temprature'; did you mean 'temperature'?"),
     (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"), (precision, ["recipes=off"], "must name FP8 recipes"),
     (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
