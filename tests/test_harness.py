@@ -15,6 +15,7 @@ import pytest
 import torch
 from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
 from lm_eval.api.model import LM
+from safetensors.torch import load_file
 from task_layouts import LAYOUTS, make
 from tiny_llama import make_llama
 
@@ -253,12 +254,12 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, 
     def refused(name, words):
         with pytest.raises(UserError, match=words):
             harness.public_lm(str(name), CPU, "float32", 1)
-    (folder := tmp_path / "own").mkdir()
-    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
-    refused(folder, r"with safetensors \(pickles can run code when read\)")
     refused("no such name", "could not be loaded")
-    for file in public.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(public, tmp_path / "own")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")      # whole, and a pickle
+    (folder / "model.safetensors").unlink()
+    refused(folder, r"with safetensors \(pickles can run code when read\)")
+    shutil.copy(public / "model.safetensors", folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
