@@ -6,7 +6,6 @@ Every score must be equal (log-likelihoods sum in another order: other metrics t
 counts: reading tasks, loading the model, importing. transformers and accelerate are needed.
 """
 
-import contextlib
 import json
 import os
 import subprocess
@@ -18,12 +17,13 @@ from pathlib import Path
 ROUNDS = 2
 
 
-def main(run: str, task: str, offline: str, limit: str = "") -> None:
+def main(run: str, task: str, folder: str, limit: str = "") -> None:
+    os.environ["HF_DATASETS_CACHE"] = os.path.abspath(folder)
     with tempfile.TemporaryDirectory() as scratch:
         _call("-m", "eval.export", run, f"{scratch}/export", "dtype=fp32")
-        ours = ["-m", "eval.harness", run, f"tasks={task}", f"offline={offline}", "dtype=float32", "device=cpu", "micro_batch=16",
+        ours = ["-m", "eval.harness", run, f"tasks={task}", "dtype=float32", "device=cpu", "micro_batch=16",
                 *([f"limit={limit}"] if limit else [])]
-        theirs = [__file__, "--lm-eval", offline, "--model", "hf", "--model_args", f"pretrained={scratch}/export,dtype=float32",
+        theirs = ["-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={scratch}/export,dtype=float32",
                   "--tasks", task, "--device", "cpu", "--batch_size", "16", "--output_path", f"{scratch}/theirs.json",
                   *(["--limit", limit] if limit else [])]
         seconds = [(_call(*ours), _call(*theirs)) for _ in range(ROUNDS)]
@@ -46,14 +46,7 @@ def _call(*command: str) -> float:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--lm-eval":      # lm-eval's own command line, the tasks' data from a folder
-        from lm_eval.__main__ import cli_evaluate
-
-        from eval.tasks import reading
-        folder, sys.argv = sys.argv[2], ["lm_eval", *sys.argv[3:]]
-        with reading(Path(folder)), contextlib.suppress(SystemExit):
-            cli_evaluate()
-    elif len(sys.argv) < 4:
+    if len(sys.argv) < 4:
         print(__doc__)
     else:
         main(*sys.argv[1:])

@@ -1,6 +1,6 @@
 """Turn a run into a folder that Hugging Face's transformers loads, or such a folder into a run.
 
-    python -m eval.export out/RUN DIR                   the newest sound checkpoint -> DIR
+    python -m eval.export out/RUN DIR                   the newest checkpoint -> DIR
     python -m eval.export out/RUN DIR float8=rowwise    its Linears as float8 weights, for torchao's inference
     python -m eval.export out/RUN FILE.safetensors      the weights alone, under the model's own names (model.py)
     python -m eval.export --from-hf DIR out/RUN         a Llama-family checkpoint -> a run, to sample, score, continue
@@ -18,19 +18,18 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
 import torch
 
-from eval.sample import Recipe, check_recipe, read_json, read_tokenizer
-from model import GPT, GPTConfig
+from eval.sample import Recipe, load_for_inference, read_json
+from model import GPTConfig
 from runtime import fp8
-from runtime.checkpoint import checkpoints, load, origin_of, read_manifest, sync_folder
+from runtime.checkpoint import name_of, origin_of, read_manifest, sync_folder
 from runtime.cli import UserError, command, grid, run_command
-from runtime.config import Config, config_from_dict, read_config
+from runtime.config import Config, config_from_dict
 from runtime.fp8 import RECIPES, scale_of
 from runtime.tokenizer import END_OF_TEXT, FOLDER_FILES, Tokenizer, byte_letters, token_bytes, vocab_bpe
 
@@ -60,20 +59,11 @@ class Options:
                             "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
             raise UserError("the folder to write is missing: python -m eval.export out/RUN DIR")
-        if self.float8 != "off" and self.dtype != "bf16":
-            raise UserError(f"float8={self.float8} multiplies into BF16, so dtype={self.dtype} cannot be had with it: drop one "
-                            f"of the two")
 
 
 def main(argv: list[str]) -> int:
-    return command(__doc__, Options, argv, _export_or_import)
-
-
-def _export_or_import(options: Options) -> str:
-    if options.from_hf is None:
-        return export(options)
-    from eval.from_hf import import_checkpoint
-    return f"{options.from_hf} -> {import_checkpoint(options.from_hf, options.run)}"
+    from eval.from_hf import import_checkpoint  # which has its layout from here
+    return command(__doc__, Options, argv, lambda o: import_checkpoint(o.from_hf, o.run) if o.from_hf else export(o))
 
 
 def export(options: Options) -> str:
@@ -82,22 +72,27 @@ def export(options: Options) -> str:
     is_file = target.suffix == ".safetensors"
     if target.exists() and not (target.is_file() if is_file else target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
-    config, recipe = read_config(run_dir), options.float8
-    chosen = linears_for(config, recipe) if recipe != "off" else []
-    tokenizer = read_tokenizer(config, run_dir)
-    manifest, weights = newest_weights(run_dir)
+    recipe, dtype = options.float8, DTYPES[options.dtype]
+    loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
+    if recipe not in ("off", *loadable):
+        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
+    model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe)
+    weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
+    del model       # its weights go as they are cast
+    manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
+    chosen = linears_to_store(config.model, layers, recipe)
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
     tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
     try:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
-            weights[name] = weights[name] if name in scales else weights[name].to(DTYPES[options.dtype])
+            weights[name] = weights[name] if name in scales else weights[name].to(dtype)
         if is_file:
             kind, size = "weights", sum(t.nbytes for t in weights.values())
             write_safetensors(tmp / target.name, weights, {
-                "format": "pt", "run": config.run, "step": str(manifest["step"]), "config": json.dumps(manifest["config"])})
+                "format": "pt", "run": config.run, "step": str(step), "config": json.dumps(manifest["config"])})
         else:
             about = hf_config(config.model, options.dtype) | write_tokenizer(
                 tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
@@ -110,7 +105,7 @@ def export(options: Options) -> str:
         publish(tmp, tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return f"step {manifest['step']}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
+    return f"step {step}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
 
 
 def publish(folder: Path, what: Path, target: Path) -> None:
@@ -119,28 +114,6 @@ def publish(folder: Path, what: Path, target: Path) -> None:
         sync_folder(path)
     os.replace(what, target)
     sync_folder(target.parent)
-
-
-# -------------------------------------------------------------------------------------------------------------- weights
-
-def newest_weights(run_dir: Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Manifest and fp32 weights of the newest checkpoint that is what was written; older ones where it is not.
-
-    Read alone, nothing is renamed: the run may be going on. What is skipped is told on stderr. Raises UserError where no
-    checkpoint is sound.
-    """
-    there = checkpoints(run_dir)
-    for path in reversed(there):
-        try:
-            manifest = read_manifest(path)
-            weights = {name: torch.empty(shape, dtype=torch.float32) for name, (shape, dtype) in manifest["tensors"].items()
-                       if name.startswith("model.")}
-            load(path, manifest, weights)       # compares names, shapes and dtypes with the manifest
-            return manifest, {name.removeprefix("model."): t for name, t in weights.items()}
-        except UserError as error:
-            print(error, file=sys.stderr)
-    raise UserError(f"{run_dir} has no sound checkpoint" + f", none of its {len(there)} is what was written" * bool(there) +
-                    ": give the folder of a run that has saved, such as out/<run>")
 
 
 def _write_weights(folder: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> int:
@@ -181,8 +154,6 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
             # The bytes as they lie: numpy knows no bfloat16.
             file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
 
-
-# --------------------------------------------------------------------------------------------------------------- layout
 
 Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
 
@@ -243,31 +214,20 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
     return out
 
 
-# --------------------------------------------------------------------------------------------------------------- float8
-
+# The Linears are those that the run converts, or the recipe's defaults.
 # Each fused matrix is rounded as its recipe rounds it in training, from the fp32 weights, then cut in Hugging Face's parts:
 # the float8 values and scales are those which the run's own matmuls saw (runtime/fp8.py). Activations are scaled while
 # running, per tensor or per row as the recipe does, by torchao's rule, which knows no powers of two. The head, like the
 # embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
 # quantization_config.
 
-def linears_for(config: Config, recipe: str) -> list[str]:
-    """Names of the Linears to store as float8: those that the run converts, or the recipe's defaults, without the head.
-
-    Raises UserError where torchao's inference has no such scaling or a part's sizes do not fit.
-    """
-    loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
-    if recipe not in loadable:
-        raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
-    settings = check_recipe(config, recipe, torch.device("cpu"))
-    with torch.device("meta"):
-        layers = fp8.select(GPT(config.model), settings)
+def linears_to_store(config: GPTConfig, layers: list[fp8.Layer], recipe: str) -> list[str]:
+    """Names of the converted Linears without the head. Raises UserError where a part's sizes do not fit."""
     chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
-    for name in chosen:
-        for part, shape in layout(config.model)[f"{name}.weight"]:
-            if any(n % MULTIPLE for n in shape):
-                raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need "
-                                f"multiples of {MULTIPLE}; export without float8=")
+    for part, shape in (part for name in chosen for part in layout(config)[f"{name}.weight"]):
+        if any(n % MULTIPLE for n in shape):
+            raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need multiples of "
+                            f"{MULTIPLE}; export without float8=")
     return chosen
 
 
@@ -308,8 +268,6 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
         "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
 
-
-# ------------------------------------------------------------------------------------------------------------ tokenizer
 
 def write_tokenizer(tokenizer: Tokenizer, n_ctx: int, vocab_padded: int, folder: Path) -> dict[str, int]:
     """Put the tokenizer's files and generation_config.json into `folder`; returns the roles that config.json repeats.
@@ -368,15 +326,13 @@ def _tokenizer_files(tokenizer: Tokenizer, n_ctx: int) -> dict[str, str]:
             "merges.txt": merges, "tokenizer_config.json": as_json(settings), "special_tokens_map.json": as_json(roles)}
 
 
-# ----------------------------------------------------------------------------------------------------------------- card
-
 CARD = """---
 {head}
 ---
 
 # {run}
 
-A language model of {params:,} parameters, {made}. It continues text{tuned}. The weights here: {form}.
+A language model of {params:,} parameters, {made}. It continues text. The weights here: {form}.
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -408,58 +364,42 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 
 def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license: str) -> str:
-    """README.md, of what config.json, summary.json, eval/*.json and the index.json of each source say, as far as they are there.
-
-    Without a choice of the user's the licence is that of the imported model that these weights go back to, if any.
-    """
+    """README.md, of what config.json, summary.json, eval/*.json and each source's index.json say, as far as they are there."""
     from huggingface_hub import ModelCardData
+
+    from eval.table import read_rows, sort_columns, table_of
 
     origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
     is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
     sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
-    license = origin.get("license") or license if license == "other" else license
-    on_hub = {index["dataset"] for index in sources.values() if re.fullmatch(r"[\w.-]+/[\w.-]+", index.get("dataset", "")) and
-              re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}      # prepare/ writes a Hub's data set with its commit
+    on_hub = {index["dataset"] for index in sources.values() if re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}
     head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation",
-                         tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], base_model=origin.get("model"),
-                         datasets=sorted(on_hub) or None)
-    base = origin.get("model") or origin.get("folder")
+                         tags=["nanofp8", *["fp8"] * (config.fp8.recipe != "off")], datasets=sorted(on_hub) or None)
+    base = origin.get("folder")
     begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
-    made = (f"imported into nanoFP8 from {base} and not trained there" if is_import else
-            f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens each")
     shown = [["source", "share", "data set", "revision", "licence"]]
     for name, index in sources.items():
-        share = data.mixture[name] / sum(data.mixture.values())
-        shown.append([name, f"{share:.1%}", *(str(index.get(key, "not known")).replace("|", "\\|")
-                                              for key in ("dataset", "revision", "license"))])
-    training = [] if is_import else [
-        f"AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; gradients clipped at {o.clip:g}), peak "
-        f"learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of gradients and optimizer in fp32."]
-    if config.fp8.recipe != "off":
-        names = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in summary.get("precision", {}).get("layers_converted", ()))
-        training.append(f"Matmuls in FP8, recipe `{config.fp8.recipe}`, all else in BF16"
-                        f"{': ' * bool(names)}{', '.join(f'`{name}` ({n})' for name, n in names.items())}.")
+        shown.append([name, f"{data.mixture[name] / sum(data.mixture.values()):.1%}",
+                      *(str(index.get(key, "not known")) for key in ("dataset", "revision", "license"))])
+    made, training = f"imported into nanoFP8 from {base} and not trained there", ""
+    if not is_import:
+        made = (f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens "
+                f"each")
+        training = (f"{'Muon and ' * (o.kind == 'muon')}AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; "
+                    f"gradients clipped at {o.clip:g}), peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of "
+                    f"gradients and optimizer in fp32. Recipe of the FP8 matmuls: {config.fp8.recipe}.")
     if summary.get("steps") == step and not is_import:      # else it tells of other weights
-        training.append(f"{summary.get('n_gpu')} x {summary.get('device')}, {summary.get('wall_s', 0) / 3600:.2f} hours; code at "
-                        f"commit {summary.get('git_commit')}. Validation loss {summary.get('loss_as_trained')} as trained, "
-                        f"{summary.get('loss_bf16')} in BF16 (nats per token).")
-    files = [f"- {name}: SHA-256 {sha256}" for name, sha256 in (origin.get("files") or {}).items()]
+        training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "
+                     f"per token).")
+    try:    # what the harness wrote of these weights on whole tasks, FP8 inference beside BF16
+        rows = [row for row in read_rows([run_dir]) if (row.step or summary.get("steps", 0)) == step]
+        scores = grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
+    except UserError as error:
+        scores = f"None: {error}"
     return CARD.format(
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
-        tuned=" and was tuned on prompts and responses" * any(index.get("is_masked") for index in sources.values()),
-        training="\n\n".join([*training, *(["\n".join([f"Imported files of {base}:", *files])] if files else [])]),
-        scores=_scores(run_dir, step, summary.get("steps", 0)), n_ctx=config.model.n_ctx,
+        training=training, scores=scores, n_ctx=config.model.n_ctx,
         licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
-
-
-def _scores(run_dir: Path, step: int, last: int) -> str:
-    """The table of what the harness wrote of these weights on whole tasks, FP8 inference beside BF16."""
-    from eval.table import read_rows, sort_columns, table_of
-    try:
-        rows = [row for row in read_rows([run_dir])[0] if (row.step or last) == step]
-    except UserError as error:
-        return f"None: {error}"
-    return grid(table_of(rows, [column for column in sort_columns(rows) if column.limit is None]))
 
 
 if __name__ == "__main__":

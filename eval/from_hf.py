@@ -12,7 +12,6 @@ can run code when they are read (pickles: .bin, .pt, .pth) are refused by their 
 
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -29,22 +28,24 @@ from runtime.cli import UserError, type_problems
 from runtime.config import Config, DataConfig, OptimConfig
 from runtime.tokenizer import keep_tokenizer, load_tokenizer
 
-INDEX = "model.safetensors.index.json"
-WHOLE = "model.safetensors"
 EXACT = (torch.float32, torch.bfloat16, torch.float16)      # fp32 holds each of their values
 MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}
 SIZES = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_ffn": "intermediate_size",
          "n_ctx": "max_position_embeddings", "vocab_size": "vocab_size"}
 ROPE = {"rope_factor": "factor", "rope_low_freq": "low_freq_factor", "rope_high_freq": "high_freq_factor"}
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings", *ROPE.values()}
+# What computes otherwise than model.py: biases, another activation, sums in slices, narrower rotations, quantised weights, code
+# of the model's own, which is never run.
+HELD = {"attention_bias": (False,), "mlp_bias": (False,), "hidden_act": ("silu", "swish"), "pretraining_tp": (1,),
+        "partial_rotary_factor": (1,), "quantization_config": ({},), "compression_config": ({},), "auto_map": ({},)}
 NOT_EXACT = "this model cannot be held exactly"
 
 
 def import_checkpoint(folder: str, run_dir: str) -> Path:
     """Write the run; returns the folder of its checkpoint. It appears by one rename: whole or not at all.
 
-    Raises UserError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed,
-    MemoryError where the model does not fit: then nothing is left.
+    Raises UserError where `folder` holds no model that can be held exactly or `run_dir` exists; OSError where writing failed:
+    then nothing is left.
     """
     source, target = Path(folder), Path(run_dir)
     if not source.is_dir():
@@ -52,7 +53,7 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
     if os.path.lexists(target):
         raise UserError(f"{target} exists: choose another out/RUN, or remove that one")
     raw = _read_json(source / "config.json")
-    model, files, tokenizer = gpt_config(raw), _weight_files(source), load_tokenizer(str(source))
+    model, files, tokenizer = gpt_config(raw), _open_weights(source), load_tokenizer(str(source))
     if tokenizer.vocab_size > model.vocab_size:
         raise UserError(f"{source}: its tokenizer has {tokenizer.vocab_size} ids, but config.json has vocab_size="
                         f"{model.vocab_size}: the two do not belong together")
@@ -65,13 +66,10 @@ def import_checkpoint(folder: str, run_dir: str) -> Path:
         shutil.rmtree(part, ignore_errors=True)     # what a killed import left
         checkpoint = part / "checkpoints" / name_of(0)
         checkpoint.mkdir(parents=True)
-        if (free := shutil.disk_usage(part).free) < 1.01 * 4 * model.params_total:
-            raise OSError(f"the model takes {4 * model.params_total / 1e9:.1f} GB as fp32 in {target.parent}, and "
-                          f"{free / 1e9:.1f} GB are free")
         keep_tokenizer(part, folder)
-        opened = {path: _open(path) for path in set(files.values())}
-        weights = dict(from_hf(model, files, lambda name: opened[files[name]].get_tensor(name)))
-        write_checkpoint(checkpoint, config, weights, {"imported": _facts(source, raw, files, tokenizer.sha256)})
+        weights = dict(from_hf(model, files, lambda name: files[name].get_tensor(name)))
+        write_checkpoint(checkpoint, config, weights, {"imported": {
+            "folder": source.resolve().name, "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer.sha256}})
         (part / "config.json").write_text(json.dumps(config.to_dict(), indent=1) + "\n")
         publish(part, part, target)
     except BaseException:
@@ -96,8 +94,6 @@ def write_checkpoint(path: Path, config: Config, weights: dict[str, torch.Tensor
                 "torch": str(torch.__version__), "world_size": 1, "tensors": describe(tensors), "files": files})
 
 
-# ------------------------------------------------------------------------------------------------------- what is there
-
 def _read_json(path: Path) -> dict:
     try:
         return json.loads(path.read_bytes())
@@ -107,46 +103,23 @@ def _read_json(path: Path) -> dict:
         raise UserError(f"{path} is not JSON of a model ({error}): download it again") from error
 
 
-def _weight_files(source: Path) -> dict[str, Path]:
-    """The file of each tensor, by the index where there is one. Raises UserError: none, unsafe, damaged, not all there."""
-    if (source / INDEX).is_file():
-        place = _read_json(source / INDEX)["weight_map"]
-    elif (source / WHOLE).is_file():
-        place = dict.fromkeys(_open(source / WHOLE).keys(), WHOLE)
-    else:
-        raise UserError(f"{source} has neither {WHOLE} nor {INDEX}: get the model as safetensors, under these names; pickles "
-                        f"(.bin, .pth) can run code and GGUF is no training format, so neither is read")
-    for name in set(place.values()):
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{source / INDEX} names {name!r}, which is no safetensors file of this folder: it is not opened")
-        if absent := sorted({tensor for tensor, file in place.items() if file == name} - set(_open(source / name).keys())):
-            raise UserError(f"{source / name} lacks {absent[0]}, which the index has there: download both again")
-    return {tensor: source / name for tensor, name in place.items()}
-
-
-def _open(path: Path):
-    """A safetensors file: its header is checked against its length, nothing is read yet."""
+def _open_weights(source: Path) -> dict:
+    """The open file of each tensor; its header is checked against its length, nothing is read yet."""
     from safetensors import SafetensorError, safe_open
-    try:
-        return safe_open(path, framework="pt")
-    except (FileNotFoundError, SafetensorError) as error:
-        raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
+    files: dict = {}
+    for path in sorted(source.glob("*.safetensors")):
+        try:
+            opened = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{path} is no whole safetensors file ({error}): the download is incomplete, repeat it") from error
+        if twice := sorted(files.keys() & set(opened.keys())):
+            raise UserError(f"{path} and another file of the folder both hold {_some(twice)}: keep those of one download")
+        files |= dict.fromkeys(opened.keys(), opened)
+    if not files:
+        raise UserError(f"{source} has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code and "
+                        f"GGUF is no training format, so neither is read")
+    return files
 
-
-def _facts(source: Path, raw: dict, files: dict[str, Path], tokenizer_sha256: str) -> dict:
-    """Where the weights come from, for the manifest and the model card."""
-    hashed = {path.name: path for path in (source / "config.json", source / "tokenizer.json", *files.values())}
-    readme = source / "README.md"
-    head = re.match(r"---\n(.*?)\n---", readme.read_text(errors="replace"), re.S) if readme.is_file() else None
-    licence = re.search(r"^license: *([\w.-]+) *$", head[1], re.M) if head else None
-    cached = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+$", source.resolve().as_posix())     # by the Hub's client
-    return {"model": f"{cached[1]}/{cached[2]}" if cached else None, "folder": source.resolve().name,
-            "architecture": raw["architectures"][0], "tokenizer_sha256": tokenizer_sha256,
-            "license": licence[1] if licence else None,
-            "files": {name: file_sha256(path) for name, path in sorted(hashed.items())}}
-
-
-# ------------------------------------------------------------------------------------------------------- configuration
 
 def gpt_config(raw: dict) -> GPTConfig:
     """The model that a config.json describes. What the file leaves out has the default of its architecture.
@@ -157,7 +130,13 @@ def gpt_config(raw: dict) -> GPTConfig:
     if named not in [[name] for name in MODEL_TYPES]:
         raise UserError(f"config.json has architectures={named!r}: only {' and '.join(MODEL_TYPES)} compute what model.py does")
     is_qwen3 = named == ["Qwen3ForCausalLM"]
-    _refuse_what_computes_otherwise(raw, is_qwen3)
+    # Llama knows no window; Qwen3's applies where it is switched on.
+    held = HELD | ({"use_sliding_window": (False,)} if is_qwen3 else {"sliding_window": ()})
+    refused = [f"{key}={raw[key]!r}" for key, values in held.items() if raw.get(key) is not None and raw[key] not in values]
+    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
+        refused.append(f"layer_types={sorted(set(raw['layer_types']))}")
+    if refused:
+        raise UserError(f"config.json has {', '.join(refused)}: {NOT_EXACT}")
     sizes = {ours: _number(raw, theirs, int) for ours, theirs in SIZES.items()}
     heads = _number(raw, "num_key_value_heads", int, None if is_qwen3 else sizes["n_head"])
     config = GPTConfig(
@@ -172,30 +151,12 @@ def gpt_config(raw: dict) -> GPTConfig:
     return config
 
 
-def _refuse_what_computes_otherwise(raw: dict, is_qwen3: bool) -> None:
-    refused = [f"{key}={raw[key]!r} (no Linear here has a bias)" for key in ("attention_bias", "mlp_bias") if raw.get(key)]
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        refused.append(f"hidden_act={raw['hidden_act']!r} (only silu)")
-    if raw.get("pretraining_tp", 1) not in (1, None):
-        refused.append(f"pretraining_tp={raw['pretraining_tp']!r} (its sums are taken in slices)")
-    # Llama knows no window; Qwen3's applies where it is switched on.
-    if raw.get("use_sliding_window") or (not is_qwen3 and raw.get("sliding_window") is not None):
-        refused.append(f"sliding_window={raw.get('sliding_window')!r} (attention here sees the whole context)")
-    if any(kind != "full_attention" for kind in raw.get("layer_types") or ()):
-        refused.append("layer_types other than full_attention (attention here sees the whole context)")
-    refused += [f"{key} (quantised weights are not what was trained)" for key in ("quantization_config", "compression_config")
-                if raw.get(key)]
-    refused += ["auto_map (code of its own, which is never run)"] if raw.get("auto_map") else []
-    if refused:
-        raise UserError(f"config.json has {', '.join(refused)}: {NOT_EXACT}")
-
-
 def _rope(raw: dict, n_ctx: int) -> dict:
     """Ours of the position encoding, found where transformers looks for it and in the same order."""
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if strange := sorted(set(rope) - ROPE_KEYS):
         raise UserError(f"config.json has rope parameters that are not known here ({_some(strange)}): {NOT_EXACT}")
-    if (share := rope.get("partial_rotary_factor", raw.get("partial_rotary_factor"))) not in (None, 1):
+    if (share := rope.get("partial_rotary_factor")) not in (None, 1):
         raise UserError(f"config.json has partial_rotary_factor={share!r}, but whole heads are rotated here: {NOT_EXACT}")
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = {"rope_theta": _number(rope if rope.get("rope_theta") is not None else raw, "rope_theta", float, 10_000.0)}
@@ -215,8 +176,6 @@ def _number(raw: dict, key: str, kind: type, default=None):
         raise UserError(f"config.json has {key}={value!r}, but needs a number")
     return kind(value)
 
-
-# ------------------------------------------------------------------------------------------------------------- weights
 
 def from_hf(config: GPTConfig, names: Iterable[str], read: Callable[[str], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Our name and the fp32 tensor, one after the other, of a checkpoint that holds `names`; read(name) gives one.

@@ -12,15 +12,12 @@ arc_easy, arc_challenge, openbookqa, boolq, sciq, winogrande, without examples s
 commonsense_qa, at chance below a billion parameters). A forward pass has as many tokens as micro_batch= full contexts, one beyond
 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
 
-Prints a table; writes out/RUN/eval/TASKS.json, lm-eval's log of every document beside it (samples_TASK.jsonl.gz) and, but
-for limit= and dtype=float32, the scores into the out/RUN/summary.json of a finished run under "eval" (with fp8=RECIPE:
-TASKS_fp8_RECIPE.json, "eval_fp8"). A run that is still training is scored at its newest checkpoint. Recipes with one
-activation scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little
-on micro_batch. Probabilities are normalised over the padded vocabulary, as in training: with the tokenizers gpt2 and byte a
-perplexity here is the training loss of each document by itself. Where an imported tokenizer puts a token before every text,
-that token is scored too, as lm-eval does for transformers' models. What would be generated (is_greedy, generate_until) is
-looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format) is read by
-transformers, needed here alone, from safetensors alone, without running code of its own; its scores lie in out/hf_NAME.
+Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and lm-eval's log of every document
+beside it (samples_TASK.jsonl.gz). A run that is still training is scored at its newest checkpoint. Recipes with one activation
+scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little on
+micro_batch. Probabilities are normalised over the padded vocabulary, as in training; what would be generated (is_greedy,
+generate_until) is looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format)
+is read by transformers, needed here alone, from safetensors, without running code of its own; its scores lie in out/hf_NAME.
 """
 
 import contextlib
@@ -48,9 +45,10 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from eval import tasks
-from eval.sample import Inference, Recipe, fp8_lines, load_for_inference, pick_device
-from runtime.checkpoint import gather, latest, step_of
-from runtime.cli import UserError, command, run_command
+from eval.sample import Recipe, load_for_inference, pick_device
+from runtime import fp8
+from runtime.checkpoint import gather
+from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
 from runtime.machine import memory_error
 from runtime.parallel import World, finish, own_keys
@@ -64,8 +62,8 @@ PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part
 class Options:
     run: str                            # folder of a run, hf:NAME or hf:/a/folder
     tasks: tuple[str, ...]              # demo, core, full, or names of lm-eval's
-    offline: str | None = None          # folder that --fetch filled
-    include: str | None = None          # folder with task YAMLs of your own; their data_files are looked up beside them
+    offline: str | None = None          # folder that --fetch filled, a cache of Hugging Face's datasets
+    include: str | None = None          # folder with task YAMLs of your own
     limit: int | None = None            # documents per task at most; none = all. For trying things out: such scores are marked
     micro_batch: int = 16               # sequences of a full context per forward pass; of shorter ones more
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
@@ -82,8 +80,6 @@ class Options:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
         if self.public and self.fp8 != "off":
             raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
-        if self.public and set(tasks.DEMO) & set(self.task_names):
-            raise UserError(f"the demo tasks are made from a run's own validation shards, which {self.run} has not")
 
     @property
     def task_names(self) -> list[str]:
@@ -111,26 +107,24 @@ class FetchOptions:
     POSITIONAL: ClassVar = ()
 
 
-# ---------------------------------------------------------------------------------------------------------------- score
-
-def score(options: Options, inference: Inference | None = None, world: World | None = None) -> dict:
+def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    `inference`: the model that the options mean, where it is loaded already. The ranks of a `world` share the work, each
-    returns the record, and the first writes. Raises UserError: no such run or task, a damaged checkpoint, data that cannot
-    be had, an FP8 recipe that cannot run; for the mistakes of any rank on all. Raises OSError where memory is too small.
+    The ranks of a `world` share the work, each returns the record, and the first writes. Raises UserError: no such run or
+    task, a damaged checkpoint, data that cannot be had, an FP8 recipe that cannot run; for the mistakes of any rank on all.
+    Raises OSError where memory is too small.
     """
-    start, names, world = time.perf_counter(), options.task_names, world or World(0, 0, 1, torch.device("cpu"))
+    start, names = time.perf_counter(), options.task_names
     if options.public is None:
         read_config(options.run)        # before the seconds that lm-eval takes to start
-    tasks.quiet(options.offline is not None or options.public is None and tasks.is_local(names, options.include))
-    lm, loaded, inference, step = _together(world, lambda: _prepare(options, inference, world))
+    tasks.prepare_libraries(options.offline, options.offline is not None or set(names) <= set(tasks.DEMO))
+    lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
-              "layers_fp8": [layer.name for layer in inference.layers if layer.reason is None] if inference else [],
+              "layers_fp8": [layer.name for layer in layers if layer.reason is None],
               "micro_batch": options.micro_batch, "device": str(lm.device), "lm_eval": importlib.metadata.version("lm_eval"),
               "truncated_requests": getattr(lm, "n_truncated", None), "wall_s": round(time.perf_counter() - start, 1)}
     if world.is_main:
@@ -138,9 +132,9 @@ def score(options: Options, inference: Inference | None = None, world: World | N
     return record
 
 
-def _prepare(options: Options, inference: Inference | None, world: World) -> tuple:
-    """What answers the requests, the tasks that make them, the model where it is one of ours, and its checkpoint's step."""
-    loaded = tasks.load(options.task_names, options.include, options.run, options.offline)
+def _prepare(options: Options, world: World) -> tuple:
+    """What answers the requests, the tasks that make them, the verdict on every Linear, and the checkpoint's step."""
+    loaded = tasks.load(options.task_names, options.include, options.run)
     device = options.device
     if world.size > 1 and device in ("auto", "cuda") and torch.cuda.is_available():
         torch.cuda.set_device(world.local_rank)
@@ -148,23 +142,12 @@ def _prepare(options: Options, inference: Inference | None, world: World) -> tup
     if options.public is not None:
         if world.size > 1:
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
-        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, None, None
-    from eval.lm import CheckpointLM  # after quiet(): lm-eval and datasets read their settings on import
-    step = newest_step(options.run)
-    if inference is None:
-        inference = load_for_inference(options.run, device, options.dtype, options.fp8)
-        while step != (newest := newest_step(options.run)):       # the run is training: which of the two was read?
-            step, inference = newest, load_for_inference(options.run, device, options.dtype, options.fp8)
-        if world.is_main:
-            for line in fp8_lines(inference.layers, options.fp8, inference.device):
-                print(line, flush=True)
-    model, tokenizer, where, _ = inference
-    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, inference, step
-
-
-def newest_step(run_dir: str) -> int | None:
-    newest = latest(Path(run_dir))
-    return None if newest is None else step_of(newest)
+        return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
+    from eval.lm import CheckpointLM  # after prepare_libraries()
+    model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8)
+    if world.is_main and options.fp8 != "off":
+        print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
+    return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
@@ -172,32 +155,22 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
 
     Raises UserError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
     """
-    folder = Path(name).expanduser()
-    is_local = folder.is_dir() or name.startswith(("/", "./", "../", "~"))
-    if is_local and not any(folder.glob("*.safetensors")):
-        raise UserError(f"hf:{name} has no *.safetensors: give a folder as eval.export writes it; pickles (.bin, .pth) can run "
-                        f"code when read, convert them first")
     try:
-        import accelerate  # noqa: F401  lm-eval imports it too; its absence would be told less well there
         import transformers
         from lm_eval.models.huggingface import HFLM
-    except ImportError as error:
-        raise UserError(f"hf:{name} is read by transformers, which our own runs do without ({error}): "
-                        f"pip install transformers accelerate") from error
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    try:    # lm-eval refuses a model's own code unless told otherwise
-        return HFLM(pretrained=str(folder) if is_local else name, device=str(device), dtype=dtype, batch_size=micro_batch,
-                    use_safetensors=True, softmax_dtype="float32")      # as ours: BF16 holds a log-likelihood to three digits
+        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.set_verbosity_error()
+        # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
+        return HFLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
+                    use_safetensors=True, softmax_dtype="float32")
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:300]
-        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): check the name, that it has "
-                        f"safetensors and no code of its own, that the Hub is in reach, or give hf:/a/folder") from error
+        raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install transformers "
+                        f"accelerate`, and a name on the Hub or hf:/a/folder, with safetensors (pickles can run code when read) "
+                        f"and no code of its own") from error
 
-
-# ---------------------------------------------------------------------------------------------------------------- ranks
 
 def join() -> World:
     """This process among those that torchrun started. Raises UserError where there are fewer GPUs than ranks."""
@@ -234,8 +207,6 @@ def _together(world: World, work: Callable):
     return result
 
 
-# -------------------------------------------------------------------------------------------------------------- records
-
 def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict[str, list[dict]]]:
     """Scores {task: {metric: value, metric_se: .., chance: .., n: .., num_fewshot: .., version: .., docs_sha256: ..}} and
     lm-eval's log of each task's documents. A group's row also names its `subtasks`, the tasks at its leaves."""
@@ -260,9 +231,11 @@ def evaluate(lm, loaded: dict, limit: int | None) -> tuple[dict[str, dict], dict
                 error = spread(influences) if len(influences) else None     # lm-eval gives a perplexity none
             row[label], row[f"{label}_se"] = float(value), None if error is None else float(error)
         row["version"] = results["versions"].get(name)
-        if task := loaded["tasks"].get(name):
+        if task := loaded["tasks"].get(name):       # chance: of guessing, where one of several answers is right
+            guesses = [1 / len(task.doc_to_choice(s["doc"])) for s in samples if task.OUTPUT_TYPE == "multiple_choice"]
             row |= {"n": len({s["doc_id"] for s in samples}), "num_fewshot": task.config.num_fewshot or 0,
-                    "chance": _chance(task, samples), "docs_sha256": _hash(s["doc_hash"] for s in samples)}
+                    "chance": sum(guesses) / len(guesses) if guesses else None,
+                    "docs_sha256": _hash(s["doc_hash"] for s in samples)}
     for name, group in loaded["groups"].items():
         if name in out:
             out[name] |= _group_row([(task.task_name, out[task.task_name]) for task in group.get_all_tasks()])
@@ -299,26 +272,14 @@ def spread(influences: np.ndarray) -> float:
     return float(np.sqrt(n / (n - 1) * np.sum(influences ** 2)))
 
 
-def _chance(task, samples: list[dict]) -> float | None:
-    """Accuracy of guessing, for multiple choice with one right answer; None elsewhere."""
-    if task.OUTPUT_TYPE != "multiple_choice" or not samples:
-        return None
-    choices = [len(task.doc_to_choice(s["doc"])) for s in samples]
-    return sum(1 / n for n in choices) / len(choices)
-
-
 def _hash(hashes) -> str:
     """Of the documents scored, in order: equal for two runs whose scores may be compared."""
     return sha256("".join(hashes).encode()).hexdigest()
 
 
 def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
-    """Put record and logs into the run's eval/ and its scores into summary.json.
-
-    The summary takes whole tasks in bfloat16 of its own step alone: no trial may stand where a score stood. The file names
-    tell what may not be compared: FP8, another dtype, a part of the documents. A log is named in its task's row. Raises
-    UserError where summary.json is damaged; it stays as it is.
-    """
+    """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8, another dtype, a part of the
+    documents. A log is named in its task's row."""
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
     kind += f"_limit{record['limit']}" if record["limit"] else ""
@@ -330,56 +291,31 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
         write_atomically(folder / name, gzip.compress(lines.encode(errors="backslashreplace"), compresslevel=5, mtime=0))
     if len(names) > 100:        # file names end at 255 bytes
         names = f"{names[:90]}_{sha256(names.encode()).hexdigest()[:9]}"
-    path, summary = folder / f"{names}{kind}.json", options.folder / "summary.json"
-    write_atomically(path, as_json(record))
-    if options.public or record["dtype"] != "bfloat16" or record["limit"]:
-        return
-    if not summary.is_file():
-        print(f"the run is not finished, so there is no {summary}: the scores are in {path} only", file=sys.stderr)
-        return
-    try:
-        known = json.loads(summary.read_text())
-    except ValueError as error:
-        raise UserError(f"{summary} is damaged ({error}): the scores are in {path} only") from error
-    if known.get("steps") != record["step"]:
-        print(f"{summary} is of step {known.get('steps')}, the checkpoint that was scored of step {record['step']}: the scores "
-              f"are in {path} only", file=sys.stderr)
-        return
-    scores = known.setdefault("eval", {}) if record["fp8"] == "off" else \
-        known.setdefault("eval_fp8", {}).setdefault(record["fp8"], {})
-    scores |= record["tasks"]
-    write_atomically(summary, as_json(known))
-
-
-def as_json(content: dict) -> str:
-    return json.dumps(content, indent=1) + "\n"
+    write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
 
 
 def table(record: dict) -> str:
-    """The scores for the console; of a group's tasks the group's row alone."""
-    lines = [f"{'task':24} {'metric':24} {'score':>9} {'+/- se':>9} {'chance':>7} {'n':>6}"]
+    """The scores as Markdown; of a group's tasks the group's row alone."""
+    lines = [["task", "metric", "score", "± se", "chance", "n"]]
     hidden = {name for row in record["tasks"].values() for name in row.get("subtasks", ())}
     for name, row in record["tasks"].items():
         for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
             error, chance = row[f"{metric}_se"], row.get("chance") if metric.startswith("acc") else None
             error, chance = "-" if error is None else f"{error:.4f}", "-" if chance is None else f"{chance:.2f}"
-            lines.append(f"{name:24} {metric:24} {row[metric]:9.4f} {error:>9} {chance:>7} {row['n'] or '-':>6}")
-    if record["limit"]:
-        lines.append(f"limit={record['limit']}: a part of each task, not to be compared with published scores")
+            lines.append([name, metric, f"{row[metric]:.4f}", error, chance, str(row["n"] or "-")])
+    notes = [f"limit={record['limit']}: a part of each task, not to be compared with published scores"] * bool(record["limit"])
     if record["truncated_requests"]:
-        lines.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
-    return "\n".join(lines)
+        notes.append(f"{record['truncated_requests']} requests were longer than the context and lost their beginning")
+    return "\n".join([grid(lines), *notes])
 
-
-# ---------------------------------------------------------------------------------------------------------- entry point
 
 def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
         return scores_table.main(arguments)
-    cls, work = Options, lambda options: table(score(options, world=join()))
+    cls, work = Options, lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
-        cls, work = FetchOptions, lambda o: "\n".join(tasks.fetch(Path(o.fetch), o.tasks, o.include))
+        cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)
     return command(__doc__, cls, arguments, work, is_shown=os.environ.get("RANK", "0") == "0")
 
 

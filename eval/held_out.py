@@ -29,16 +29,16 @@ N_CHOICES = 4
 
 def documents(run_dir: str, **_) -> dict:
     """val_ppl: {"validation": a dataset of `source`, `text`}. Raises UserError where the shards cannot be read."""
-    rows = [{"source": source, "text": text} for source, texts in _sources(run_dir)
-            for text in _pick(texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])]
+    rows = [{"source": source, "text": text} for source, *texts in _sources(run_dir)
+            for text in _pick(*texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])]
     return {"validation": _dataset(rows, run_dir, "val_ppl", "a document that is not empty")}
 
 
 def questions(run_dir: str, **_) -> dict:
     """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}. Raises UserError likewise."""
     rows = []
-    for source, texts in _sources(run_dir):
-        usable = _pick(texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
+    for source, *texts in _sources(run_dir):
+        usable = _pick(*texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
         rng = random.Random(f"val_cloze/{source}/cuts")
         for q in range(QUESTIONS if len(usable) >= N_CHOICES else 0):       # in turn: few documents serve several times
             asked = q % len(usable)
@@ -52,15 +52,6 @@ def questions(run_dir: str, **_) -> dict:
                 rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
     needed = f"{N_CHOICES} different documents of {CONTEXT + CHOICE} characters"
     return {"validation": _dataset(rows, run_dir, "val_cloze", needed)}
-
-
-def _pick(texts: "Texts", n: int, seed: str, transform) -> list:
-    """transform(text) of n documents drawn without replacement, passing over those it returns nothing for."""
-    rng, out = random.Random(seed), []
-    for i in rng.sample(range(len(texts)), len(texts)):
-        if len(out) < n and (value := transform(texts[i])):
-            out.append(value)
-    return out
 
 
 def _places(text: str) -> list[int]:
@@ -84,34 +75,27 @@ def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
     return datasets.Dataset.from_list(rows)
 
 
-# --------------------------------------------------------------------------------------------------------------- shards
-
-class Texts:
-    """The validation documents of one source, prompts included, decoded when asked for."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer):
-        self.tokenizer, self.documents, skip = tokenizer, [], len(tokenizer.prefix)
-        for shard in _shards(folder, tokenizer):
-            starts = np.flatnonzero(shard == tokenizer.eot)     # a document's tail in the next shard is left out
-            self.documents += [shard[a + skip:b] for a, b in zip(starts, [*starts[1:], len(shard)], strict=True)]
-
-    def __len__(self):
-        return len(self.documents)
-
-    def __getitem__(self, i: int) -> str:
-        return self.tokenizer.decode((self.documents[i] & ~LOSS_MASK_BIT).tolist())
-
-
-def _sources(run_dir: str) -> Iterator[tuple[str, Texts]]:
+def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
+    """Each source, the ids of its validation documents, prompts included, and what decodes them."""
     data = read_config(run_dir).data
     tokenizer = load_tokenizer(tokenizer_of(Path(run_dir), data.tokenizer))
     for source in sorted(data.mixture):
-        yield source, Texts(Path(data.dir) / source, tokenizer)
+        folder, documents, skip = Path(data.dir) / source, [], len(tokenizer.prefix)
+        index = read_index(folder)
+        if index.tokenizer != tokenizer.kind or index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
+            raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r} ({index.tokenizer_sha256[:9]}...), the "
+                            f"run was trained with {tokenizer.name!r} ({tokenizer.sha256[:9]}...): prepare the data with that")
+        for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
+            ids = np.memmap(path, dtype=index.dtype, mode="r")
+            starts = np.flatnonzero(ids == tokenizer.eot)       # a document's tail in the next shard is left out
+            documents += [ids[a + skip:b] for a, b in zip(starts, [*starts[1:], len(ids)], strict=True)]
+        yield source, documents, tokenizer
 
 
-def _shards(folder: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
-    index = read_index(folder)
-    if index.tokenizer != tokenizer.kind or index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
-        raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r} ({index.tokenizer_sha256[:9]}...), the run "
-                        f"was trained with {tokenizer.name!r} ({tokenizer.sha256[:9]}...): prepare the data with that one")
-    return [np.memmap(shard.path, dtype=index.dtype, mode="r") for shard in index.splits["val"].shards if shard.tokens]
+def _pick(documents: list[np.ndarray], tokenizer: Tokenizer, n: int, seed: str, transform) -> list:
+    """transform(text) of n documents drawn without replacement, passing over those it returns nothing for."""
+    rng, out = random.Random(seed), []
+    for i in rng.sample(range(len(documents)), len(documents)):
+        if len(out) < n and (value := transform(tokenizer.decode((documents[i] & ~LOSS_MASK_BIT).tolist()))):
+            out.append(value)
+    return out

@@ -1,10 +1,12 @@
 """Answer lm-eval's requests with our own model: in batches that compute a shared beginning once, on all ranks."""
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import chunks as batched
 from lm_eval.models.utils import postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows
 
@@ -204,19 +206,14 @@ class CheckpointLM(TemplateLM):
             kept = ids[-max(1, self.n_ctx - n_new):]
             self.n_truncated += len(kept) < len(ids)
             jobs.append((kept, n_new, until, i))
-        jobs.sort(key=lambda job: -len(job[0]))
         batch_list = []
-        while jobs:     # rows of a batch have equal lengths: the cache knows no padding
-            n = max(1, min(self.micro_batch, self.budget // len(jobs[0][0])))
-            batch_list.append([job for job in jobs[:n] if len(job[0]) == len(jobs[0][0])])
-            jobs = jobs[len(batch_list[-1]):]
-        answers = [""] * len(requests)
-        for batch, texts in zip(batch_list, self._shared_out(batch_list, self._answer, list(map(len, batch_list))), strict=True):
-            for (_, _, _, i), text in zip(batch, texts, strict=True):
-                answers[i] = text
-        return answers
+        for length, alike in groupby(sorted(jobs, key=lambda job: -len(job[0])), key=lambda job: len(job[0])):
+            batch_list += batched(alike, max(1, min(self.micro_batch, self.budget // length)))      # the cache knows no padding
+        answers = sum(self._shared_out(batch_list, self._answer, list(map(len, batch_list))), [])
+        return [text for _, text in sorted(answers)]
 
-    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[str]:
+    def _answer(self, batch: list[tuple[list[int], int, list[str], int]]) -> list[tuple[int, str]]:
+        """(request, text) of each job: prompt, new tokens at most, stop strings, request."""
         ids = torch.tensor([job[0] for job in batch], device=self._device)
         new: list[list[int]] = [[] for _ in batch]
         done = [False] * len(batch)
@@ -231,8 +228,8 @@ class CheckpointLM(TemplateLM):
                     done[row] = True
             if all(done):
                 break
-        return [postprocess_generated_text(self.tokenizer_ours.decode(row), job[2], None)
-                for row, job in zip(new, batch, strict=True)]
+        return [(i, postprocess_generated_text(self.tokenizer_ours.decode(row), until, None))
+                for row, (_, _, until, i) in zip(new, batch, strict=True)]
 
 
 # -------------------------------------------------------------------------------------------------------------- batches

@@ -1,14 +1,15 @@
 """Evaluate a trained model through BF16 matmuls, then through FP8 ones.
 
-    python -m eval.precision out/RUN recipes=tensorwise,rowwise tasks=demo
+    python -m eval.precision out/RUN recipes=tensorwise,rowwise
 
 All arms see the run's own validation sequences, in the same batches. Their difference is paired: the standard error is
 that of the mean difference over sequences. It says nothing of other training runs. With one activation scale a tensor
 (tensorwise, amax) a sequence's loss depends a little on what shares its batch, hence on micro_batch; with row, block and
-constant scales it does not.
+constant scales it does not. Scores of tasks: eval.harness fp8=RECIPE, then --table, which pairs them by document.
 
-Prints two Markdown tables; writes out/RUN/eval/precision.json and, per recipe, out/RUN/eval/probe_RECIPE.jsonl: what
-quantisation does to the weights and activations of each Linear on one validation batch (rows as in runtime/probe.py).
+Prints a Markdown table; writes out/RUN/eval/precision.json and, per recipe, out/RUN/eval/probe_RECIPE.jsonl: what
+quantisation does to the weights and activations of each Linear on one validation batch (rows as in runtime/probe.py;
+`python scaling/figures.py --fp8 out/RUN` draws them).
 """
 
 import json
@@ -20,23 +21,19 @@ from typing import ClassVar
 
 import torch
 
-from eval import harness, sample
 from eval.loss import ValLoss, evaluate
-from eval.sample import Inference, Recipe, check_recipe, fp8_lines, load_for_inference, pick_device, read_tokenizer
+from eval.sample import Inference, Recipe, check_recipe, load_for_inference, pick_device, read_json, read_tokenizer
 from runtime import fp8, probe
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data, open_data
-from runtime.rows import to_line, write_atomically
+from runtime.rows import to_line, write_atomically, write_json
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     run: str                            # folder of a run, trained in any precision
     recipes: tuple[Recipe, ...] = ("tensorwise", "rowwise")
-    tasks: tuple[str, ...] = ()         # lm-eval's tasks as for eval.harness, scored through each recipe too
-    include: str | None = None          # folder with task YAMLs of your own
-    limit: int | None = None            # documents per task at most; none = all
     micro_batch: int | None = None      # sequences per forward pass; none = the run's own
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
 
@@ -45,93 +42,64 @@ class Options:
     def __post_init__(self):
         if not self.recipes or "off" in self.recipes:
             raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes; BF16 is always there to compare with")
-        if not self.tasks and (self.limit, self.include) != (None, None):
-            raise UserError("limit= and include= are about tasks, but tasks= names none: give tasks=demo, or drop them")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
 
-    def scoring(self, recipe: str, micro_batch: int) -> harness.Options:
-        return harness.Options(run=self.run, tasks=self.tasks, include=self.include, limit=self.limit, micro_batch=micro_batch,
-                               device=self.device, fp8=recipe)
 
+def compare(options: Options) -> str:
+    """Measure BF16 and every recipe, write what was found, return the table.
 
-def compare(options: Options) -> dict:
-    """Measure BF16 and every recipe, write what was found, return precision.json's content.
-
-    Raises UserError: no such run, recipe or task, a recipe that cannot run here, validation data of another run.
+    Raises UserError: no such run or recipe, a recipe that cannot run here, validation data of another run.
     """
-    config, device = read_config(options.run), pick_device(options.device)
+    config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
-    data = open_data(config, read_tokenizer(config, options.run).sha256)
-    known = sample.read_json(Path(options.run) / "summary.json").get("val_sha256", data.val_sha256)
-    if known != data.val_sha256:
+    data = open_data(config, read_tokenizer(config, run_dir).sha256)
+    if read_json(run_dir / "summary.json").get("val_sha256", data.val_sha256) != data.val_sha256:
         raise UserError(f"{data.config.data.dir} holds other validation tokens than {options.run} was measured on: restore the "
                         f"shards, so that losses here and there mean the same")
-    micro_batch, arms = options.micro_batch or config.data.micro_batch, {}
-    bf16, reference = _arm("off", options, config, data, micro_batch)
-    for recipe in options.recipes:
-        arm, val = _arm(recipe, options, config, data, micro_batch)
-        gap = difference(val, reference)
-        arms[recipe] = {**arm, "difference": gap.loss, "difference_se": gap.standard_error,
-                        "difference_percent": 100 * gap.loss / reference.loss}
-    record = {"run": str(options.run), "step": harness.newest_step(options.run), "device": str(device),
-              "micro_batch": micro_batch, "n_ctx": data.n_ctx,
-              "sequences": {source: len(data.val(source)) for source in data.sources}, "weights": data.weights,
-              "val_sha256": data.val_sha256, "limit": options.limit, "bf16": bf16, "fp8": arms}
-    strict = json.loads(to_line(record))        # null for a loss that overflowed
-    write_atomically(Path(options.run) / "eval" / "precision.json", harness.as_json(strict))
-    return record
-
-
-def difference(val: ValLoss, reference: ValLoss) -> ValLoss:
-    """The paired differences as a ValLoss: its loss is the mean difference, its standard error that of the difference."""
-    return ValLoss({source: val.sequences[source] - losses for source, losses in reference.sequences.items()},
-                   reference.weights, reference.targets)
+    (run_dir / "eval").mkdir(exist_ok=True)
+    micro_batch, arms, vals = options.micro_batch or config.data.micro_batch, {}, {}
+    for recipe in ("off", *options.recipes):
+        arms[recipe], vals[recipe] = _arm(recipe, options, config, data, micro_batch)
+    reference, bf16 = vals.pop("off"), arms.pop("off")
+    for recipe, val in vals.items():
+        pairs = {source: losses - reference.sequences[source] for source, losses in val.sequences.items()}
+        gap = ValLoss(pairs, reference.weights, reference.targets)      # its loss and error are those of the differences
+        arms[recipe] |= {"difference": gap.loss, "difference_se": gap.standard_error,
+                         "difference_percent": 100 * gap.loss / reference.loss}
+    record = {"run": str(options.run), "step": bf16["step"], "device": str(device), "micro_batch": micro_batch,
+              "n_ctx": data.n_ctx, "sequences": {source: len(data.val(source)) for source in data.sources},
+              "weights": data.weights, "val_sha256": data.val_sha256, "bf16": bf16, "fp8": arms}
+    write_json(run_dir / "eval" / "precision.json", json.loads(to_line(record)))      # null for a loss that overflowed
+    return table(record)
 
 
 def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:
-    """Load, evaluate, score, probe; the model is gone before the next arm's is loaded."""
-    start, folder = time.perf_counter(), Path(options.run) / "eval"
+    """Load, evaluate, probe; the model is gone before the next arm's is loaded."""
+    start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe)
-    print("".join(f"{line}\n" for line in fp8_lines(inference.layers, recipe, inference.device)[-2:]), end="")
+    if recipe != "off":
+        print("\n".join(fp8.table(inference.layers, recipe, inference.device.type)[-2:]))
     val_sets = {source: data.val(source) for source in data.sources}
     val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
     arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},
-           "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}, "tasks": {}}
+           "step": inference.step, "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}}
     print(f"{'bf16' if recipe == 'off' else recipe}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s",
           flush=True)
-    folder.mkdir(exist_ok=True)
     if recipe != "off":
-        rows = look(inference, *_batch(val_sets, micro_batch), harness.newest_step(options.run), config.probe.tokens)
-        write_atomically(folder / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
-        arm["operands"] = summary(rows)
-    if options.tasks:
-        arm["tasks"] = harness.score(options.scoring(recipe, micro_batch), inference)["tasks"]
+        rows = look(inference, *_batch(val_sets, micro_batch), config.probe.tokens)
+        write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))
     return arm, val
 
 
-def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, step: int, tokens: int) -> list[dict]:
+def look(inference: Inference, x: torch.Tensor, y: torch.Tensor, tokens: int) -> list[dict]:
     """Rows of runtime/probe.py for one forward pass over the first sequences of x and y, at most `tokens` tokens."""
     recipes, seen = fp8.recipes(inference.layers, loss_scale=1.0), {}       # the loss's scale concerns gradients alone
     n = probe.sequences(*x.shape, tokens)
     with torch.no_grad(), probe.watching(inference.model, recipes, seen):
         inference.model(x[:n].to(inference.device), y[:n].to(inference.device))
-    return probe.rows(step, seen, recipes)
-
-
-def summary(rows: list[dict]) -> dict[str, dict]:
-    """Over all Linears: the range of scales, then the worst of each loss with the Linear that has it."""
-    out = {}
-    linears = [row for row in rows if row["kind"] == "linear"]
-    for operand in ("weight", "activation") if linears else ():
-        known = {row["layer"]: {k: v for k, v in row[operand].items() if v is not None} for row in linears}
-        out[operand] = {"scale_min": min((s["scale_min"] for s in known.values() if "scale_min" in s), default=None),
-                        "scale_max": max((s["scale_max"] for s in known.values() if "scale_max" in s), default=None)}
-        for name in ("underflow", "saturated", "error"):
-            worst = max(known, key=lambda layer, name=name, known=known: known[layer].get(name, -1.0))
-            out[operand][name] = {"largest": known[worst].get(name), "layer": worst}
-    return out
+    return probe.rows(inference.step, seen, recipes)
 
 
 def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,45 +110,20 @@ def _batch(val_sets: dict, micro_batch: int) -> tuple[torch.Tensor, torch.Tensor
     return torch.cat(x), torch.cat(y)
 
 
-# --------------------------------------------------------------------------------------------------------------- tables
-
-def tables(record: dict) -> str:
-    """Two Markdown tables: what FP8 costs, then what it does to weights and activations."""
+def table(record: dict) -> str:
+    """What FP8 costs, as Markdown."""
     bf16, arms, n = record["bf16"], record["fp8"], str(sum(record["sequences"].values()))
     losses = [["measure", "n", "BF16", *arms],
               ["validation loss [nats/token]", n, *(f"{arm['loss']:.4f}" for arm in (bf16, *arms.values()))],
-              ["minus BF16, paired", n, "", *(_with_error(a["difference"], a["difference_se"], "+.5f") for a in arms.values())],
+              ["minus BF16, paired", n, "", *(
+                  f"{arm['difference']:+.5f}" + ("" if (error := arm["difference_se"]) is None else f" ± {error:.5f}")
+                  for arm in arms.values())],
               ["minus BF16 [%]", n, "", *(f"{arm['difference_percent']:+.3f}" for arm in arms.values())]]
-    for task, row in bf16["tasks"].items():
-        for metric in (key for key in row if f"{key}_se" in row):
-            scores = [arm["tasks"][task] for arm in (bf16, *arms.values())]
-            losses.append([f"{task} {metric}", str(row["n"] or "-"), *(
-                _with_error(score[metric], score[f"{metric}_se"], ".4f") for score in scores)])
-    operands = [["recipe", "operand", "scales", "underflow", "saturated", "error"]]
-    for recipe, arm in arms.items():
-        for operand, s in arm["operands"].items():
-            scales = "-" if s["scale_min"] is None else f"{s['scale_min']:.4g} to {s['scale_max']:.4g}"
-            operands.append([recipe, operand, scales, *(_share(s[name]) for name in ("underflow", "saturated", "error"))])
-    limit = f"limit={record['limit']}: a part of each task, not to be compared with published scores" if record["limit"] else ""
-    return f"""
-{grid(losses)}
-{limit}
-{grid(operands)}
-
-± is one standard error: of losses over the validation sequences, of scores over documents. Underflow,
-saturated: largest share of the values of a Linear; error: largest ||Q(x) - x|| / ||x||; where: the Linear."""
-
-
-def _with_error(value: float, error: float | None, form: str) -> str:
-    return format(value, form) + ("" if error is None else f" ± {format(error, form.lstrip('+'))}")
-
-
-def _share(worst: dict) -> str:
-    return "-" if worst["largest"] is None else f"{worst['largest']:.2%}" + (f" ({worst['layer']})" if worst["largest"] else "")
+    return f"\n{grid(losses)}\n\n± is one standard error over the validation sequences."
 
 
 def main(arguments: list[str]) -> int:
-    return command(__doc__, Options, arguments, lambda options: tables(compare(options)))
+    return command(__doc__, Options, arguments, compare)
 
 
 if __name__ == "__main__":

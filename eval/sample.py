@@ -6,11 +6,10 @@ A continuation ends earlier with its document or with the model's context; of se
 Without a prompt the model starts a document of its own. A prompt that looks like key=value goes as prompt="key=value".
 """
 
-import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal, NamedTuple, TextIO, get_type_hints
@@ -19,7 +18,7 @@ import torch
 
 from model import GPT, KVCache
 from runtime import fp8
-from runtime.checkpoint import DamagedError, latest, load_model
+from runtime.checkpoint import DamagedError, latest, load_model, step_of
 from runtime.cli import UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -50,8 +49,6 @@ class Options:
         if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
             raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
-
-# ----------------------------------------------------------------------------------------------------------- generation
 
 @torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
 def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k: int | None,
@@ -93,14 +90,13 @@ def _choose(logits: torch.Tensor, temperature: float, top_k: int | None, generat
     return torch.multinomial(logits.softmax(dim=-1), 1, generator=generator).squeeze(1)
 
 
-# -------------------------------------------------------------------------------------------------------------- loading
-
 class Inference(NamedTuple):
     """A model ready to be asked, and what it takes to ask it."""
     model: GPT
     tokenizer: Tokenizer
     device: torch.device
     layers: list[fp8.Layer]     # the verdict on every Linear; nothing is converted where fp8=off
+    step: int                   # of the checkpoint
 
 
 def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off") -> Inference:
@@ -115,25 +111,21 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
     if recipe != "off" and dtype != "bfloat16":
         raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
     settings = check_recipe(config, recipe, where)
-    tokenizer = read_tokenizer(config, run_dir)
-    model = _load_newest(run_dir, where, getattr(torch, dtype))
+    tokenizer, model = read_tokenizer(config, run_dir), None
+    while model is None:    # of a run that is training the newest checkpoint, while it is read, may give way to a newer one
+        newest = latest(Path(run_dir))
+        try:
+            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype))[0]
+        except DamagedError:
+            if latest(Path(run_dir)) == newest:
+                raise
+        model = model if latest(Path(run_dir)) == newest else None
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
         if id(p) not in quantised:
             p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
-    return Inference(model.eval(), tokenizer, where, layers)
-
-
-def _load_newest(run_dir: str, device: torch.device, compute_dtype: torch.dtype) -> GPT:
-    """The model of a run that may be training: its newest checkpoint, while it is read, may give way to a newer one."""
-    while True:
-        newest = latest(Path(run_dir))
-        try:
-            return load_model(run_dir, device=device, compute_dtype=compute_dtype)[0]
-        except DamagedError:
-            if latest(Path(run_dir)) == newest:
-                raise
+    return Inference(model.eval(), tokenizer, where, layers, step_of(newest))
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
@@ -147,11 +139,6 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
     with torch.device("meta"):
         fp8.select(GPT(config.model), settings, torch.cuda.get_device_name(device) if device.type == "cuda" else None)
     return settings
-
-
-def fp8_lines(layers: list[fp8.Layer], recipe: str, device: torch.device) -> list[str]:
-    """Which Linears run in FP8, then how many, then what to know of this device; nothing where fp8=off."""
-    return fp8.table(layers, recipe, device.type) if recipe != "off" else []
 
 
 def pick_device(name: str) -> torch.device:
@@ -193,37 +180,6 @@ def read_json(path: Path) -> dict:
     return content if isinstance(content, dict) else {}
 
 
-# ------------------------------------------------------------------------------------------------------------ streaming
-
-class Growing:
-    """The text of tokens that come one by one: never a character that a later token may still complete.
-
-    Only the last few tokens are decoded again: a decoder may treat the first token of all in its own way, so those told
-    last stay before the new ones, and a long text costs no more a token than a short one. `prompt` is told already."""
-
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
-        self.tokenizer, self.ids = tokenizer, list(prompt)
-        self.start, self.told = 0, len(self.ids)        # ids[start:told] are told whole and decoded again, those before never
-        self.shown = len(tokenizer.decode(self.ids)) if self.ids else 0     # characters of ids[start:] that are told
-
-    def add(self, token: int) -> str:
-        """What can be told of the text that has not been told."""
-        self.ids.append(token)
-        text = self.tokenizer.decode(self.ids[self.start:])
-        whole = text.rstrip(REPLACEMENT)
-        new = whole[self.shown:]
-        if new and whole == text:
-            self.start, self.told = self.told, len(self.ids)
-            self.shown = len(self.tokenizer.decode(self.ids[self.start:]))
-        else:
-            self.shown = max(self.shown, len(whole))
-        return new
-
-    def rest(self) -> str:
-        """What is left when no token follows: bytes that no character came of."""
-        return self.tokenizer.decode(self.ids[self.start:])[self.shown:]
-
-
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """What a model reads before it goes on: the prompt, after the token that begins a text where the tokenizer adds it by
     itself; without a prompt what stands before a document's first token."""
@@ -232,33 +188,30 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
-    """Print n continuations one below the other, the one that is next as it grows. `steps`: the next token of each."""
-    rows = [Growing(tokenizer, prompt_ids(tokenizer, prompt)) for _ in range(n)]
-    waiting, over, current = [""] * n, [False] * n, 0
+    """Print n continuations one below the other, the first as it grows. `steps`: the next token of each."""
+    begin = prompt_ids(tokenizer, prompt)
+    rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
+    ended, shown = [False] * n, skipped
     headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
     out.write(headings[0])
-    out.flush()
-    for tokens in itertools.chain(steps, [None]):       # None: `tokens` or the context are used up
-        for row in (row for row in range(n) if not over[row]):
-            over[row] = tokens is None or tokens[row] == tokenizer.eot
-            waiting[row] += rows[row].rest() if over[row] else rows[row].add(tokens[row])
-        while current < n:
-            out.write(waiting[current])
-            waiting[current] = ""
-            if not over[current]:
-                break
-            current += 1
-            out.write("\n" + (headings[current] if current < n else ""))
+    for tokens in steps:
+        for row, token in enumerate(tokens):
+            ended[row] |= token == tokenizer.eot
+            rows[row] += [] if ended[row] else [token]
+        whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)       # without a character that a later token may complete
+        out.write(whole[shown:])
         out.flush()
+        shown = max(shown, len(whole))
+    out.write(tokenizer.decode(rows[0])[shown:] + "\n")
+    for heading, row in zip(headings[1:], rows[1:], strict=True):
+        out.write(f"{heading}{tokenizer.decode(row)[skipped:]}\n")
 
-
-# ---------------------------------------------------------------------------------------------------------- entry point
 
 def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
-    model, tokenizer, device, layers = load_for_inference(options.run, options.device, options.dtype, options.fp8)
-    for line in fp8_lines(layers, options.fp8, device)[-2:]:      # how many, and what this device makes of it
-        print(line, file=sys.stderr)
+    model, tokenizer, device, layers, _ = load_for_inference(options.run, options.device, options.dtype, options.fp8)
+    for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
+        print(line, file=sys.stderr)        # how many Linears, and what this device makes of it
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx
     if len(ids) > n_ctx:
         raise UserError(f"the prompt has {len(ids)} tokens, but the context of this model holds {n_ctx}: shorten the prompt")

@@ -3,18 +3,19 @@
     python -m eval.table out/* [out=DIR]            or python -m eval.harness --table out/*
 
 Writes DIR/table.md, scores.png and scores.svg and prints the table: per task each model's score with one standard error, an
-FP8 run below its BF16 partner with their difference over the same documents, chance, and the share of the most frequent
-answer where every question has the same answers (letters, yes and no). Public models stand in it where the same command has
-scored them (hf:NAME); published numbers follow apart. A score is compared with another only where both answered the same
-documents: a column is a task, a metric, a hash of the documents, the number of examples in the prompt, the task's version and
-the limit, if any. Scores of a step before the end have their own row.
+FP8 run below its BF16 partner with their difference over the same documents, and chance. Public models stand in it where the
+same command has scored them (hf:NAME); published numbers follow apart. A score is compared with another only where both
+answered the same documents: a column is a task, a metric, a hash of the documents, the number of examples in the prompt, the
+task's version and the limit, if any. Scores of a step before the end have their own row.
 """
 
 import gzip
 import json
 import math
 import sys
+from collections import Counter
 from dataclasses import dataclass, field
+from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -25,12 +26,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from eval.harness import RATIOS, influence, spread
+from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
-from runtime.rows import write_atomically
-from scaling.figures import RC, render, settle, sheet
+from scaling.figures import RC, render, settle, sheet, write_files
 from scaling.pairs import human
 
+PUBLISHED = Path(__file__).with_name("published.md")
 USUAL = ("bfloat16", "off")     # the dtype and fp8 of a scoring
 ORDER = (*DEMO, *FULL)          # of the columns; other tasks follow by name
 BEYOND = 1e6                    # scores of models that exploded have no place on an axis
@@ -77,52 +79,29 @@ class Row:
     scores: dict[Column, Score] = field(default_factory=dict)
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
-def read_rows(paths) -> tuple[list[Row], list[str]]:
-    """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep), and notes on what was passed over.
-
-    Raises UserError: a path that does not exist, a damaged file, nothing scored."""
-    folders: dict[Path, Path] = {}
-    for path in map(Path, paths):
-        if not path.exists():
-            raise UserError(f"{path} does not exist: give folders of runs such as out/*")
-        for folder in _run_folders(path, 2):
-            folders.setdefault(folder.resolve(), folder)
-    found = {folder: _read_run(folder) for folder in folders.values()}
-    rows = [row for rows in found.values() for row in rows]
+def read_rows(paths) -> list[Row]:
+    """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep). Raises UserError: a damaged file,
+    nothing scored."""
+    folders = {Path(folder).resolve(): Path(folder) for path in paths
+               for folder in (path, *sorted(glob(f"{path}/*")), *sorted(glob(f"{path}/*/*")))}
+    rows = [row for folder in folders.values() for row in _read_run(folder)]
     if not rows:
         raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
                         f"scored, with out/RUN/eval/*.json")
-    unscored = [str(folder) for folder, rows in found.items() if not rows]
-    owners: dict[str, set] = {}
+    names = Counter(name for name, _ in {(row.name, row.folder) for row in rows})
     for row in rows:
-        owners.setdefault(row.name, set()).add(row.folder)
-    for row in rows:
-        row.name = row.name if len(owners[row.name]) == 1 else str(row.folder)
-    return rows, [f"not scored yet, by python -m eval.harness RUN tasks=core: {', '.join(unscored)}"] if unscored else []
-
-
-def _run_folders(path: Path, depth: int) -> list[Path]:
-    if not path.is_dir():
-        return []
-    if _records(path) or (path / "config.json").is_file():
-        return [path]
-    return [run for folder in sorted(path.iterdir()) if depth and not folder.name.startswith(".")
-            for run in _run_folders(folder, depth - 1)]
-
-
-def _records(folder: Path) -> list[Path]:
-    return [path for path in sorted((folder / "eval").glob("*.json")) if path.name != "precision.json"]
+        row.name = row.name if names[row.name] == 1 else str(row.folder)
+    return rows
 
 
 def _read_run(folder: Path) -> list[Row]:
     rows: dict[tuple, Row] = {}
-    records = {path: _load(path) for path in _records(folder)}
-    summary = _load(folder / "summary.json") if records and (folder / "summary.json").is_file() else {}
-    last = summary.get("steps")
-    for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):      # the newest counts
-        try:
+    records, summary = {}, read_json(folder / "summary.json")
+    last, paths = summary.get("steps"), sorted((folder / "eval").glob("*.json"))
+    try:
+        for path in (path for path in paths if path.name != "precision.json"):
+            records[path] = json.loads(path.read_bytes())
+        for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):  # noqa: B007  the newest counts
             run, dtype, fp8, limit, tasks = (record[key] for key in ("run", "dtype", "fp8", "limit", "tasks"))
             step = None if record.get("step") in (last, 0) else record.get("step")      # 0: imported weights
             name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.name
@@ -131,10 +110,10 @@ def _read_run(folder: Path) -> list[Row]:
             inner = set().union(*leaves.values()) | {       # and mmlu_stem, a group within mmlu
                 task for task, mine in leaves.items() if mine and any(mine < others for others in leaves.values())}
             for task in tasks.keys() - inner:
-                row.scores |= _scores(path.parent, task, tasks, limit)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} is not what eval.harness writes ({type(error).__name__}: {error}): score the run again, or "
-                            f"remove the file") from error
+                row.scores |= _scores(folder / "eval", task, tasks, limit)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged, or not what eval.harness writes ({type(error).__name__}: {error}): score the run "
+                        f"again, or remove the file") from error
     for row in rows.values():
         row.recipe, row.pair_id = summary.get("precision", {}).get("recipe"), summary.get("pair_id")
         row.params, row.tokens = summary.get("params_total"), summary.get("tokens")
@@ -156,18 +135,6 @@ def _scores(folder: Path, task: str, tasks: dict, limit: int | None) -> dict[Col
     return found
 
 
-def _load(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_bytes())
-        if not isinstance(content, dict):
-            raise ValueError("it holds no object")
-        return content
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({str(error)[:100]}): score the run again, or remove the file") from error
-
-
-# ----------------------------------------------------------------------------------------------- what the questions say
-
 def read_samples(column: Column, score: Score) -> list[dict]:
     """The logged samples behind a score, in the order of the documents; [] where they are not there or are others'."""
     found, hashes = [], []
@@ -183,17 +150,6 @@ def read_samples(column: Column, score: Score) -> list[dict]:
     return found if hashes and whole == column.docs_sha256 else []
 
 
-def majority(samples: list[dict]) -> float | None:
-    """Share of the most frequent answer, where the possible answers are the same for every document: yes and no, letters.
-
-    None elsewhere: an answer in the document's own words has no place that a model could see and prefer."""
-    choices = {tuple(str(continuation) for _, continuation in s["arguments"]) for s in samples}
-    if len(choices) != 1 or len(*choices) < 2:
-        return None
-    answers = [str(s["target"]) for s in samples]
-    return max(answers.count(answer) for answer in set(answers)) / len(answers)
-
-
 def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, float | None]:
     """(mine - base, its standard error over the documents that both answered); None where the logs do not tell."""
     parts = []
@@ -206,31 +162,29 @@ def paired_difference(column: Column, mine: Score, base: Score) -> tuple[float, 
     return mine.value - base.value, spread(parts[0] - parts[1])
 
 
-def levels(rows: list[Row], column: Column) -> tuple[float | None, float | None]:
-    """Chance and majority level of a column, in the score's own unit."""
+def chance(rows: list[Row], column: Column) -> float | None:
+    """Accuracy of guessing, where it is known."""
     scores = [row.scores[column] for row in rows if column in row.scores]
-    chance = next((score.chance for score in scores if score.chance is not None), None)
-    samples = next((found for score in scores if (found := read_samples(column, score))), []) if is_accuracy(column) else []
-    return chance, majority(samples) if samples else None
+    return next((score.chance for score in scores if score.chance is not None), None)
 
 
 def is_accuracy(column: Column) -> bool:
     return column.metric.startswith(("acc", "exact_match"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- table
+LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
+nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise. Chance:
+guessing among the answers. Step: the weights of that step, not those at the end of the training. Rows without tokens: public
+models."""
 
-def build(rows: list[Row], notes: list[str]) -> str:
-    """The page: a table of whole tasks, one for each limit=, the published numbers, what the marks mean."""
+
+def build(rows: list[Row]) -> str:
+    """The page: a table of whole tasks, one for each limit=, what the marks mean, the published numbers."""
     columns, parts = sort_columns(rows), ["# Scores"]
     for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
         parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
         parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
-    parts += [_legend(rows), *(["\n".join(f"- {note}" for note in notes)] if notes else [])]
-    asked = {c.task for c in columns}
-    if asked & set(FULL):
-        parts += ["## Published by others", "Other harnesses, prompts and shots: for orientation, not for differences of a "
-                  "point. Each as its source has it.", grid(_published(asked))]
+    parts += [LEGEND, *([PUBLISHED.read_text().rstrip()] if {c.task for c in columns} & set(FULL) else [])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -275,47 +229,20 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
 
 
 def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
-    """Cells: a heading, chance and the most frequent answer, each model, its difference from what it is compared with."""
+    """Cells: a heading, chance, each model, its difference from what it is compared with."""
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
-    lines = [["model", "parameters", "tokens", "precision", *("<br>".join(map(_cell, heading(c, columns))) for c in columns)]]
-    marks = [levels(rows, c) for c in columns]
-    for name, i in (("chance", 0), ("most frequent answer", 1)):
-        if any(mark[i] is not None for mark in marks):
-            lines.append([f"*{name}*", "", "", "", *(_value(c, mark[i]) for c, mark in zip(columns, marks, strict=True))])
+    lines = [["model", "parameters", "tokens", "precision", *("<br>".join(heading(c, columns)) for c in columns)]]
+    if any(chance(rows, c) is not None for c in columns):
+        lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
         precision = {None: "", "bf16": "BF16"}.get(row.recipe, f"FP8 {row.recipe}")
-        lines.append([_cell(label(row)), *(human(n) if n else "" for n in (row.params, row.tokens)), _cell(precision),
+        lines.append([label(row), *(human(n) if n else "" for n in (row.params, row.tokens)), precision,
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)
         if base and row.scores.keys() & base.scores.keys() & set(columns):
-            lines.append([f"*minus {_cell(label(base))}*", "", "", "", *(
+            lines.append([f"*minus {label(base)}*", "", "", "", *(
                 _value(c, *paired_difference(c, row.scores[c], base.scores[c]), signed=True)
                 if c in row.scores and c in base.scores else "" for c in columns)])
-    return lines
-
-
-def _legend(rows: list[Row]) -> str:
-    parts = ["± is one standard error over documents; of a difference, over the documents that both models answered."]
-    if any(row.recipe not in (None, "bf16") for row in rows):
-        parts.append("It holds nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the "
-                     "row says otherwise.")
-    parts.append("Chance: guessing among the answers. Most frequent answer: always giving it, where every question has the same "
-                 "answers.")
-    if any(row.step is not None for row in rows):
-        parts.append("Step: the weights of that step, not those at the end of the training.")
-    if any(row.is_public for row in rows):
-        parts.append("Rows without tokens: public models, scored by this command from their published weights.")
-    return " ".join(parts)
-
-
-def _published(tasks: set[str]) -> list[list[str]]:
-    names = sorted({name for *_, scores in PUBLISHED for name in scores if name.split()[0] in tasks},
-                   key=lambda name: (ORDER.index(name.split()[0]), name))
-    lines = [["model", *names, "metric", "shots", "harness", "source"]]
-    for model, metric, shots, harness, source, scores in PUBLISHED:
-        if scores.keys() & set(names):
-            lines.append([model, *(f"{scores[name]:g}" if name in scores else "" for name in names), metric, str(shots), harness,
-                          source])
     return lines
 
 
@@ -328,66 +255,51 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
     return text + ("" if error is None else f" ± {error * factor:{form}}")
 
 
-def _cell(text: str) -> str:
-    """Text that cannot break out of its cell."""
-    return "".join(c if c.isprintable() else " " for c in text).replace("|", "\\|").replace("<", "&lt;")
-
-
-# --------------------------------------------------------------------------------------------------------------- figure
-
 WIDE = 4                    # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
-STYLES = {"bf16": ("#0072B2", "o", "BF16"), "fp8": ("#D55E00", "s", "FP8"), "other": ("#000000", "D", "public or not finished")}
+OTHER = "public or not finished"
+STYLES = {"BF16": ("#0072B2", "o"), "FP8": ("#D55E00", "s"), OTHER: ("#000000", "D")}
 CHANCE = {"color": "#666666", "linestyle": (0, (1, 1.5)), "linewidth": 1.1, "label": "chance"}
-MAJORITY = {"color": "#009E73", "linestyle": (0, (5, 2)), "linewidth": 1.1, "label": "most frequent answer"}
 
 
 def draw(rows: list[Row]) -> Figure | None:
-    """A panel for each whole task, for each limited one where there are no others; None where nothing can be drawn."""
-    columns = [c for c in sort_columns(rows) if any(c in r.scores and abs(r.scores[c].value) < BEYOND for r in rows)]
-    limit = min((c.limit or 0 for c in columns), default=0) or None
-    columns = [c for c in columns if c.limit == limit]
+    """A panel for each whole task; None where there is none."""
+    columns = [c for c in sort_columns(rows) if c.limit is None]
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     if not columns:
         return None
     n_wide = min(WIDE, len(columns))
     n_deep = -(-len(columns) // n_wide)
-    names = [f"{row.name[:14]}…{row.name[-15:]}" * (len(row.name) > 30) or row.name for row in rows]
-    names = [name + label(row).removeprefix(row.name).replace(", ", "\n") for name, row in zip(names, rows, strict=True)]
-    kinds = [kind for kind in STYLES if kind in map(_kind, rows)]
-    marks = {c: levels(rows, c) if is_accuracy(c) else (None, None) for c in columns}
-    handles = [Line2D([], [], color=STYLES[k][0], marker=STYLES[k][1], linestyle="none", markersize=4.5, label=STYLES[k][2])
-               for k in kinds] + [Line2D([], [], **style) for i, style in enumerate((CHANCE, MAJORITY))
-                                  if any(mark[i] is not None for mark in marks.values())]
+    handles = [Line2D([], [], color=color, marker=marker, linestyle="none", markersize=4.5, label=kind)
+               for kind, (color, marker) in STYLES.items() if kind in map(_kind, rows)]
+    handles += [Line2D([], [], **CHANCE)] if any(chance(rows, c) is not None for c in columns) else []
     with matplotlib.rc_context(RC):
         figure, panels = sheet(
-            (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide,
-            f"Scores of {len(rows)} model{'s' * (len(rows) > 1)}" + (f", limit={limit}: parts of the tasks" if limit else ""),
+            (7.4, n_deep * (0.29 * len(rows) + 0.62) + 0.75), n_deep, n_wide, "Scores of models",
             "Bars: one standard error over documents, nothing of what another seed would change.", handles, 5, sharey=True)
         for column, panel in zip(columns, panels.flat, strict=False):
-            _fill(panel, rows, column, marks[column])
+            _fill(panel, rows, column)
             panel.set_title("\n".join(heading(column, columns)), loc="left", fontsize=7.5, parse_math=False)
         for panel in panels.flat[len(columns):]:
             panel.remove()
-        panels[0, 0].set_yticks(range(len(rows)), names, parse_math=False)
+        panels[0, 0].set_yticks(range(len(rows)), [label(row).replace(", ", "\n") for row in rows], parse_math=False)
         panels[0, 0].set_ylim(len(rows) - 0.5, -0.5)
         figure.set_dpi(200)     # as render() has it: the width of small text depends on it
         return settle(figure)
 
 
 def _kind(row: Row) -> str:
-    return "other" if row.recipe is None else "bf16" if (row.recipe, row.fp8) == ("bf16", "off") else "fp8"
+    return OTHER if row.recipe is None else "BF16" if (row.recipe, row.fp8) == ("bf16", "off") else "FP8"
 
 
-def _fill(panel, rows: list[Row], column: Column, marks: tuple[float | None, float | None]) -> None:
-    factor = 100 if is_accuracy(column) else 1
-    for level, style in zip(marks, (CHANCE, MAJORITY), strict=True):
-        if level is not None:
-            panel.axvline(factor * level, zorder=1, **style)
+def _fill(panel, rows: list[Row], column: Column) -> None:
+    factor, level = 100 if is_accuracy(column) else 1, chance(rows, column)
+    if level is not None:
+        panel.axvline(factor * level, zorder=1, **CHANCE)
     for y, row in enumerate(rows):
         score = row.scores.get(column)
         if score is not None and abs(score.value) < BEYOND:
-            color, marker, _ = STYLES[_kind(row)]
+            color, marker = STYLES[_kind(row)]
             panel.errorbar(factor * score.value, y, xerr=None if score.se is None else factor * score.se, color=color,
                            marker=marker, markersize=4.5, capsize=2, elinewidth=1.1, linestyle="none", zorder=3)
     panel.xaxis.set_major_locator(MaxNLocator(4, steps=(1, 2, 5, 10)))
@@ -395,74 +307,12 @@ def _fill(panel, rows: list[Row], column: Column, marks: tuple[float | None, flo
     panel.tick_params(axis="y", length=0)
 
 
-# -------------------------------------------------------------------------------------------------------------- published
-
-# For orientation, apart from our own: harnesses differ in prompts, in how answers are normalised by length and in shots, so
-# that the same model moves by several points between two of them. Only what could be read in the named source is here, as it
-# is written there; a public model whose weights are at hand is better scored by our own command.
-LM_EVAL = "lm-eval"
-PYTHIA = "github.com/EleutherAI/pythia, evals/, step 143000"
-TINY_LLAMA = "github.com/jzhang38/TinyLlama, EVAL.md"
-NANOCHAT = "github.com/karpathy/nanochat, dev/estimate_gpt3_core.ipynb"
-BUILD_NANOGPT = "github.com/karpathy/build-nanogpt, hellaswag.py"
-GPT2023 = "huggingface.co/crumb/gpt2023"
-MESH = "github.com/kingoflolz/mesh-transformer-jax, README.md"
-LINGUA = "github.com/facebookresearch/lingua, README.md"
-TORCHAO = "github.com/pytorch/ao/pull/3394"
-NORM = "acc_norm; acc where a task has no norm"
-# model, metric, shots, harness, source, scores: accuracies in per cent, perplexities (a task named so) as they are
-PUBLISHED = [
-    ("GPT-2 124M", "acc", 0, LM_EVAL, GPT2023, {
-        "lambada_openai": 32.56, "lambada_openai perplexity": 40.06, "piqa": 62.89, "sciq": 75.0, "winogrande": 51.61}),
-    ("GPT-2 124M", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 31.14}),
-    ("GPT-2 124M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 30.9, "lambada_openai": 32.3}),
-    ("GPT-2 124M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 30.8, "piqa": 62.3, "arc_easy": 41.2, "arc_challenge": 22.2}),
-    ("GPT-2 355M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 39.0, "lambada_openai": 42.6}),
-    ("GPT-2 355M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 39.5, "piqa": 67.0, "arc_easy": 48.0, "arc_challenge": 26.2}),
-    ("GPT-2 774M", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 44.0, "lambada_openai": 48.8}),
-    ("GPT-2 774M", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 44.4, "piqa": 69.8, "arc_easy": 53.5, "arc_challenge": 26.4}),
-    ("GPT-2 1.5B", "not stated", 0, LM_EVAL, MESH, {
-        "lambada_openai": 51.21, "lambada_openai perplexity": 10.63, "hellaswag": 50.9, "piqa": 70.8, 
-        "winogrande": 59.4}),
-    ("GPT-2 1.5B", "acc_norm", 0, LM_EVAL, BUILD_NANOGPT, {"hellaswag": 50.89}),
-    ("GPT-2 1.5B", "acc", 0, "DCLM's", NANOCHAT, {"hellaswag": 50.2, "lambada_openai": 52.3}),
-    ("GPT-2 1.5B", "acc", 10, "DCLM's", NANOCHAT, {"hellaswag": 51.2, "piqa": 72.5, "arc_easy": 59.5, "arc_challenge": 29.9}),
-    ("Pythia 160M", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 32.8, "lambada_openai perplexity": 38.06, "piqa": 62.7, "arc_easy": 43.5,
-        "arc_challenge": 18.8, "sciq": 74.1, "winogrande": 53.1}),
-    ("Pythia 160M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 61.6, "arc_easy": 39.7, "arc_challenge": 23.3, "sciq": 66.8}),
-    ("Pythia 410M", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 51.6, "lambada_openai perplexity": 10.83, "piqa": 66.8, "arc_easy": 52.1,
-        "arc_challenge": 21.3, "sciq": 81.1, "winogrande": 53.7}),
-    ("Pythia 410M", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 67.1, "arc_easy": 45.8, "arc_challenge": 24.3, "sciq": 72.1}),
-    ("Pythia 1.0B", NORM, 0, LM_EVAL, TINY_LLAMA, {
-        "hellaswag": 47.16, "openbookqa": 31.4, "winogrande": 53.43, "arc_challenge": 27.05, "arc_easy": 48.99,
-        "boolq": 60.83, "piqa": 69.21}),
-    ("Pythia 1.4B", "acc", 0, LM_EVAL, PYTHIA, {
-        "lambada_openai": 61.6, "lambada_openai perplexity": 6.09, "piqa": 70.9, "arc_easy": 60.7,
-        "arc_challenge": 26.0, "sciq": 86.5, "winogrande": 57.3}),
-    ("Pythia 1.4B", "acc_norm", 0, LM_EVAL, PYTHIA, {"piqa": 71.1, "arc_easy": 53.9, "arc_challenge": 28.6, "sciq": 79.4}),
-    ("TinyLlama 1.1B, 1.0T tokens", NORM, 0, LM_EVAL, TINY_LLAMA, {
-        "hellaswag": 52.54, "openbookqa": 33.4, "winogrande": 55.96, "arc_challenge": 27.82, "arc_easy": 52.36,
-        "boolq": 59.54, "piqa": 69.91}),
-    ("Lingua 1B, 60B tokens", "not stated", 0, "its own", LINGUA, {
-        "hellaswag": 63.62, "openbookqa": 37.4, "winogrande": 61.64, "arc_challenge": 36.48, "arc_easy": 62.83,
-        "boolq": 62.57, "piqa": 75.14}),
-    ("Llama 3.1 8B, BF16", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.55, "winogrande": 74.3}),
-    ("Llama 3.1 8B, FP8 inference (rowwise)", "acc", 0, LM_EVAL, TORCHAO, {"wikitext word_perplexity": 7.62, "winogrande": 73.7}),
-]
-
-
-# ---------------------------------------------------------------------------------------------------------- entry point
-
 def write(options: Options) -> str:
     """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
-    rows, notes = read_rows(options.paths)
-    page, figure, folder = build(rows, notes), draw(rows), Path(options.out)
+    rows = read_rows(options.paths)
+    page, figure = build(rows), draw(rows)
     files = {"table.md": page} | ({f"scores.{form}": render(figure, form) for form in ("png", "svg")} if figure else {})
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        write_atomically(folder / name, content)
+    write_files(Path(options.out), files)
     return f"{page}\nwrote {options.out}/: {', '.join(files)}"
 
 

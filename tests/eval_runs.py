@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from model_reference import build_rough
 from eval import sample
 from eval.from_hf import write_checkpoint
 from eval.lm import CheckpointLM
-from model import GPT, GPTConfig
+from model import GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.tokenizer import load_tokenizer
@@ -23,13 +24,8 @@ BYTES = load_tokenizer("byte")
 
 
 def build(config=TINY, seed=1, compute_dtype=torch.float32):
-    """A model that has opinions: fresh weights made so large that each token of the past moves the logits."""
-    model = GPT(config, compute_dtype=compute_dtype)
-    model.init_weights(seed)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            p.mul_(1 if "norm" in name else 10 if "wte" in name else 30)
-    return model.requires_grad_(False).eval()
+    """A model that has opinions: each token of the past moves the logits."""
+    return build_rough(config, seed, compute_dtype).requires_grad_(False).eval()
 
 
 def rigged(logits_of):
@@ -92,23 +88,15 @@ def words(rng, n):
 
 
 def build_run(tmp_path, monkeypatch):
-    """A folder like a finished run's, with its data; the checkpoint is a model that load_model is made to return."""
+    """A finished run of build()'s weights with its data, its checkpoint at step 1; the working directory is above it."""
     monkeypatch.chdir(tmp_path)
+    protect_environment(monkeypatch)
     rng = random.Random(0)
     for source in ("prose", "code"):
         write_shards(tmp_path / "data" / source, [words(rng, 80) for _ in range(250)])
-    config = Config(run="tiny", model=TINY, optim=OptimConfig(lr=1e-3), steps=1,
-                    data=DataConfig(dir="data", mixture={"prose": 0.5, "code": 0.5}, tokenizer="byte",
-                                    tokens_per_step=32, micro_batch=1))
     folder = tmp_path / "out" / "tiny"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict()))
-    (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1, "eval": {"old": {"acc": 0.5}}}))
-
-    def load_model(run_dir, device="cpu", compute_dtype=torch.bfloat16):
-        return build(compute_dtype=compute_dtype).to(device), config
-    monkeypatch.setattr(sample, "load_model", load_model)
-    protect_environment(monkeypatch)
+    write_run(folder, step=1, mixture={"prose": 0.5, "code": 0.5}, **asdict(TINY))
+    (folder / "summary.json").write_text(json.dumps({"run_id": "tiny", "steps": 1}))
     return folder
 
 
@@ -125,11 +113,11 @@ def write_shards(folder, texts, shards=2):
 
 
 def make_task(folder, rows, name="sums"):
-    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold, its data beside its YAML."""
+    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold."""
     folder.mkdir()
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{name}.yaml").write_text(
-        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {name}.jsonl}},"
+        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / f'{name}.jsonl'}}},"
         f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
         "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetric_list:\n"
         "  - {metric: acc, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n")
@@ -147,7 +135,7 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
                     model=GPTConfig(**{**SIZES, "vocab_size": VOCABULARY.get(tokenizer), **model}), fp8=fp8 or FP8Config(),
                     data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
                                     tokens_per_step=384, micro_batch=4), optim=OptimConfig(lr=1e-2))
-    gpt = build_rough(config.model, seed).requires_grad_(False)
+    gpt = build(config.model, seed)
     path = folder / "checkpoints" / name_of(step)
     path.mkdir(parents=True)
     write_checkpoint(path, config, {name: p.detach() for name, p in gpt.named_parameters()}, state or {})

@@ -46,8 +46,6 @@ def read_json(path):
     return json.loads(Path(path).read_text(), parse_constant=lambda word: pytest.fail(f"{path} holds {word}"))
 
 
-# ---------------------------------------------------------------------------------------------------------- the numbers
-
 def rounded(x, recipe, constant):
     """x (rows, K) as the recipe's E4M3 holds it, in fp64, written out without any code of ours."""
     x, largest = x.double(), 448.0
@@ -114,15 +112,13 @@ def test_only_a_scale_per_tensor_makes_a_sequence_depend_on_its_batch(runs):
 
 
 def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
-    model, _, _, layers = sample.load_for_inference(runs / "fp8", "cpu", "bfloat16", "tensorwise")
+    model, _, _, layers, _ = sample.load_for_inference(runs / "fp8", "cpu", "bfloat16", "tensorwise")
     converted = {layer.name for layer in layers if layer.reason is None}
     assert converted == {f"layers.{i}.{m}" for i in range(2) for m in ("attn.qkv", "mlp.gate_up", "mlp.down")} | {"head"}
     assert model.head.weight is model.wte.weight        # tied, hence the embedding is fp32 too
     for name, p in model.named_parameters():
         assert p.dtype == (torch.float32 if name.removesuffix(".weight") in converted | {"wte"} else torch.bfloat16), name
 
-
-# ------------------------------------------------------------------------------------------------------------ the losses
 
 def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, capsys):
     assert precision.main([str(runs / "fp8"), "recipes=tensorwise,rowwise"]) == 0
@@ -143,13 +139,12 @@ def test_losses_are_those_that_training_reported_and_the_gap_is_paired(runs, cap
     assert tensorwise["difference_percent"] == pytest.approx(100 * mean / summary["loss_bf16"])
     assert f"{mean:+.5f} ± {error:.5f} |" in out
     assert "fp8: emulated on this CPU" in out
-    assert read_json(runs / "fp8" / "summary.json") == summary      # no task was scored, so nothing changed
+    assert read_json(runs / "fp8" / "summary.json") == summary
 
 
 def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
     recipes = ["tensorwise", "cscale", "mxfp8", "auto"]
-    for _ in range(2):      # the second replaces the rows of the first
-        assert precision.main([str(runs / "bf16"), f"recipes={','.join(recipes)}", "micro_batch=5"]) == 0
+    assert precision.main([str(runs / "bf16"), f"recipes={','.join(recipes)}", "micro_batch=5"]) == 0
     record, out = read_json(runs / "bf16" / "eval" / "precision.json"), capsys.readouterr().out
     assert record["step"] == 8 and record["micro_batch"] == 5 and record["sequences"] == {"code": 10, "web": 10}
     assert record["fp8"]["auto"]["difference"] == 0 and "THIS RUN IS BF16" in out      # no timings of a CPU
@@ -169,14 +164,11 @@ def test_a_bf16_run_and_the_probe_of_each_recipe(runs, capsys):
                 assert row["activation"]["scale"] == pytest.approx(448 / row["activation"]["amax"])
             if recipe == "cscale":
                 assert (row["weight"]["scale"], row["activation"]["scale"]) == (64, 1)
-    found = record["fp8"]["cscale"]["operands"]["activation"]
-    assert found["scale_min"] == found["scale_max"] == 1 and 0.02 < found["error"]["largest"] < 0.06
-    assert "64 to 64" in out
+                assert 0.02 < row["activation"]["error"] < 0.06
 
 
-def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
+def test_tasks_are_scored_through_fp8_matmuls(runs, capsys):
     run = runs / "bf16"
-    before = read_json(run / "summary.json")
     for arguments in ([], ["fp8=rowwise"], ["fp8=tensorwise"], ["fp8=rowwise", "limit=3"]):
         assert harness.main([str(run), "tasks=val_ppl", *arguments]) == 0
     out = capsys.readouterr().out
@@ -185,20 +177,7 @@ def test_task_scores_stand_beside_the_bf16_ones(runs, capsys):
     assert (plain["fp8"], rowwise["fp8"]) == ("off", "rowwise") and plain["layers_fp8"] == [] and len(rowwise["layers_fp8"]) == 8
     a, b = plain["tasks"]["val_ppl"]["bits_per_byte"], rowwise["tasks"]["val_ppl"]["bits_per_byte"]
     assert a != b == pytest.approx(a, rel=0.02)
-    after = read_json(run / "summary.json")
-    assert {key: after[key] for key in before} == before and set(after) - set(before) == {"eval", "eval_fp8"}
-    assert after["eval"] == {"val_ppl": plain["tasks"]["val_ppl"]}
-    assert set(after["eval_fp8"]) == {"rowwise", "tensorwise"}
-    assert after["eval_fp8"]["rowwise"] == {"val_ppl": rowwise["tasks"]["val_ppl"]}
     assert plain["step"] == 8
-
-    assert precision.main([str(run), "recipes=rowwise", "tasks=val_ppl", "micro_batch=16"]) == 0
-    record = read_json(run / "eval" / "precision.json")
-    assert record["bf16"]["tasks"] == plain["tasks"] and record["fp8"]["rowwise"]["tasks"] == rowwise["tasks"]
-    out = capsys.readouterr().out
-    n = plain["tasks"]["val_ppl"]["n"]
-    assert "| val_ppl bits_per_byte" in out and f"| {n} " in out and f"| {a:.4f} ± " in out and f" | {b:.4f} ± " in out
-    assert read_json(run / "summary.json") == after
 
 
 def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
@@ -214,8 +193,6 @@ def test_a_sample_in_fp8_is_the_converted_models(runs, capsys):
     assert sample.main(settings) == 0
     assert capsys.readouterr().err == ""
 
-
-# -------------------------------------------------------------------------------------------------------- hostile cases
 
 def test_a_loss_that_is_no_number_is_null_in_json_and_nan_in_the_table(runs, monkeypatch, capsys):
     def broken(*arguments):
@@ -249,17 +226,13 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, 
 
 
 def test_other_validation_data_and_unfinished_runs(runs, capsys):
-    run = runs / "bf16"
-    text = (run / "summary.json").read_text()
-    (run / "summary.json").write_text(json.dumps({**json.loads(text), "val_sha256": "0" * 64}))
-    assert precision.main([str(run)]) == 2
+    path = runs / "bf16" / "summary.json"
+    path.write_text(json.dumps(read_json(path) | {"val_sha256": "0" * 64}))
+    assert precision.main([str(runs / "bf16")]) == 2
     captured = capsys.readouterr()
     assert "holds other validation tokens" in captured.err and captured.out == ""
-    (run / "summary.json").unlink()     # a run that is not finished has none
-    assert precision.main([str(run), "recipes=rowwise"]) == 0
-    shutil.rmtree(run / "checkpoints")
-    assert precision.main([str(run)]) == 2
-    assert "has no finished checkpoint yet" in capsys.readouterr().err
+    path.unlink()     # a run that is not finished has none
+    assert precision.main([str(runs / "bf16"), "recipes=rowwise"]) == 0
 
 
 def test_a_run_that_gathered_float8_weights_is_loaded_whole(runs):

@@ -5,18 +5,18 @@ import os
 import random
 import shutil
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 
 import pytest
 import torch
-from model_reference import TINY, VARIANTS, build_rough
-from tiny_llama import make_llama, read_llama, write_tokenizer
+from model_reference import TINY, build_rough
+from tiny_llama import make_llama, read_llama
 
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
 from eval import export
 from eval import from_hf as module
-from eval.export import hf_config, layout, to_hf
+from eval.export import hf_config, to_hf
 from eval.from_hf import from_hf, gpt_config, import_checkpoint
 from eval.sample import read_tokenizer
 from model import GPT, GPTConfig, rope_frequencies
@@ -26,28 +26,25 @@ from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConf
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import call_train
+from tests.text_files import write_tokenizer
 
 # Sizes and position encoding as the published files state them.
 LLAMA_31_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0,
-    "bos_token_id": 128000, "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
     "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
     "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": {
         "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-        "rope_type": "llama3"},
-    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0",
-    "use_cache": True, "vocab_size": 128256}
+        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256}
 OURS_31_8B = GPTConfig(n_layer=32, n_head=32, n_embd=4096, n_ffn=14336, n_kv_head=8, n_ctx=131072, vocab_size=128256, tied=False,
                        rope_theta=500_000.0, rope_factor=8.0)
 LLAMA_1_7B = {       # what is not said has Llama's own default
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048,
     "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
-    "hidden_size": 4096, "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36,
-    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
-    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-    "vocab_size": 151936}
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
 
 
 @pytest.fixture(autouse=True)
@@ -57,8 +54,6 @@ def one_thread():
     yield
     torch.set_num_threads(before)
 
-
-# ----------------------------------------------------------------------------------------------------------- configuration
 
 def rotary(raw):
     from transformers import LlamaConfig
@@ -79,28 +74,15 @@ def test_position_tables_are_transformers_bit_for_bit(change):
     assert torch.equal(cos[0, :, :64], cos[0, :, 64:])
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_what_is_written_is_read_as_the_same_model_and_tensors(name):
-    config = VARIANTS[name]
-    raw = json.loads(json.dumps(hf_config(config, "bf16")))
-    expected = replace(config, n_kv_head=config.kv_heads, vocab_size=config.vocab_padded)
-    for gone in ((), ("rope_theta", "rope_scaling"), ("rope_parameters",)):      # transformers 5 reads one of them
-        assert gpt_config({key: value for key, value in raw.items() if key not in gone}) == expected
-    ours = {name: p.detach() for name, p in build_rough(config).named_parameters()}
-    theirs = to_hf(config, ours)
-    assert ("lm_head.weight" in theirs) is not config.tied
-    assert sum(t.numel() for t in theirs.values()) == config.params_total and all(t.is_contiguous() for t in theirs.values())
-    back = dict(from_hf(config, theirs, theirs.__getitem__))
-    assert list(back) == list(layout(config)) and back.keys() == ours.keys()
-    assert all(torch.equal(back[name], ours[name]) and back[name].dtype == torch.float32 for name in ours)
-
-
 def test_published_configurations_are_read_as_they_are_meant():
     from transformers import LlamaConfig, Qwen3Config
     assert gpt_config(LLAMA_31_8B) == OURS_31_8B and OURS_31_8B.params_total == 8_030_261_248
     seven = gpt_config(LLAMA_1_7B)
     assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
     assert seven.params_total == 6_738_415_616
+    for gone in ((), ("rope_theta", "rope_scaling"), ("rope_parameters",)):     # transformers 5 reads one of them
+        written = {key: value for key, value in hf_config(OURS_31_8B, "bf16").items() if key not in gone}
+        assert gpt_config(written) == OURS_31_8B
     qwen = gpt_config(QWEN3)
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
     assert gpt_config({key: value for key, value in QWEN3.items() if key != "head_dim"}).head_size == 128      # its own default
@@ -128,7 +110,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
     ({"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "mscale": 1.0}}, "mscale"), ({"hidden_size": None}, "hidden_size=None"),
     ({"hidden_size": 4097}, "not divisible"), ({"num_key_value_heads": 7}, "not divisible")]] + [
-    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "sliding_window=4096"),
+    (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
     (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128"),         # Qwen3-0.6B: heads wider than their share
     (QWEN3, {"num_key_value_heads": None}, "num_key_value_heads=None")])
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
@@ -136,8 +118,6 @@ def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, word
         gpt_config({**base, **change})
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
-
-# ---------------------------------------------------------------------------------------------------------------- weights
 
 def weights_of(config, **changes):
     theirs = to_hf(config, {name: p.detach() for name, p in build_rough(config).named_parameters()}) | changes
@@ -172,8 +152,6 @@ def test_foreign_tensors_are_named(changes, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- folders
-
 LLAMAS = {
     "llama3": {},                                                               # GQA, llama3 RoPE, untied, an odd vocabulary
     "qwen3": {"architecture": "Qwen3", "tie_word_embeddings": True, "vocab_size": 512, "shard_size": "100KB"},
@@ -198,30 +176,21 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path
     manifest = read_manifest(checkpoints(run_dir)[0])
     assert is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
-    assert facts["folder"] == source.name and facts["model"] is None and facts["architecture"] == raw["architectures"][0]
-    assert {"config.json", "tokenizer.json"} < facts["files"].keys() and any(n.endswith(".safetensors") for n in facts["files"])
+    assert facts["folder"] == source.name and facts["architecture"] == raw["architectures"][0]
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return make_llama(tmp_path_factory.mktemp("hub") / "llama", shard_size="100KB")
-
-
 @pytest.fixture
-def source(llama, tmp_path):
-    return shutil.copytree(llama, tmp_path / "source")
+def source(tmp_path):
+    return make_llama(tmp_path / "source", shard_size="100KB")
 
 
-def test_a_cache_of_links_is_read_and_a_licence_taken_from_the_card(source, tmp_path):
+def test_a_cache_of_links_is_read(source, tmp_path):
     """As the Hub's own client keeps its downloads."""
-    (source / "README.md").write_text("---\nlanguage: en\nlicense: llama3.1\ntags:\n- x\n---\nlicense: mit\n")
-    cache = tmp_path / "models--some-org--a--b" / "snapshots" / "0a1b"
-    cache.mkdir(parents=True)
+    (cache := tmp_path / "models--some-org--a--b" / "snapshots" / "0a1b").mkdir(parents=True)
     for path in source.iterdir():
         (cache / path.name).symlink_to(path)
-    facts = read_manifest(import_checkpoint(str(cache), str(tmp_path / "out/run")))["state"]["imported"]
-    assert (facts["folder"], facts["model"], facts["license"]) == ("0a1b", "some-org/a--b", "llama3.1")
+    assert read_manifest(import_checkpoint(str(cache), str(tmp_path / "out/run")))["state"]["imported"]["folder"] == "0a1b"
     assert all(not path.is_symlink() for path in (tmp_path / "out").rglob("*"))
 
 
@@ -239,28 +208,16 @@ def pickled(source):
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
 
 
-def points(tensor, file):
-    """The index, with another file for a tensor, or none."""
-    def harm(source):
-        path = source / "model.safetensors.index.json"
-        places = json.loads(path.read_text())["weight_map"] | {tensor: file}
-        edit_json(path, weight_map={name: place for name, place in places.items() if place})
-    return harm
-
-
 HARM = {
     "no config": (lambda s: (s / "config.json").unlink(), "has no config.json"),
     "config of half a file": (lambda s: (s / "config.json").write_text('{"architectures": ['), "config.json is not JSON"),
-    "pickle": (pickled, "has neither model.safetensors nor model.safetensors.index.json: get the model as safetensors"),
-    "a part missing": (lambda s: parts(s)[1].unlink(), "the download is incomplete"),
+    "pickle": (pickled, "has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code"),
+    "a part missing": (lambda s: parts(s)[1].unlink(), "the checkpoint lacks"),
+    "a part twice": (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
     "a part cut": (lambda s: os.truncate(parts(s)[0], 5000), "no whole safetensors file"),
     "a part empty": (lambda s: os.truncate(parts(s)[0], 0), "no whole safetensors file"),
-    "a tensor in another part": (lambda s: points("model.norm.weight", parts(s)[0].name)(s), "lacks model.norm.weight"),
-    "an index out of the folder": (points("model.norm.weight", "../llama/model.safetensors"), "it is not opened"),
-    "an index of pickles": (points("model.norm.weight", "pytorch_model.bin"), "it is not opened"),
-    "an index that lacks one": (points("model.norm.weight", None), "lacks model.norm.weight"),
     "no tokenizer": (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "another model's tokenizer": (lambda s: edit_json(s / "config.json", vocab_size=300), "its tokenizer has 368 ids, but"),
+    "another model's tokenizer": (lambda s: edit_json(s / "config.json", vocab_size=300), "its tokenizer has 382 ids, but"),
     "other sizes": (lambda s: edit_json(s / "config.json", vocab_size=421), "by config.json it should have (421, 64)"),
 }
 
@@ -283,59 +240,41 @@ def test_what_is_there_stays(source, tmp_path):
         assert os.path.lexists(path)
 
 
-def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch, capsys):
+def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
-    with monkeypatch.context() as patch:
-        patch.setattr(module.dcp, "save", full)
-        with pytest.raises(OSError, match="No space"):
-            import_checkpoint(str(source), str(tmp_path / "out/run"))
-    assert not list((tmp_path / "out").iterdir())
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-        assert export.main(["--from-hf", str(source), str(tmp_path / "out/run")]) == 1
-        assert "the model takes 0.0 GB as fp32 in" in capsys.readouterr().err
-    with monkeypatch.context() as patch:    # as a kill would: nothing is cleaned up
-        patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-        patch.setattr(module, "seal", full)
-        with pytest.raises(OSError, match="No space"):
-            import_checkpoint(str(source), str(tmp_path / "out/run"))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".tmp_run"]
+    for name, left in (("seal", []), ("rmtree", [".tmp_run"])):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "seal", full)
+            if name == "rmtree":        # as after a kill: nothing is cleaned up
+                patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
+            with pytest.raises(OSError, match="No space"):
+                import_checkpoint(str(source), str(tmp_path / "out/run"))
+        assert [path.name for path in (tmp_path / "out").iterdir()] == left
     import_checkpoint(str(source), str(tmp_path / "out/run"))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["run"]
-    read_manifest(checkpoints(tmp_path / "out/run")[0])
 
-
-# -------------------------------------------------------------------------------------------------------------- going on
 
 def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     checkpoint = import_checkpoint(str(source), str(tmp_path / "out/run"))
     config = read_config(tmp_path / "out/run")
-    sha256 = load_tokenizer(config.data.tokenizer).sha256
     new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
                   data=replace(config.data, tokens_per_step=64))
-    with pytest.raises(UserError, match="norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there") as caught:
-        branch(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256, {}, None)
-    assert "n_ctx is" not in str(caught.value)
-    write_tokenizer(source, bos=None)
-    with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=.*out/run/tokenizer"):
-        branch(new, load_tokenizer(str(source)).sha256, {}, None)
     tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
+    sha256 = load_tokenizer(config.data.tokenizer).sha256
     assert branch(new, sha256, tensors, None)[0] == checkpoint
     assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()
-    with pytest.raises(UserError, match="import the model first, python -m eval.export --from-hf DIR .*/out/gone"):
-        branch(replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, tensors, None)
-    with pytest.raises(UserError, match="no finished checkpoint"):
-        branch(replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, tensors, None)
-
-
-def write_chat(path, n=300):
-    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
-    with open(path, "w") as file:
-        for i in range(n):
-            said = rng.choices(words, k=rng.randint(2, 6))
-            prompt, response = f"{i}: say backwards {' '.join(said)}\n", " ".join(reversed(said)) + "."
-            file.write(json.dumps({"prompt": prompt, "response": response}) + "\n")
+    write_tokenizer(source, {"eos_token": "<|end|>"})
+    others = [(replace(new, model=replace(new.model, rope_theta=1000.0, norm_eps=1e-5)), sha256,
+               "norm_eps is 1e-06 there, 1e-05 here; model.rope_theta is 5000.0 there"),
+              (new, load_tokenizer(str(source)).sha256, "its ids mean other text: give data.tokenizer=.*out/run/tokenizer"),
+              (replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256,
+               "import the model first, python -m eval.export --from-hf DIR .*/out/gone"),
+              (replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, "no finished checkpoint")]
+    for other, tokenizer, words in others:
+        with pytest.raises(UserError, match=words) as caught:
+            branch(other, tokenizer, tensors, None)
+        assert "n_ctx is" not in str(caught.value)
 
 
 def response_loss(model, batches):
@@ -349,10 +288,14 @@ def response_loss(model, batches):
     return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(), n
 
 
-def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, monkeypatch, capsys):
+def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert export.main(["--from-hf", str(llama), "out/llama"]) == 0
-    write_chat(tmp_path / "chat.jsonl")
+    assert export.main(["--from-hf", str(source), "out/llama"]) == 0
+    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
+    said = [rng.choices(words, k=rng.randint(2, 6)) for _ in range(300)]
+    Path("chat.jsonl").write_text("".join(json.dumps({
+        "prompt": f"{i}: say backwards {' '.join(each)}\n", "response": " ".join(reversed(each)) + "."}) + "\n"
+        for i, each in enumerate(said)))
     assert prepare_data.main(["local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
                               "val_share=0.1", "processes=1"]) == 0
     capsys.readouterr()
@@ -364,7 +307,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
         eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
     data = open_data(config, load_tokenizer("out/llama/tokenizer").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(2)]
-    expected, expected_norm, n = response_loss(read_llama(llama), batches)
+    expected, expected_norm, n = response_loss(read_llama(source), batches)
     assert n == data.targets(0) and 0.2 < n / 512 < 0.8
     capsys.readouterr()
     finals = {}
@@ -380,7 +323,7 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
         assert rows[0]["grad_norm"] == pytest.approx(expected_norm, rel=0.1 if recipe == "off" else 0.2)
         assert losses[-1] < losses[0] - 1.5
         finals[recipe] = losses[-1]
-        assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+        assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert finals["off"] == pytest.approx(finals["tensorwise"], rel=0.1)
     assert export.main([str(config.run_dir.parent / "arm_tensorwise"), "back", "dtype=fp32"]) == 0
     ours, theirs = load_model("out/arm_tensorwise", compute_dtype=torch.float32)[0], read_llama(tmp_path / "back")
@@ -389,6 +332,6 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(llama, tmp_path, m
     # Without the run's own copy the config's path serves only while the same tokenizer lies there.
     shutil.rmtree("out/arm_off/tokenizer")
     assert read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
-    write_tokenizer(tmp_path / "out/llama/tokenizer", bos=None)
+    write_tokenizer(tmp_path / "out/llama/tokenizer", {"eos_token": "<|end|>"})
     with pytest.raises(UserError, match="is not the one that the model of out/arm_off was trained with .*: put that one back"):
         read_tokenizer(read_config("out/arm_off"), "out/arm_off")

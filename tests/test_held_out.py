@@ -20,7 +20,7 @@ def run(tmp_path, monkeypatch):
 def test_cloze_questions_are_what_they_claim(run):
     rows = list(held_out.questions(str(run))["validation"])
     assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
-    texts = {s: [t[i] for t in [texts] for i in range(len(t))] for s, texts in held_out._sources(str(run))}
+    texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(run))}
     labels = np.bincount([row["label"] for row in rows], minlength=4)
     assert labels.sum() == 200 and labels.min() > 30
     for row in rows:
@@ -34,7 +34,7 @@ def test_cloze_questions_are_what_they_claim(run):
 def test_held_out_tasks_are_the_same_each_time_and_follow_the_shards(run):
     first = [list(f(str(run))["validation"]) for f in (held_out.documents, held_out.questions)]
     assert first == [list(f(str(run))["validation"]) for f in (held_out.documents, held_out.questions)]
-    texts = [t[i] for _, t in held_out._sources(str(run)) for i in range(len(t))]
+    texts = [tok.decode(ids.tolist()) for _, found, tok in held_out._sources(str(run)) for ids in found]
     assert len(texts) == 500 and len(first[0]) == 64 and all(row["text"] in texts for row in first[0])
 
 

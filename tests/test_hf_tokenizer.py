@@ -13,7 +13,7 @@ from runtime.data import open_data
 from runtime.shards import read_index
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import encode_document, tiny_config
-from tests.text_files import DOCUMENTS, jsonl, write_tokenizer
+from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
 HOSTILE = ["", " ", "\n\n\n", "<|end|>", "a<|begin|>b<|end|><|end|>", "x" * 3000, " " * 3000, "naïve 日本 🙂", "\x00\x1f\ufeff",
            "def f():\n\treturn 0.5  \n", "\u2028\u200b", *DOCUMENTS]
@@ -50,8 +50,6 @@ def merged(folder, text):
     return ids
 
 
-# ------------------------------------------------------------------------------------------------------------------ ids
-
 def test_ids_are_the_merges_and_text_returns(folder):
     tok = load_tokenizer(str(folder))
     for text in HOSTILE:
@@ -70,11 +68,7 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
     other = write_tokenizer(
         tmp_path / "t", truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
         padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-                 "pad_token": "<|begin|>"},
-        post_processor={"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}},
-                                                                {"Sequence": {"id": "A", "type_id": 0}}],
-                        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
-                        "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}})
+                 "pad_token": "<|begin|>"}, post_processor=BEGINS)
     for text in HOSTILE:
         assert np.array_equal(load_tokenizer(str(other)).encode(text), load_tokenizer(str(folder)).encode(text))
     assert load_tokenizer(str(other)).adds_start, "it is noted, though: a model's input begins so"
@@ -101,8 +95,6 @@ def test_identity_is_rules_and_roles(folder, tmp_path):
     assert [load_tokenizer(name).kind for name in ("gpt2", "byte", str(folder))] == ["gpt2", "byte", "folder"]
 
 
-# --------------------------------------------------------------------------------------------------------------- damage
-
 def _swap(name, content):
     return lambda folder: (folder / name).write_text(content)
 
@@ -117,8 +109,6 @@ def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence)
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
-
-# ------------------------------------------------------------------------------------------------------------ the shards
 
 def config(out, tokenizer, vocab_size):
     tiny = tiny_config(out, out)

@@ -28,6 +28,18 @@ class Fixed:
 SETS, WEIGHTS = {"a": Fixed(7, 0), "b": Fixed(3, 1)}, {"a": 0.25, "b": 0.75}
 
 
+class Counting(torch.nn.Module):
+    """A model that notes the shape of each batch."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt, self.shapes = gpt, []
+
+    def forward(self, x, y):
+        self.shapes.append(tuple(x.shape))
+        return self.gpt(x, y)
+
+
 def model():
     gpt = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=16, vocab_size=257), torch.float32)
     gpt.init_weights(0)
@@ -47,13 +59,8 @@ def test_against_torchs_cross_entropy_sequence_by_sequence():
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 16])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(micro_batch, size):
-    gpt, passes = model(), []
-    reference = evaluate(gpt, SETS, WEIGHTS, 3, torch.device("cpu"))
-
-    class Counting(torch.nn.Module):
-        def forward(self, x, y):
-            passes.append(tuple(x.shape))
-            return gpt(x, y)
+    counting = Counting(model())
+    passes, reference = counting.shapes, evaluate(counting.gpt, SETS, WEIGHTS, 3, torch.device("cpu"))
 
     # One rank after the other; the gather of the last hands out what the earlier ones left.
     left, results = [[] for _ in range(2)], None
@@ -66,7 +73,7 @@ def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(micro_batch,
             return torch.stack((box + [t] * size)[:size])
 
         before = len(passes)
-        results = evaluate(Counting(), SETS, WEIGHTS, micro_batch, torch.device("cpu"), rank, size, gather)
+        results = evaluate(counting, SETS, WEIGHTS, micro_batch, torch.device("cpu"), rank, size, gather)
         assert len(passes) - before == sum(-(-len(v) // (micro_batch * size)) for v in SETS.values()), "as many on each rank"
     assert set(passes) == {(micro_batch, 16)}, "one shape to compile"
     for name in SETS:
@@ -75,24 +82,14 @@ def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(micro_batch,
 
 def test_an_evaluation_stops_when_asked_to_and_not_before():
     """A validation of minutes must not outlast the half minute that a stop request is given."""
-    gpt, sets = model(), {"a": Fixed(40, 0), "b": Fixed(40, 1)}
-    passes = []
-
-    class Counting(torch.nn.Module):
-        def forward(self, x, y):
-            passes.append(len(x))
-            return gpt(x, y)
-
-    def run(answers):
-        passes.clear()
-        return evaluate(Counting(), sets, WEIGHTS, 1, torch.device("cpu"), is_stopping=lambda: next(answers))
-
-    assert run(iter([False, True])) is None
-    assert len(passes) == 16, "at the second question"
-    whole = run(iter([False] * 10))
-    assert len(passes) == 80
-    want = evaluate(gpt, sets, WEIGHTS, 1, torch.device("cpu"))
-    assert all(np.array_equal(whole.sequences[s], want.sequences[s]) for s in sets)
+    sets, counting = {"a": Fixed(40, 0), "b": Fixed(40, 1)}, Counting(model())
+    want = evaluate(counting.gpt, sets, WEIGHTS, 1, torch.device("cpu"))
+    for answers, n in (([False, True], 16), ([False] * 10, 80)):
+        asked = iter(answers)
+        counting.shapes.clear()
+        found = evaluate(counting, sets, WEIGHTS, 1, torch.device("cpu"), is_stopping=lambda asked=asked: next(asked))
+        assert len(counting.shapes) == n
+        assert found is None if n == 16 else all(np.array_equal(found.sequences[s], want.sequences[s]) for s in sets)
 
 
 def test_standard_error_by_simulation():

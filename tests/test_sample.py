@@ -3,17 +3,16 @@
 import io
 import json
 import random
-import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 from eval_runs import BYTES, TINY, build, build_run, bytes_of, generate, rigged
 
 from eval import export, sample
-from eval.sample import Growing
 from runtime.checkpoint import DamagedError
 from runtime.config import read_config
 from runtime.tokenizer import load_tokenizer
@@ -23,8 +22,6 @@ from runtime.tokenizer import load_tokenizer
 def run(tmp_path, monkeypatch):
     return build_run(tmp_path, monkeypatch)
 
-
-# ------------------------------------------------------------------------------------------------------------ generation
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tied=False, n_kv_head=1, qk_norm=True)])
 def test_greedy_generation_is_the_argmax_of_full_forward_passes(config):
@@ -72,61 +69,46 @@ def test_rows_that_ended_stay_ended_and_generation_stops():
     assert got.tolist() == [[256, 256, 256], [66, 66, 256]] and len(calls) == 3
 
 
-# ------------------------------------------------------------------------------------------------------------- streaming
+def shown(steps, tokenizer, prompt="", n=1):
+    """What stands on the screen after each step, and at the end."""
+    out, seen = io.StringIO(), []
 
-def grown(tokenizer, ids):
-    """The pieces of `ids` one by one, the last of them what rest() gives."""
-    growing = Growing(tokenizer)
-    return [growing.add(i) for i in ids] + [growing.rest()]
-
-
-def test_streamed_pieces_are_whole_characters():
-    ids = list("naïve €5 𝄞 end".encode()) + [0xff, 0xe2, 0x82] + list(b"x")
-    told = grown(BYTES, ids)
-    assert "".join(told) == BYTES.decode(ids) == "naïve €5 𝄞 end\ufffd\ufffdx"
-    assert told[2:4] == ["", "ï"] and "\ufffd" not in "".join(told[:-2])
-    assert grown(BYTES, list("a€".encode())[:2]) == ["a", "", "\ufffd"] and grown(BYTES, []) == [""]
-    lengths = []        # a long text costs no more a token than a short one
-    counting = SimpleNamespace(decode=lambda ids: lengths.append(len(ids)) or BYTES.decode(ids))
-    assert "".join(grown(counting, list(b"abc " * 500))) == "abc " * 500 and max(lengths) <= 4
+    def watched():
+        for step in steps:
+            yield step
+            seen.append(out.getvalue())
+    sample.show(watched(), tokenizer, prompt, n, out)
+    return [*seen, out.getvalue()]
 
 
-def test_streamed_pieces_add_up_to_the_whole_text_whatever_the_decoder():
+def test_continuations_stand_below_each_other_the_first_as_it_grows():
+    steps = [[*b"axk"], [*b"by", 256], [256, *b"zq"], [*b"?w?"]]      # row 2 ends first, then row 0; row 1 at a limit
+    heads = [f"{'-' * 32} {i} of 3\nP " for i in (1, 2, 3)]
+    first = heads[0] + "ab"
+    assert shown(steps, BYTES, "P ", 3) == [first[:-1], first, first, first,
+                                            f"{first}\n{heads[1]}xyzw\n{heads[2]}k\n"]
+
+
+def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_the_decoder():
     """GPT-2's tokens cut characters; SentencePiece's decoder eats the very first blank and spells unknown bytes one by one."""
-    text, rng = "Ça va? 日本語, 🤖🤖 emoji   and\n\nlines — naïve ﬁ", random.Random(0)
-    gpt2 = load_tokenizer("gpt2")
+    ids = list("naïve €5 𝄞 end".encode()) + [0xff, 0xe2, 0x82] + list(b"x") + [0xe2]        # ends within a character
+    *pieces, text = shown([[i] for i in ids], BYTES)
+    assert text == "naïve €5 𝄞 end\ufffd\ufffdx\ufffd\n" and pieces[2:4] == ["na", "naï"]
+    assert all(text.startswith(piece) and not piece.endswith("\ufffd") for piece in pieces)
+    text, rng, gpt2 = "Ça va? 日本語, 🤖🤖 emoji   and\n\nlines — naïve ﬁ", random.Random(0), load_tokenizer("gpt2")
     words = ["▁the", "▁cat", "s", "▁", "▁sat", *(f"<0x{b:02X}>" for b in range(256))]
     pieces = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     pieces.decoder = tokenizers.decoders.Sequence([
         tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
         tokenizers.decoders.Strip(" ", 1, 0)])
-    llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False))
+    llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False), adds_start=False, start=2, eot=-1,
+                            encode=lambda text: np.array([0] if text else []))
     known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
     assert llama.decode(known) == "the catsé日🤖 sat the  sat日 cat"
-    for tokenizer, ids in [(gpt2, gpt2.encode(text * 3).tolist()), (llama, known), (llama, known[::-1] + known)]:
-        assert "".join(grown(tokenizer, ids)) == tokenizer.decode(ids)
-    for _ in range(50):
-        ids = [rng.randrange(50257) for _ in range(60)]
-        assert "".join(grown(gpt2, ids)) == gpt2.decode(ids)
+    assert shown([[i] for i in known], llama, "the")[-1] == "the the catsé日🤖 sat the  sat日 cat\n"
+    for ids in (gpt2.encode(text * 3).tolist(), *([rng.randrange(50256) for _ in range(60)] for _ in range(50))):
+        assert shown([[i] for i in ids], gpt2)[-1] == gpt2.decode([gpt2.eot, *ids]).removeprefix("<|endoftext|>") + "\n"
 
-
-def test_continuations_are_printed_in_order_the_next_one_as_it_grows():
-    out, seen = io.StringIO(), []
-
-    def steps():
-        for step in ([*b"axk"], [*b"by", 256], [256, *b"zq"], [*b"?w?"]):      # row 2 ends first, then row 0; row 1 at a limit
-            yield step
-            seen.append(out.getvalue())
-    sample.show(steps(), BYTES, "P ", 3, out)
-    heads = [f"{'-' * 32} {i} of 3\nP " for i in (1, 2, 3)]
-    assert seen == [heads[0] + "a", heads[0] + "ab", f"{heads[0]}ab\n{heads[1]}xyz", f"{heads[0]}ab\n{heads[1]}xyzw"]
-    assert out.getvalue() == f"{heads[0]}ab\n{heads[1]}xyzw\n{heads[2]}k\n"
-    out = io.StringIO()
-    sample.show(iter([[0xe2], [256]]), BYTES, "", 1, out)      # ends within a character
-    assert out.getvalue() == "\ufffd\n"
-
-
-# ------------------------------------------------------------------------------------------------------------ the command
 
 def test_sample_prints_prompt_and_continuation(run, capsys):
     settings = [str(run), "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu"]
@@ -145,7 +127,7 @@ def test_sample_prints_prompt_and_continuation(run, capsys):
 
 
 def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model, tokenizer, device, _ = sample.load_for_inference(str(run), "cpu", "bfloat16")
+    model = sample.load_for_inference(str(run), "cpu", "bfloat16").model
     x = torch.arange(20)[None]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
     assert model.head.weight is model.wte.weight
@@ -170,19 +152,20 @@ def test_a_model_that_has_diverged_gets_a_sentence(run, capsys, monkeypatch, tem
 
 
 def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
-    """A run that still trains deletes its older checkpoints, maybe the one that is being read."""
-    load_model, steps = sample.load_model, [1]
+    """A run that still trains deletes its older checkpoints, maybe the one that is being read; the step is of what was read."""
+    kept, met = build(), [DamagedError("gone"), None, DamagedError("gone")]
 
-    def deleted_meanwhile(run_dir, **more):
-        if steps[-1] == 3:
-            return load_model(run_dir, **more)
-        steps.append(steps[-1] + 1)
-        folder = run / f"checkpoints/step_{steps[-1]:08d}"
-        folder.mkdir(parents=True)
+    def replaced_meanwhile(run_dir, **more):
+        if not met:
+            return kept, None
+        (folder := run / f"checkpoints/step_{5 - len(met):08d}").mkdir()
         (folder / "DONE").touch()
-        raise DamagedError("gone")
-    monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
-    assert sample.load_for_inference(str(run), "cpu", "float32").model.config == TINY and steps == [1, 2, 3]
+        if error := met.pop():
+            raise error
+        return build(), None        # whole, but no longer the newest
+    monkeypatch.setattr(sample, "load_model", replaced_meanwhile)
+    model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
+    assert (model, step) == (kept, 4)
 
     def damaged(run_dir, **more):
         raise DamagedError("still the newest")
@@ -204,9 +187,7 @@ def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch,
     assert said.startswith(words) and said.count("\n") == 1
 
 
-# ---------------------------------------------------------------------------------------------------------- the tokenizer
-
-MANIFEST = "checkpoints/step_00000004/manifest.json"
+MANIFEST = "checkpoints/step_00000001/manifest.json"
 
 
 @pytest.mark.parametrize("name, content", [
@@ -215,16 +196,10 @@ MANIFEST = "checkpoints/step_00000004/manifest.json"
 @pytest.mark.parametrize("command", [sample, export])
 def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys, command, name, content):
     """As many ids, other text: nothing else would tell. The newest checkpoint decides, before a summary of another time."""
-    (path := run / name).parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / "DONE").touch()
-    path.write_text(json.dumps(content))
+    (run / name).write_text(json.dumps(content))
     assert command.main([str(run), str(run / "new")]) == 2
     said = capsys.readouterr().err
     assert f"the tokenizer byte is not the one that the model of {run} was trained with (81fbde863..., not fffffffff...)" in said
     assert said.count("\n") == 1 and not (run / "new").exists()
-    newer = run / MANIFEST.replace("4", "6")
-    newer.parent.mkdir(parents=True)
-    (newer.parent / "DONE").touch()
-    newer.write_text(json.dumps({"state": {"tokenizer_sha256": BYTES.sha256}}))
+    (run / MANIFEST).write_text(json.dumps({"state": {"tokenizer_sha256": BYTES.sha256}}))
     assert sample.read_tokenizer(read_config(run), run).sha256 == BYTES.sha256
-    shutil.rmtree(newer.parent)

@@ -45,6 +45,13 @@ def refused(capsys, *arguments):
     return said
 
 
+# Each text begins with <|begin|>, as Llama's rules have it.
+BEGINS = {"type": "TemplateProcessing",
+          "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+          "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+          "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [0], "tokens": ["<|begin|>"]}}}
+
+
 def write_tokenizer(folder, roles=None, vocab=400, spare=0, **more):
     """A folder as Hugging Face keeps a tokenizer: byte-level BPE, <|begin|> is 0, <|end|> is 1, merges learned from
     DOCUMENTS; with `spare` tokens that no text becomes. `roles`: of tokenizer_config.json. `more`: keys of tokenizer.json."""
