@@ -372,10 +372,9 @@ class Run:
         """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
         step = self.progress.step
         self._at_slow("looking for the cause")
-        self.saver.wait()       # its group is used below
+        self.saver.wait()       # what it has to save is the newest there will be
         raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
-                                                       self.config.run_dir, self.world.is_main, self.loss_scale,
-                                                       self.world.checkpoint_group))
+                                                       self.config.run_dir, self.world.is_main))
 
     def _save_and_stop(self) -> None:
         """A stop was requested."""
