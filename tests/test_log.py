@@ -278,11 +278,9 @@ def test_throughput_by_hand():
 
 def test_the_meter_reads_what_the_gpu_supports_and_a_driver_that_hangs_delays_nothing(monkeypatch):
     hanging = threading.Event()
-    monkeypatch.setitem(sys.modules, "pynvml", SimpleNamespace(
-        nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID={"GPU-8f2c": "handle"}.__getitem__, nvmlDeviceGetPowerUsage=refuse,
-        nvmlDeviceGetMemoryInfo=lambda gpu: hanging.wait() and SimpleNamespace(used=60 * 2**30, total=80 * 2**30),
-        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=97)))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="8f2c"))
+    for name, read in (("device_memory_used", lambda gpu: hanging.wait() and 60 * 2**30), ("utilization", lambda gpu: 97),
+                       ("get_device_properties", lambda gpu: SimpleNamespace(total_memory=80 * 2**30)), ("power_draw", refuse)):
+        monkeypatch.setattr(torch.cuda, name, read)
     meter = log.Meter(torch.device("cuda"), period=0.01)
     time.sleep(0.1)
     assert meter.read() == {}
