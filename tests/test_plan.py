@@ -3,11 +3,10 @@ data.micro_batch=auto with invented trials and real ones."""
 
 import json
 import multiprocessing
-import os
 import re
 import signal
-import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
-from runtime.plan import NO_FIT, Trial, candidates, resolve_micro_batch, search, try_one
+from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Moved, Shape, anchors, linears, modelled_ratio, step
 from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
@@ -25,8 +24,7 @@ from tests.faults import children, wait_for
 
 CPU = torch.device("cpu")
 ALONE = World(0, 0, 1, CPU)
-FULL = Trial(failure=NO_FIT)
-BROKEN = Trial(failure="RuntimeError: a kernel's offset")
+FULL, BROKEN = MemoryError(), MachineError("a kernel's offset")
 FP8_RUN = load_config(ROOT / "configs/gpt1p5b_fp8.py")       # T=2048
 
 
@@ -217,7 +215,9 @@ def test_the_fastest_that_fits(trials, first, best, order):
 
     def attempt(n):
         tried.append(n)
-        return trials[n] if isinstance(trials[n], Trial) else Trial(trials[n], 1.0)
+        if isinstance(trials[n], Exception):
+            raise trials[n]
+        return trials[n], 1.0
 
     if best is MachineError:
         with pytest.raises(MachineError, match="a kernel's offset: .*data.micro_batch=1"):
@@ -239,7 +239,7 @@ def test_candidates_are_what_a_run_accepts(tiny, sequences, size, recipe, n_ctx,
 
 def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_whole_run_on_one_device(tiny, monkeypatch):
     trials = []
-    monkeypatch.setattr(plan, "try_one", lambda *trial: trials.append(trial) or FULL)
+    monkeypatch.setattr(plan, "try_one", mock.Mock(side_effect=lambda *trial: trials.append(trial) or exec("raise MemoryError")))
     monkeypatch.setattr(plan, "run_on_rank0", lambda world, work: work())
     assert resolve_micro_batch(tiny, ALONE) is tiny
     tiny.run_dir.mkdir(parents=True)
@@ -257,10 +257,10 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
         resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
-    assert [tried.data.micro_batch for tried, *_ in trials] == [4, 2, 1]
-    tried, device, end = trials[0]
+    assert [tried.data.micro_batch for tried, _ in trials] == [4, 2, 1]
+    tried, device = trials[0]
     assert (tried.parallel.replicate, tried.parallel.shard, tried.parallel.recompute) == (1, None, True)
-    assert not tried.fp8.all_gather and device == torch.device("cuda", 0) and 880 < end - time.monotonic() <= 900
+    assert not tried.fp8.all_gather and device == torch.device("cuda", 0)
 
 
 class InTheChild:
@@ -273,22 +273,20 @@ class InTheChild:
 
 
 def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
-    for call, failure in (((signal.raise_signal, signal.SIGKILL), NO_FIT), ((os._exit, 7), "exit code 7"),
-                          ((time.sleep, 90), "parallel.start_timeout")):
-        began = time.monotonic()
-        trial = try_one(InTheChild(*call), CPU, began + (2 if call[0] == time.sleep else 60))
-        assert failure in trial.failure and time.monotonic() - began < 60 and not multiprocessing.active_children()
     vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
-    assert try_one(vast, CPU, time.monotonic() + 300) == FULL
     refused = with_recipe(tiny, "tensorwise")
-    with pytest.raises(UserError, match="fp8.skip"):        # no micro-batch mends it
-        try_one(replace(refused, fp8=replace(refused.fp8, skip=("nothing",))), CPU, time.monotonic() + 300)
+    refused = replace(refused, fp8=replace(refused.fp8, skip=("nothing",)))     # no micro-batch mends it
+    for config, error, told in ((InTheChild(signal.raise_signal, signal.SIGKILL), MemoryError, None), (vast, MemoryError, None),
+                                (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "ended with AttributeError")):
+        with pytest.raises(error, match=told):
+            try_one(config, CPU)
+        assert not multiprocessing.active_children()
 
 
 def test_a_trial_ends_with_its_parent(tiny):
     slow = auto(tiny, micro_batch=512, tokens_per_step=2**14)
     slow = replace(slow, model=replace(slow.model, n_embd=512, n_ffn=2048, n_layer=8))      # minutes
-    parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU, time.monotonic() + 300))
+    parent = multiprocessing.get_context("spawn").Process(target=try_one, args=(slow, CPU))
     parent.start()
     trial = wait_for(lambda: [p for p in children(parent.pid) if b"spawn_main" in read_bytes(f"/proc/{p}/cmdline")
                               and int(read_bytes(f"/proc/{p}/statm").split()[1]) > 2**18])     # pages: it trains, in a GiB
