@@ -233,10 +233,8 @@ class Meter:
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/:
-
-        trace_rank<r>.pt.trace.json.gz      for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler
-        memory_rank<r>.pickle               on a GPU: every allocation, for pytorch.org/memory_viz
+    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for
+    ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler.
 
     No number changes; the traced steps are slower, the first most. A run that resumes or ends in between traces what it does of
     them. A trace that cannot be written is reported by say() and ends no run."""
@@ -252,8 +250,6 @@ class Profiler:
             self._trace.step_num = step - 1     # a rollback goes back
             self._trace.step()
         elif self.first <= step <= self.last:
-            if self.world.device.type == "cuda":    # private, yet the documented way; so many events are about 100 MB
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
             trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
             trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
             try:
@@ -277,9 +273,6 @@ class Profiler:
         try:
             trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.world.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.world.rank}.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
             trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
             if self.world.is_main:
                 self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
@@ -313,11 +306,7 @@ def environment(device: torch.device, root: Path) -> dict:
 
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
     """Write env.json: the environment now, but the t_start of the run's very first start: a prediction counts only if older."""
-    try:
-        first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path} is damaged, so it no longer tells when the run was begun: restore it, or choose another "
-                        f"run=") from error
+    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
     write_json(path, environment(device, root) | first)
 
 
