@@ -83,12 +83,11 @@ def out_of_memory(error: BaseException, config, world) -> str | None:
 
     config: the run's Config. world: its rank, size and device."""
     import torch
-    found, device, where = memory_error(error), world.device, str(world.device)
+    found, where = memory_error(error), str(world.device)
     if found is None:
         return None
-    if device.type == "cuda":
-        where += (f", {device_name(device)}, {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB of tensors at the peak, of "
-                  f"{torch.cuda.get_device_properties(device).total_memory / GIB:.2f} GiB")
+    if world.device.type == "cuda":
+        where += f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
     d, m, remedies = config.data, config.model, []
     # settings that need less memory and change the run's numbers by rounding alone, the cheapest first
