@@ -193,8 +193,8 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
             stable = min(c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
             raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
                             f"this run it would have {new:g}: branches need optim.schedule=wsd in both runs, the same steps of "
-                            f"warm-up (optim.warmup_share={warmup / config.total_steps!r}) and a checkpoint from before the decay, "
-                            f"of step {stable} or before")
+                            f"warm-up (optim.warmup_share={warmup / config.total_steps!r}) and a checkpoint of step {stable} or "
+                            f"before, where the decay begins")
 
 
 def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig) -> float:
