@@ -65,7 +65,6 @@ class MuonAdamW:
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
             _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
-        torch.autograd.graph.increment_version(list(self.parts))
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
