@@ -1,9 +1,8 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
 --plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
-optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the rows of
-bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU, and FP8's from the
-ratio of runtime/roofline.py.
+optimizer follows from them; activations and hours are estimates and are printed as such: hours from an assumed MFU, FP8's by
+the ratio of runtime/roofline.py. (scaling/plan.py takes the measured speed of runs.)
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
@@ -37,13 +36,11 @@ from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
 from runtime.roofline import modelled_ratio
-from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
-# (0.41 to 0.51 below 2B parameters), for whatever bench/throughput.py has not measured.
+# (0.41 to 0.51 below 2B parameters).
 ASSUMED_MFU = 0.45
 
 # The search of a micro-batch.
@@ -55,10 +52,8 @@ MEASURED_S = 0.5        # least duration of what is timed, of which the best of 
 
 # --------------------------------------------------------------------------------------------------------------- --plan
 
-def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = RESULTS) -> list[str]:
-    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU.
-
-    results: the folder of bench/throughput.py's rows."""
+def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
+    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU."""
     if gpu and peak_flops(gpu) is None:
         raise UserError(f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
     with torch.device("meta"):
@@ -92,7 +87,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
             ("+ causal attention", "flops_per_token_causal"))), *_muon(config, model, c, gpus), "",
         *_memory(config, c, by_muon, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
-        *_hours(config, c, in_fp8, gpus, gpu, results), "",
+        *_hours(config, c, in_fp8, gpus, gpu), "",
         "disk",
         _gib("checkpoint", checkpoint, f"fp32 weights and moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
              "while saving; host memory for one or two"),
@@ -152,8 +147,8 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
             *(_gib(*row) for row in rows if row[1])]
 
 
-def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str, results: Path) -> list[str]:
-    """Hours in BF16 and FP8, measured or estimated; `in_fp8` counts the parameters that are converted."""
+def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str) -> list[str]:
+    """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
     if not gpu:
         return ["hours: name a GPU, as in --plan h100"]
     peaks = peak_flops(gpu)
@@ -161,23 +156,15 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peaks
     tokens = config.total_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
     flops = counts["flops_per_token"] * tokens
-    source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
-    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, ""
-    if bf16 := _measured(config, counts, "bf16" if p.compile else "bf16_eager", gpu, results):
-        source = "from the measured speed of one GPU" + (", what GPUs send each other not counted" if gpus > 1 else "")
-        hours, remark = tokens / bf16[0] / gpus / 3600, f"   {bf16[1]}"
-    if p.recompute:
-        remark = f"   the recomputed forward pass included{remark}"
-    lines = [f"hours on {gpus} x {gpu}: {source}", f"  {'BF16':22} {hours:10.1f} h{remark}"]
+    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, "   the recomputed forward pass included" * p.recompute
+    lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
+             f"  {'BF16':22} {hours:10.1f} h{remark}"]
     if f.recipe == "off":
         return lines
     if f.recipe in fp8.EMULATED:
         return [*lines, f"  {'FP8':22} {'more':>10}     {f.recipe} is emulated: real numerics, slower than BF16 by far"]
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
-    is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
-    if is_timed and (quantised := _measured(config, counts, f.label + "+head" * f.head, gpu, results)):
-        return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
     if ratio := modelled_ratio(config, gpu, gpus):
         return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
                         f"(python -m runtime.roofline); not measured"]
@@ -186,29 +173,6 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
                     f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
-
-
-def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, results: Path) -> tuple[float, str] | None:
-    """Measured tokens/s of this model on one such GPU under bench/throughput.py's label, with their origin in words.
-
-    A row of another context length counts at the same FLOP/s. Of each micro-batch the newest row counts, of several that
-    whose number of tokens is closest to the run's (the fastest where it is auto). None where no valid row is of this model."""
-    n_ctx, micro_batch = config.model.n_ctx, config.data.micro_batch
-    # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
-    found = [row | {"origin": f"{path.name}, commit {str(row['commit'])[:10]}"}
-             for path in sorted(results.glob("*.jsonl")) for row in read_rows(path)
-             if row["kind"] == "cell" and row["valid"] and row["label"] == label
-             and gpu.lower() in str(row["gpu"]).lower() and peak_flops(row["gpu"]) == peak_flops(gpu)
-             and all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
-             and (row["flops_per_token"] - 6 * row["params_matmul"]) * n_ctx == counts["flops_per_token_attn"] * row["T"]]
-    if not found:
-        return None
-    newest = {(row["T"], row["micro_batch"]): row for row in sorted(found, key=lambda row: row["t"])}
-    row = max(newest.values(), key=lambda row: row["tok_per_s"] * row["flops_per_token"] if micro_batch == "auto" else
-              -abs(math.log(row["micro_batch"] * row["T"] / (micro_batch * n_ctx))))
-    return row["tok_per_s"] * row["flops_per_token"] / counts["flops_per_token"], (
-        f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} and T={row['T']} on one "
-        f"{row['gpu']} ({row['origin']})")
 
 
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
