@@ -243,13 +243,11 @@ def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[s
             bad = (~output.isfinite()).sum()
             seen[name] = seen.get(name, 0) + torch.stack((torch.full_like(bad, output.numel()), bad))
 
-    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
-    try:
-        with torch.compiler.set_stance("force_eager"), torch.no_grad():
-            model(x, y)
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(partial(note, name))       # which stay: the run is over
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        model(x, y)
     return _summed(seen)
 
 
