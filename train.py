@@ -89,10 +89,8 @@ def main(argv: list[str]) -> int:
         config = resolve_micro_batch(config, world)
         train(config, world)
         code = 0
-    except UserError as error:
-        code = say_error(error, world, 2)
-    except MachineError as error:
-        code = say_error(error, world, 1)
+    except (UserError, MachineError) as error:
+        code = say_error(error, world, 2 if isinstance(error, UserError) else 1)
     except OSError as error:
         code = say_error(f"{error.filename or 'a file'}: {error.strerror or error}; nothing that was finished is lost: correct "
                          f"it and run the same command again", world, 1)

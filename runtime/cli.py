@@ -142,8 +142,7 @@ def help_page(doc: str, cls=None, options: str | None = None) -> str:
 
 
 def field_lines(prefix: str, cls) -> list[str]:
-    """Of each field of a dataclass: key, the meaning that stands beside it as a comment, type, default; 118 columns wide. A
-    comment on a line of its own heads the fields below it."""
+    """Of each field of a dataclass: key, the meaning that stands beside it as a comment, type, default; 118 columns wide."""
     meanings, hints, lines = _meanings(cls), get_type_hints(cls), []
     for f in fields(cls):
         if not is_dataclass(hints[f.name]):

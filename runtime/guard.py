@@ -23,7 +23,6 @@ import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +47,6 @@ NORM_SD_PER_LOSS_SD = 3.0
 LEVEL = 2.0         # highest over lowest loss of a row of batches that count as one level
 MAD_TO_SD = 1.4826  # of a normal distribution
 TINY = 1e-30        # a gradient of zero has no logarithm
-AGREEMENT = timedelta(seconds=60)       # in which all ranks end a diagnosis' pass, one that has failed included
 
 
 class Verdict(enum.Enum):
@@ -181,29 +179,27 @@ def _log(value: float) -> float:
 # ------------------------------------------------------------------------------------------------------------ diagnosis
 
 def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor, y: torch.Tensor, step: int, reason: str,
-             run_dir: Path, is_main: bool, backward_scale: float, group: dist.ProcessGroup | None = None) -> str:
+             run_dir: Path, is_main: bool) -> str:
     """Find what is not finite in a run that the guard has stopped; write diagnosis.json; return the end of an error sentence.
 
-    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T); group: of all ranks, on the CPU, which
-    nobody else uses now. All ranks call it together. It raises nothing, so that it cannot hide the fault itself. In
-    diagnosis.json:
+    tensors: weights (model.*) and moments (optim.*); x, y: the last micro-batch, (B, T). All ranks call it together. It raises
+    nothing, so that it cannot hide the fault itself. In diagnosis.json:
 
         step, reason                    the last step, and the guard's reason
         weights, moments, gradients     by name: how many values, how many not_finite; after clipping, which spreads a NaN
         modules                         the same of outputs in a new eager forward pass over x, in order of completion
-        loss_anew, gradients_anew       loss of that pass in nats a token, null if not finite; if finite, its gradients
         problems                        what kept this from being completed
     """
     found: dict[str, Any] = {"step": step, "reason": reason, "weights": {}, "moments": {}, "gradients": {}, "modules": {},
-                             "gradients_anew": {}, "loss_anew": None, "problems": []}
+                             "problems": []}
     path = run_dir / "diagnosis.json"
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
             found[kind] = _count({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-        found["gradients"] = _count_gradients(model)
+        found["gradients"] = _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
         if is_main:
-            write_json(path, found)     # in case the new passes crash or hang
-        _pass_again(model, x, y, backward_scale, found, group)
+            write_json(path, found)     # in case the new pass crashes or hangs
+        found["modules"] = _count_outputs(model, x, y)
     except Exception as error:
         found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
         if not is_main:         # rank 0 may wait for this one in a collective
@@ -222,79 +218,44 @@ def _count(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, int]]:
         if isinstance(tensor, DTensor):
             replicas = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
             tensor = tensor.to_local()
-        local[name] = tensor.numel() / replicas, (~tensor.isfinite()).sum() / replicas
+        bad = (~tensor.isfinite()).sum().double()
+        local[name] = torch.stack((torch.full_like(bad, tensor.numel()), bad)) / replicas
     return _summed(local)
 
 
-def _summed(local: dict[str, tuple[float, torch.Tensor]]) -> dict[str, dict[str, int]]:
-    """Of each name's values and those not finite on this rank, the sums over all ranks."""
+def _summed(local: dict[str, torch.Tensor]) -> dict[str, dict[str, int]]:
+    """Of each name's values and those not finite on this rank, (2,), the sums over all ranks."""
     if not local:
         return {}
-    sums = torch.stack([bad.new_tensor([values, bad], dtype=torch.float64) for values, bad in local.values()])
+    sums = torch.stack([counts.double() for counts in local.values()])
     if dist.is_initialized():
         dist.all_reduce(sums)
     return {name: {"values": round(values), "not_finite": round(bad)}
             for name, (values, bad) in zip(local, sums.tolist(), strict=True)}
 
 
-def _count_gradients(model: nn.Module) -> dict[str, dict[str, int]]:
-    return _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-
-
-def _pass_again(model: nn.Module, x: torch.Tensor, y: torch.Tensor, backward_scale: float, found: dict,
-                group: dist.ProcessGroup | None) -> None:
-    """Repeat the micro-batch eagerly: a forward pass that looks at every module's output, then one for the gradients."""
-    seen: dict[str, tuple[float, torch.Tensor]] = {}      # module -> values of its outputs, those not finite
+def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, dict[str, int]]:
+    """Of every module's outputs in an eager forward pass that keeps no activations: it fits wherever training did."""
+    seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
-        if isinstance(output, torch.Tensor) and output.is_floating_point():
-            values, bad = seen.get(name, (0, 0))        # adds up: a head that works in chunks is called several times
-            seen[name] = values + output.numel(), bad + (~output.isfinite()).sum()
+        if isinstance(output, torch.Tensor) and output.is_floating_point():     # a head in chunks is called several times
+            bad = (~output.isfinite()).sum()
+            seen[name] = seen.get(name, 0) + torch.stack((torch.full_like(bad, output.numel()), bad))
 
-    model.zero_grad()   # before the forward pass, after which FSDP2 shows the root's gathered weights, which have no gradients
-    handles = [module.register_forward_hook(partial(note, name)) for name, module in model.named_modules() if name]
-    with torch.compiler.set_stance("force_eager"):
-        try:
-            with torch.no_grad():   # keeps no activations: fits wherever training did
-                loss = _on_all_ranks(lambda: model(x, y).double().mean() / y.size(1), group)
-        finally:
-            for handle in handles:
-                handle.remove()
-        found["modules"] = _summed(seen)
-        if dist.is_initialized():
-            dist.all_reduce(loss, dist.ReduceOp.SUM)
-            loss /= dist.get_world_size()
-        if loss.isfinite():     # else the gradients would all be NaN
-            found["loss_anew"] = loss.item()
-            _on_all_ranks(lambda: (model(x, y).sum() * backward_scale).backward(), group)
-            found["gradients_anew"] = _count_gradients(model)
-
-
-def _on_all_ranks(work: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """What work() returns, or an error on every rank where it fails on one: none waits in the next collective for one that has
-    left. Others that stand within work(), in a collective of FSDP2's, wait until the failed one has exited."""
-    result = error = None
-    try:
-        result = work()
-    except Exception as problem:
-        error = problem
-    failed = torch.tensor(float(error is not None))
-    try:
-        if group is not None:
-            dist.all_reduce(failed, group=group, async_op=True).wait(AGREEMENT)
-    finally:
-        if error is not None:
-            raise error
-    if failed:
-        raise RuntimeError(f"the new pass failed on {failed:.0f} of the other ranks")
-    return result
+    for name, module in model.named_modules():
+        if name:
+            module.register_forward_hook(partial(note, name))       # which stay: the run is over
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        model(x, y)
+    return _summed(seen)
 
 
 def _findings(found: dict) -> str:
     """One line for people."""
     said = []
     bad = {kind: {name: f"{c['not_finite']:,} of {c['values']:,} values" for name, c in found[kind].items() if c["not_finite"]}
-           for kind in ("weights", "moments", "gradients", "modules", "gradients_anew")}
+           for kind in ("weights", "moments", "gradients", "modules")}
     for kind in ("weights", "moments", "gradients"):
         if bad[kind]:
             said.append(f"{len(bad[kind])} of {len(found[kind])} {kind} ({'; '.join(map(': '.join, [*bad[kind].items()][:3]))})")
@@ -302,9 +263,6 @@ def _findings(found: dict) -> str:
     if bad["modules"]:
         name, values = next(iter(bad["modules"].items()))
         said.append(f"in the last micro-batch the first output that is not finite is that of {name} ({values})")
-    elif bad["gradients_anew"]:     # the backward pass begins at the last
-        said.append(f"the last micro-batch alone gives gradients that are not finite: {len(bad['gradients_anew'])} of "
-                    f"{len(found['gradients_anew'])}, of these {list(bad['gradients_anew'])[-1]} is nearest to the loss")
-    elif found["loss_anew"] is not None:
-        said.append(f"the last micro-batch alone, computed anew, is finite: loss {found['loss_anew']:.4g}")
+    elif found["modules"]:
+        said.append("all outputs of the last micro-batch, computed anew, are finite")
     return "; ".join(said + found["problems"])

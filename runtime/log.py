@@ -212,35 +212,29 @@ class Meter:
         self._latest: dict[str, float] = {}
         self._is_closed = threading.Event()
         self.close = self._is_closed.set
-        if device.type == "cuda":       # NVML counts all GPUs of the machine, CUDA those that are visible; the uuid is common
-            uuid = "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-            threading.Thread(target=self._sample, args=(uuid, period), name="meter", daemon=True).start()
+        if device.type == "cuda":
+            threading.Thread(target=self._sample, args=(device, period), name="meter", daemon=True).start()
 
     def read(self) -> dict[str, float]:
         """The latest sample: gpu_mem_pct and gpu_util_pct in percent, gpu_power_w in watts, each where the GPU tells it."""
         return dict(self._latest)
 
-    def _sample(self, uuid: str, period: float) -> None:
-        with suppress(Exception):       # no such package, no driver, a container without NVML, a MIG slice
-            nvml = import_module("pynvml")
-            nvml.nvmlInit()
-            gpu = nvml.nvmlDeviceGetHandleByUUID(uuid)
-            reads = {"gpu_mem_pct": lambda: round(100 * (memory := nvml.nvmlDeviceGetMemoryInfo(gpu)).used / memory.total, 2),
-                     "gpu_util_pct": lambda: float(nvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
-                     "gpu_power_w": lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000}      # NVML gives milliwatts
-            while not self._is_closed.wait(period):
-                sample = {}
-                for name, read in reads.items():
-                    with suppress(Exception):       # not supported by this GPU, or not for a moment
-                        sample[name] = read()
-                self._latest = sample
+    def _sample(self, device: torch.device, period: float) -> None:
+        total = torch.cuda.get_device_properties(device).total_memory
+        reads = {"gpu_mem_pct": lambda: round(100 * torch.cuda.device_memory_used(device) / total, 2),
+                 "gpu_util_pct": lambda: float(torch.cuda.utilization(device)),
+                 "gpu_power_w": lambda: torch.cuda.power_draw(device) / 1000}       # torch gives milliwatts
+        while not self._is_closed.wait(period):
+            sample = {}
+            for name, read in reads.items():
+                with suppress(Exception):       # no package, a container without NVML, a GPU or a moment that does not tell it
+                    sample[name] = read()
+            self._latest = sample
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/:
-
-        trace_rank<r>.pt.trace.json.gz      for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler
-        memory_rank<r>.pickle               on a GPU: every allocation, for pytorch.org/memory_viz
+    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for
+    ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler.
 
     No number changes; the traced steps are slower, the first most. A run that resumes or ends in between traces what it does of
     them. A trace that cannot be written is reported by say() and ends no run."""
@@ -256,8 +250,6 @@ class Profiler:
             self._trace.step_num = step - 1     # a rollback goes back
             self._trace.step()
         elif self.first <= step <= self.last:
-            if self.world.device.type == "cuda":    # private, yet the documented way; so many events are about 100 MB
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
             trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
             trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
             try:
@@ -281,9 +273,6 @@ class Profiler:
         try:
             trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self.world.device.type == "cuda":
-                torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.world.rank}.pickle"))
-                torch.cuda.memory._record_memory_history(enabled=None)
             trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
             if self.world.is_main:
                 self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
@@ -294,12 +283,9 @@ class Profiler:
 # ------------------------------------------------------------------------------------------------------------- env.json
 
 PACKAGES = "torch", "torchao", "numpy", "triton"
-# Environment variables that env.json holds: these, and those of the prefixes whose name does not suggest a secret.
-VARIABLES = {"CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_DEVICE_MAX_CONNECTIONS", "CUBLAS_WORKSPACE_CONFIG",
-             "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "WORLD_SIZE",
-             "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "GLOO_SOCKET_IFNAME",
-             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE"}
-PREFIXES = ("NCCL_", "TORCH_", "TORCHINDUCTOR_")
+# Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
+PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+            "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
 SECRET = re.compile("key|token|secret|pass|auth|cred", re.IGNORECASE)
 
 
@@ -314,17 +300,13 @@ def environment(device: torch.device, root: Path) -> dict:
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
         **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "variables": {name: value for name, value in sorted(os.environ.items())
-                      if name in VARIABLES or name.startswith(PREFIXES) and not SECRET.search(name)},
+                      if name.startswith(PREFIXES) and not SECRET.search(name)},
     }
 
 
 def write_environment(path: Path, device: torch.device, root: Path) -> None:
     """Write env.json: the environment now, but the t_start of the run's very first start: a prediction counts only if older."""
-    try:
-        first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path} is damaged, so it no longer tells when the run was begun: restore it, or choose another "
-                        f"run=") from error
+    first = {"t_start": json.loads(path.read_text())["t_start"]} if path.exists() else {}
     write_json(path, environment(device, root) | first)
 
 

@@ -40,24 +40,18 @@ def check_device() -> None:
 
     A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU."""
     import torch
-    visible, there, cuda = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus(), torch.version.cuda
-    if torch.cuda.is_available() or torch.version.hip or visible in ("", "-1") or not (there or visible and cuda):
+    visible, there = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus()
+    if torch.cuda.is_available() or visible in ("", "-1") or not there:
         return
     try:
         torch.cuda.init()
-        reason = "it counts no GPU"
+        reason = f"it counts no GPU, CUDA_VISIBLE_DEVICES={visible}"
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0].rstrip(". ")
-    if cuda is None:
-        advice = "install torch's CUDA build (https://pytorch.org/get-started)"
-    elif "driver" in reason.lower():
-        advice = f"update the NVIDIA driver, or install a torch built for it (this one wants CUDA {cuda})"
-    elif visible is not None:
-        advice = f"correct CUDA_VISIBLE_DEVICES={visible!r}, which must name GPUs of this machine"
-    else:
-        advice = "see whether `nvidia-smi` finds the GPU"
-    raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} cannot use any ({reason}): "
-                       f"{advice}, or set CUDA_VISIBLE_DEVICES='' to train on the CPU on purpose")
+    raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} for CUDA {torch.version.cuda} "
+                       f"cannot use any ({reason}): install a build of torch that fits the driver "
+                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' to train on the CPU on "
+                       f"purpose")
 
 
 def count_gpus() -> int:
@@ -89,12 +83,11 @@ def out_of_memory(error: BaseException, config, world) -> str | None:
 
     config: the run's Config. world: its rank, size and device."""
     import torch
-    found, device, where = memory_error(error), world.device, str(world.device)
+    found, where = memory_error(error), str(world.device)
     if found is None:
         return None
-    if device.type == "cuda":
-        where += (f", {device_name(device)}, {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB of tensors at the peak, of "
-                  f"{torch.cuda.get_device_properties(device).total_memory / GIB:.2f} GiB")
+    if world.device.type == "cuda":
+        where += f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
     d, m, remedies = config.data, config.model, []
     # settings that need less memory and change the run's numbers by rounding alone, the cheapest first

@@ -65,7 +65,6 @@ class MuonAdamW:
         for (p, rows), update in zip(self.parts.items(), updates, strict=True):
             update = update.float() * (0.2 * math.sqrt(max(p.shape[1], *rows)))
             _local(p).mul_(1 - lr * self.config.weight_decay).add_(update, alpha=-lr)
-        torch.autograd.graph.increment_version(list(self.parts))
 
     def _momentum(self, p: torch.Tensor) -> torch.Tensor:
         """Nesterov's, of this rank's shard, after taking in its gradient; in BF16, as the iteration begins."""
@@ -188,17 +187,13 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
                         f"parent in run, out, precision, budget and decay alone")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
-        if old == new:
-            continue
-        warmup, stable = parent.optim.warmup_steps(parent.total_steps), min(
-            c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
-        remedy = f"the decay has begun there; take a checkpoint of step {stable} or before"
-        if {config.optim.schedule, parent.optim.schedule} != {"wsd"}:
-            remedy = "branches need optim.schedule=wsd in both runs"
-        elif warmup != config.optim.warmup_steps(config.total_steps):
-            remedy = f"give it the same {warmup} steps of warm-up, optim.warmup_share={warmup / config.total_steps!r}"
-        raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in this "
-                        f"run it would have {new:g}: {remedy}")
+        if old != new:
+            warmup = parent.optim.warmup_steps(parent.total_steps)
+            stable = min(c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
+            raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
+                            f"this run it would have {new:g}: branches need optim.schedule=wsd in both runs, the same steps of "
+                            f"warm-up (optim.warmup_share={warmup / config.total_steps!r}) and a checkpoint of step {stable} or "
+                            f"before, where the decay begins")
 
 
 def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig) -> float:

@@ -1,9 +1,8 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
 --plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
-optimizer follows from them; activations and hours are estimates and are printed as such. Hours follow from the rows of
-bench/throughput.py where it has timed this model and precision on such a GPU, else from an assumed MFU, and FP8's from the
-ratio of runtime/roofline.py.
+optimizer follows from them; activations and hours are estimates and are printed as such: hours from an assumed MFU, FP8's by
+the ratio of runtime/roofline.py. (scaling/plan.py takes the measured speed of runs.)
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
@@ -19,8 +18,10 @@ import resource
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -35,13 +36,11 @@ from runtime.log import peak_flops
 from runtime.machine import GIB, memory_error
 from runtime.parallel import World, build
 from runtime.roofline import modelled_ratio
-from runtime.rows import read_rows
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
-RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 # Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
-# (0.41 to 0.51 below 2B parameters), for whatever bench/throughput.py has not measured.
+# (0.41 to 0.51 below 2B parameters).
 ASSUMED_MFU = 0.45
 
 # The search of a micro-batch.
@@ -49,15 +48,12 @@ SHARE = 0.94            # of the free memory that a trial may take; fragments of
 FIRST_TOKENS = 8192     # of the first trial: fewer tokens at a time leave a GPU idle, and are tried only where these do not fit
 GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
 MEASURED_S = 0.5        # least duration of what is timed, of which the best of three counts
-NO_FIT = "does not fit"
 
 
 # --------------------------------------------------------------------------------------------------------------- --plan
 
-def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = RESULTS) -> list[str]:
-    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU.
-
-    results: the folder of bench/throughput.py's rows."""
+def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
+    """The plan of a run on GPUs of this name ("" where none is named), as lines. Raises UserError for an unknown GPU."""
     if gpu and peak_flops(gpu) is None:
         raise UserError(f"--plan {gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
     with torch.device("meta"):
@@ -91,7 +87,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype, results: Path = R
             ("+ causal attention", "flops_per_token_causal"))), *_muon(config, model, c, gpus), "",
         *_memory(config, c, by_muon, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
-        *_hours(config, c, in_fp8, gpus, gpu, results), "",
+        *_hours(config, c, in_fp8, gpus, gpu), "",
         "disk",
         _gib("checkpoint", checkpoint, f"fp32 weights and moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
              "while saving; host memory for one or two"),
@@ -151,8 +147,8 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
             *(_gib(*row) for row in rows if row[1])]
 
 
-def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str, results: Path) -> list[str]:
-    """Hours in BF16 and FP8, measured or estimated; `in_fp8` counts the parameters that are converted."""
+def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str) -> list[str]:
+    """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
     if not gpu:
         return ["hours: name a GPU, as in --plan h100"]
     peaks = peak_flops(gpu)
@@ -160,23 +156,15 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peaks
     tokens = config.total_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
     flops = counts["flops_per_token"] * tokens
-    source = f"estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s"
-    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, ""
-    if bf16 := _measured(config, counts, "bf16" if p.compile else "bf16_eager", gpu, results):
-        source = "from the measured speed of one GPU" + (", what GPUs send each other not counted" if gpus > 1 else "")
-        hours, remark = tokens / bf16[0] / gpus / 3600, f"   {bf16[1]}"
-    if p.recompute:
-        remark = f"   the recomputed forward pass included{remark}"
-    lines = [f"hours on {gpus} x {gpu}: {source}", f"  {'BF16':22} {hours:10.1f} h{remark}"]
+    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, "   the recomputed forward pass included" * p.recompute
+    lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
+             f"  {'BF16':22} {hours:10.1f} h{remark}"]
     if f.recipe == "off":
         return lines
     if f.recipe in fp8.EMULATED:
         return [*lines, f"  {'FP8':22} {'more':>10}     {f.recipe} is emulated: real numerics, slower than BF16 by far"]
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
-    is_timed = p.compile and not (f.include or f.skip or f.first_bf16 or f.last_bf16)     # bench/ times no such run
-    if is_timed and (quantised := _measured(config, counts, f.label + "+head" * f.head, gpu, results)):
-        return [*lines, f"  {'FP8':22} {tokens / quantised[0] / gpus / 3600:10.1f} h   {quantised[1]}"]
     if ratio := modelled_ratio(config, gpu, gpus):
         return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
                         f"(python -m runtime.roofline); not measured"]
@@ -187,38 +175,7 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
                     f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
 
 
-def _measured(config: Config, counts: dict[str, int], label: str, gpu: str, results: Path) -> tuple[float, str] | None:
-    """Measured tokens/s of this model on one such GPU under bench/throughput.py's label, with their origin in words.
-
-    A row of another context length counts at the same FLOP/s. Of each micro-batch the newest row counts, of several that
-    whose number of tokens is closest to the run's (the fastest where it is auto). None where no valid row is of this model."""
-    n_ctx, micro_batch, found = config.model.n_ctx, config.data.micro_batch, []
-    for path in sorted(results.glob("*.jsonl")):
-        # "h100" is the SXM one, as in the table of peaks, not the PCIe one.
-        found += [row | {"origin": f"{path.name}, commit {str(row['commit'])[:10]}"} for row in read_rows(path)
-                  if row["kind"] == "cell" and row["valid"] and row["label"] == label
-                  and gpu.lower() in str(row["gpu"]).lower() and peak_flops(row["gpu"]) == peak_flops(gpu)
-                  and all(row[key] == counts[key] for key in ("params_total", "params_matmul"))
-                  and (row["flops_per_token"] - 6 * row["params_matmul"]) * n_ctx == counts["flops_per_token_attn"] * row["T"]]
-    if not found:
-        return None
-    newest = {(row["T"], row["micro_batch"]): row for row in sorted(found, key=lambda row: row["t"])}
-    row = max(newest.values(), key=lambda row: row["tok_per_s"] * row["flops_per_token"] if micro_batch == "auto" else
-              -abs(math.log(row["micro_batch"] * row["T"] / (micro_batch * n_ctx))))
-    return row["tok_per_s"] * row["flops_per_token"] / counts["flops_per_token"], (
-        f"measured, {row['tok_per_s']:,.0f} tok/s as {label} at micro-batch {row['micro_batch']} and T={row['T']} on one "
-        f"{row['gpu']} ({row['origin']})")
-
-
 # ------------------------------------------------------------------------------------------------- data.micro_batch=auto
-
-@dataclass(frozen=True)
-class Trial:
-    """How one micro-batch did: its speed and peak memory, or why there is none."""
-    tok_per_s: float = 0.0
-    peak_gib: float = 0.0
-    failure: str | None = None      # in words; after NO_FIT a smaller micro-batch may do
-
 
 def resolve_micro_batch(config: Config, world: World) -> Config:
     """`config` with a number in data.micro_batch, the same on all ranks: all of them call this together, before train().
@@ -231,18 +188,17 @@ def resolve_micro_batch(config: Config, world: World) -> Config:
 
 
 def _decide(config: Config, world: World) -> int:
-    finished = is_finished(config)      # refuses the folder of another run now, not after minutes of trials
+    finished, numbers = is_finished(config), candidates(config, world.size)     # refuses the folder of another run before trials
     if (config.run_dir / "config.json").exists():
         n = read_config(config.run_dir).micro_batch
-        if finished or n in candidates(config, world.size):
+        if finished or n in numbers:
             print(f"data.micro_batch=auto: {n}, which {config.run_dir} was begun with", flush=True)
             return n
     open_data(config, load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer)).sha256)
-    numbers, end = candidates(config, world.size), time.monotonic() + config.parallel.start_timeout
     first = next((i for i, n in enumerate(numbers) if n * config.model.n_ctx >= FIRST_TOKENS), 0)
     # The same computation in one process.
     alone = replace(config, parallel=replace(config.parallel, replicate=1, shard=None), fp8=replace(config.fp8, all_gather=False))
-    found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device, end))
+    found = search(numbers, first, lambda n: try_one(_with_number(alone, n), world.device))
     if found is None:
         raise UserError(f"data.micro_batch=auto found none of {numbers} that fits into the memory of {world.device} with the "
                         f"model whole on one device: give parallel.recompute=true or model.loss_chunk=1024, or, where ranks "
@@ -266,23 +222,26 @@ def candidates(config: Config, size: int) -> list[int]:
     return numbers
 
 
-def search(numbers: list[int], first: int, attempt: Callable[[int], Trial]) -> int | None:
+def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float, float]]) -> int | None:
     """The fastest of `numbers` that fits, the smaller one where two differ by less than GAIN; None where none fits.
 
     Upwards from numbers[first], until one fails or two in a row bring nothing; where not even that one fits, downwards from
-    there. Raises MachineError where the first trial fails for another reason than memory."""
+    there. attempt(n): tokens/s and GiB, or MemoryError, or MachineError, which is raised where the first trial fails by it."""
     speeds: dict[int, float] = {}
 
     def fits(n: int) -> bool:
-        trial = attempt(n)
-        print(f"data.micro_batch=auto: {n:4d} sequences: " + (
-            trial.failure or f"{trial.tok_per_s:,.0f} tokens/s, {trial.peak_gib:.2f} GiB"), flush=True)
-        if trial.failure is None:
-            speeds[n] = trial.tok_per_s
-        elif not speeds and trial.failure != NO_FIT:
-            raise MachineError(f"data.micro_batch=auto cannot be found, {trial.failure}: give a number, such as "
-                               f"data.micro_batch={n}")
-        return trial.failure is None
+        try:
+            speeds[n], gib = attempt(n)
+            told = f"{speeds[n]:,.0f} tokens/s, {gib:.2f} GiB"
+        except MemoryError:
+            told = "does not fit"
+        except MachineError as error:
+            if not speeds:
+                raise MachineError(f"data.micro_batch=auto cannot be found, {error}: give a number, such as "
+                                   f"data.micro_batch={n}") from error
+            told = str(error)
+        print(f"data.micro_batch=auto: {n:4d} sequences: {told}", flush=True)
+        return n in speeds
 
     in_vain = 0
     for n in numbers[first:]:
@@ -296,44 +255,30 @@ def search(numbers: list[int], first: int, attempt: Callable[[int], Trial]) -> i
     return min((n for n, speed in speeds.items() if speed * GAIN > best), default=None)
 
 
-def try_one(config: Config, device: torch.device, end: float) -> Trial:
-    """measure() in a process of its own, until the time.monotonic() `end`. Raises UserError where no micro-batch would do."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_try, args=(config, device, sender))
-    child.start()
-    sender.close()      # so that recv() ends with the child
-    try:
-        if not receiver.poll(max(0.0, end - time.monotonic())):
-            return Trial(failure="no answer before parallel.start_timeout was over")
-        answer = receiver.recv()
-    except EOFError:
-        child.join()
-        return Trial(failure=NO_FIT if child.exitcode == -9 else        # killed by the kernel, for memory
-                     f"the trial ended with exit code {child.exitcode}")
-    finally:
-        child.kill()
-        child.join()
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
+def try_one(config: Config, device: torch.device) -> tuple[float, float]:
+    """measure() in a process of its own. Raises MemoryError where it is killed, as the kernel does for memory."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(_try, config, device).result()
+        except BrokenProcessPool as error:
+            raise MemoryError from error
 
 
-def _try(config: Config, device: torch.device, sender) -> None:
+def _try(config: Config, device: torch.device) -> tuple[float, float]:
     parent = multiprocessing.parent_process()
     assert parent
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()      # ends with it, even by SIGKILL
     try:
-        answer: Trial | UserError = measure(config, device)
-    except UserError as error:
-        answer = error
-    except Exception as error:
-        answer = Trial(failure=NO_FIT if memory_error(error) else f"the trial ended with {type(error).__name__}: {error}"[:300])
-    sender.send(answer)
+        return measure(config, device)
+    except UserError:       # no micro-batch mends it
+        raise
+    except Exception as error:      # may be of a class that does not travel between processes
+        raise (MemoryError() if memory_error(error) else MachineError(
+            f"the trial ended with {type(error).__name__}: {error}"[:300])) from None
 
 
-def measure(config: Config, device: torch.device) -> Trial:
-    """Train a few micro-batches of random tokens as the run will; tokens/s of forward and backward, peak memory.
+def measure(config: Config, device: torch.device) -> tuple[float, float]:
+    """Train a few micro-batches of random tokens as the run will; tokens/s of forward and backward, peak memory in GiB.
 
     The optimizer's part of a step is the same for any micro-batch: it runs once, for its memory, untimed."""
     _limit_memory(device)
@@ -367,7 +312,7 @@ def measure(config: Config, device: torch.device) -> Trial:
         model(x, y).tolist()
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)      # Linux counts in KiB
-    return Trial(n * m.n_ctx / best, peak / GIB)
+    return n * m.n_ctx / best, peak / GIB
 
 
 def _limit_memory(device: torch.device) -> None:

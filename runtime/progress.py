@@ -1,11 +1,8 @@
 """Show the progress of long work: a live line on a terminal, a line a minute in a log."""
 
+import sys
 import time
 from collections.abc import Callable
-
-from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn
-from rich.progress import Progress as Bar
 
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines
 
@@ -15,15 +12,14 @@ class ProgressLine:
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
         self._name, self._unit, self._is_shown = name, unit, is_shown
-        self._console, self._looked = Console(stderr=True), 0.0
+        self._is_live, self._looked = sys.stderr.isatty(), 0.0
         self._first: tuple[float, float, float] | None = None       # time, units and share at the first look
-        self._bar: Bar | None = None
 
     def show(self, state: Callable[[], tuple]) -> None:
         """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
         is due."""
-        now, is_live = time.monotonic(), self._console.is_terminal
-        if not self._is_shown or (self._first and now - self._looked < (LIVE_S if is_live else LOG_S)):
+        now = time.monotonic()
+        if not self._is_shown or (self._first and now - self._looked < (LIVE_S if self._is_live else LOG_S)):
             return
         self._looked, (units, share, *words) = now, state()
         if self._first is None:     # units that were there at the start say nothing of the speed
@@ -32,21 +28,13 @@ class ProgressLine:
         seconds, gained = now - self._first[0], share - self._first[2]
         told = ", ".join([f"{si(units)} {self._unit}, {si((units - self._first[1]) / seconds)}/s", *words])
         told += f", {duration(seconds * (1 - share) / gained)} left" if gained > 0 else ""
-        if not is_live:
-            self._console.print(f"{self._name}: {share:.0%}, {told}", highlight=False, soft_wrap=True)
-            return
-        if self._bar is None:
-            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[told]}")
-            self._bar = Bar(*columns, console=self._console, transient=True, auto_refresh=False)
-            self._bar.add_task(self._name, total=1.0, told="")
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=share, told=told, refresh=True)
+        self.clear()
+        print(f"{self._name}: {share:.0%}, {told}", end="" if self._is_live else "\n", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the live line, before something else is printed and at the end."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        if self._is_live and self._first:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:

@@ -372,10 +372,9 @@ class Run:
         """Raises MachineError with what is wrong; x, y (B, T): the last micro-batch."""
         step = self.progress.step
         self._at_slow("looking for the cause")
-        self.saver.wait()       # its group is used below
+        self.saver.wait()       # what it has to save is the newest there will be
         raise MachineError(f"step {step}: " + diagnose(self.model, self._tensors, x, y, step, self.guard.reason,
-                                                       self.config.run_dir, self.world.is_main, self.loss_scale,
-                                                       self.world.checkpoint_group))
+                                                       self.config.run_dir, self.world.is_main))
 
     def _save_and_stop(self) -> None:
         """A stop was requested."""
@@ -486,12 +485,10 @@ def refuse_to_start_over(config: Config) -> None:
     """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more.
 
     The first save that was due may have been cut short; the second one has waited for it."""
-    policy, begun = config.checkpoint, config.parent[1] if config.parent else 0
-    steps = [row["step"] for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"]
+    policy, rows = config.checkpoint, metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
+    steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
     reached = max(steps, default=0)
-    due = [step for step in range(begun + 1, reached + 1) if step in policy.at or any(
-        every and step % every == 0 for every in (policy.every, policy.rolling))]
-    if len(due) > 1:
+    if sum(step in policy.at or is_due(policy.every, step) or is_due(policy.rolling, step) for step in steps) > 1:
         raise UserError(f"{config.run_dir} has come to step {reached}, yet no checkpoint of it is left: put its checkpoints/ "
                           f"back, or delete the folder to start the run anew")
 

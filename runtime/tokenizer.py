@@ -6,10 +6,11 @@ Any other is a folder with tokenizer.json and tokenizer_config.json, Hugging Fac
 """
 
 import json
+import lzma
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,11 +24,9 @@ VOCAB_SIZE = {"gpt2": 50257, "byte": 257}      # the built-in ones
 FOLDER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
                 "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json")
 
-# The 50,000 merges of GPT-2 (OpenAI 2019, modified MIT licence) as pairs of token ids: four byte planes, deflated
-# (all low bytes of the left ids, their high bytes, then the same of the right ids).
-MERGES_FILE = Path(__file__).with_name("gpt2_merges.bin")
-MERGES_SHA256 = "ed20d47667a7fbd5fe1337432f934e8093c0e3fd51cd533cca18bcc975927788"
-VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"   # of OpenAI's vocab.bpe: gpt2's identity
+# OpenAI's vocab.bpe (2019, modified MIT licence), compressed: the 50,000 merges of GPT-2, and their hash, gpt2's identity.
+MERGES_FILE = Path(__file__).with_name("gpt2_vocab_bpe.xz")
+VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 END_OF_TEXT = "<|endoftext|>"
 
 # Radford et al. 2019. The group holds all alternatives without a lookahead, which fancy_regex then hands to one automaton: the
@@ -134,17 +133,18 @@ def _cut(text: str) -> list[str]:
 
 def token_bytes() -> list[bytes]:
     """The bytes of gpt2's ids 0 to 50255: single bytes in GPT-2's order, then each merge's two parts joined."""
-    tokens = [bytes([b]) for b in byte_letters()]
-    for left, right in _merges():
-        tokens.append(tokens[left] + tokens[right])
-    return tokens
+    bytes_of = {letter: b for b, letter in byte_letters().items()}
+    merges = vocab_bpe().decode().splitlines()[1:]
+    return [bytes(map(bytes_of.__getitem__, word.replace(" ", ""))) for word in (*bytes_of, *merges)]
 
 
 def vocab_bpe() -> bytes:
-    """OpenAI's vocab.bpe, byte for byte: one merge a line, bytes written as printable characters."""
-    letters = byte_letters()
-    tokens = ["".join(map(letters.__getitem__, token)) for token in token_bytes()]
-    return "\n".join(["#version: 0.2", *(f"{tokens[left]} {tokens[right]}" for left, right in _merges()), ""]).encode()
+    """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable characters. Raises UserError where the
+    file is damaged."""
+    with suppress(lzma.LZMAError, EOFError):
+        if sha256(content := lzma.decompress(MERGES_FILE.read_bytes())).hexdigest() == VOCAB_BPE_SHA256:
+            return content
+    raise UserError(f"{MERGES_FILE} is damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
 
 
 def byte_letters() -> dict[int, str]:
@@ -153,15 +153,6 @@ def byte_letters() -> dict[int, str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-
-def _merges() -> list[list[int]]:
-    """Ids of the left and right part of each merge, in order of rank. Raises UserError for a damaged file."""
-    content = MERGES_FILE.read_bytes()
-    if sha256(content).hexdigest() != MERGES_SHA256:
-        raise UserError(f"{MERGES_FILE} is damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
-    left_low, left_high, right_low, right_high = np.frombuffer(zlib.decompress(content), np.uint8).reshape(4, -1).astype(int)
-    return np.stack([left_low + 256 * left_high, right_low + 256 * right_high], axis=1).tolist()
 
 
 # --------------------------------------------------------------------------------------------------------------- folders

@@ -62,33 +62,32 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, cap
     assert torch.allclose(*map(torch.Tensor.float, logits), atol=0.1)
 
 
-def test_a_finished_run_has_nothing_to_do_and_another_run_may_not_use_its_folder(tiny, tmp_path, capsys):
-    assert call_train(capsys, tiny, tmp_path).returncode == 0
-    before = {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
-    again = call_train(capsys, tiny, tmp_path)
-    assert again.returncode == 0 and "nothing to do" in again.stdout
-    for change, told in (("steps=7", "steps was 6, now 7"), ("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
-                         ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
-        refused = call_train(capsys, tiny, tmp_path, change)
-        assert refused.returncode == 2 and told in refused.stderr
-    assert before == {p: p.stat().st_mtime_ns for p in tiny.run_dir.rglob("*")}
-
-
-def test_an_unfinished_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, capsys):
+def test_a_finished_run_has_nothing_to_do_and_a_run_goes_on_only_as_it_began(tiny, own_data, tmp_path, capsys):
     """Else a summary would claim one learning rate, or one data set, for weights that saw two."""
     config = replace(tiny, data=replace(tiny.data, dir=str(own_data)))
+
+    def refused(*changes):
+        done = call_train(capsys, config, tmp_path, *changes)
+        assert done.returncode == 2
+        return done.stderr
+
     assert call_train(capsys, config, tmp_path).returncode == 0
+    before = {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
+    again = call_train(capsys, config, tmp_path)
+    assert again.returncode == 0 and "nothing to do" in again.stdout
+    for change, told in (("fp8.recipe=rowwise", "fp8.recipe was off, now rowwise"),
+                         ("data.mixture=web:1", "data.mixture was {'web': 0.75, 'code': 0.25}")):
+        assert told in refused(change)
+    assert before == {p: p.stat().st_mtime_ns for p in config.run_dir.rglob("*")}
     faults.back_to(config, 3)
-    refused = call_train(capsys, config, tmp_path, "optim.lr=1e-3", "steps=8")
-    assert refused.returncode == 2 and "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused.stderr
+    assert "optim.lr was 0.01, now 0.001; steps was 6, now 8;" in refused("optim.lr=1e-3", "steps=8")
     shutil.move(own_data, tmp_path / "moved")      # where it lies and how it is dealt out may change
     moved = ["data.dir=" + str(tmp_path / "moved"), "data.micro_batch=8", "data.max_epochs=2", "checkpoint.keep=1"]
     assert call_train(capsys, config, tmp_path, *moved).returncode == 0
     (config.run_dir / "summary.json").unlink()
     shutil.rmtree(tmp_path / "moved/code")
     write_source(tmp_path / "moved/code", seed=9)
-    refused = call_train(capsys, config, tmp_path, *moved)
-    assert refused.returncode == 2 and "holds other tokens than" in refused.stderr
+    assert "holds other tokens than" in refused(*moved)
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, capsys):
@@ -230,9 +229,7 @@ def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
 
 @pytest.mark.parametrize("gpus, cuda, error, visible, told", [      # a made-up machine: GPUs, CUDA of torch, error of its start
     (0, "13.0", None, None, None), (2, "13.0", None, None, None), (2, "13.0", "too old", "", None),
-    (8, None, "Torch not compiled with CUDA enabled", None, "install torch's CUDA build"),
-    (1, "13.0", "The NVIDIA driver is too old\nAlternatively", None, "update the NVIDIA driver"),
-    (4, "13.0", "No CUDA GPUs are available", "7", "CUDA_VISIBLE_DEVICES='7'")])
+    (1, None, "The NVIDIA driver is too old\nAlternatively", None, "for CUDA None .*driver is too old.*fits the driver")])
 def test_a_gpu_that_torch_cannot_use_is_refused(monkeypatch, gpus, cuda, error, visible, told):
     def init():
         raise RuntimeError(error)

@@ -108,8 +108,8 @@ def test_an_unknown_name_and_a_damaged_merges_file_are_refused(tmp_path, monkeyp
         load_tokenizer("gpt3")
     whole = bytearray(tokenizer.MERGES_FILE.read_bytes())
     whole[len(whole) // 2] ^= 1
-    monkeypatch.setattr(tokenizer, "MERGES_FILE", tmp_path / "gpt2_merges.bin")
+    monkeypatch.setattr(tokenizer, "MERGES_FILE", tmp_path / "gpt2_vocab_bpe.xz")
     for content in whole[:5000], whole:
-        (tmp_path / "gpt2_merges.bin").write_bytes(content)
-        with pytest.raises(UserError, match="gpt2_merges.bin"):
+        (tmp_path / "gpt2_vocab_bpe.xz").write_bytes(content)
+        with pytest.raises(UserError, match="gpt2_vocab_bpe.xz"):
             load_tokenizer("gpt2")
