@@ -57,6 +57,11 @@ def start(config: Config) -> World:
         torch.cuda.set_device(device)
     if size == 1:
         return World(0, 0, 1, device)
+    # NCCL and gloo keep their last 2,000 collectives (about a MB of host memory), and NCCL dumps them where a time-out ends
+    # the job: names that torch 2.13 takes without a warning. runtime/watchdog.py makes the folder when there is a dump.
+    for name, value in {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+                        "TORCH_FR_DUMP_TEMP_FILE": str(config.run_dir / "flight_recorder" / "nccl_rank_")}.items():
+        os.environ.setdefault(name, value)
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
     patience = timedelta(seconds=2 * config.parallel.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -2,8 +2,8 @@
 
 The training loop tells its place, at("forward", step), several times a step. A thread of each rank publishes place and heartbeat
 through a store client of its own. Where the place has not changed for `timeout` seconds, the thread names the rank to blame,
-writes all stacks to stderr and to out/<run>/stacks/rank_<r>.txt and ends the process, so that torchrun or Slurm can restart the
-job.
+writes all stacks to stderr and to out/<run>/stacks/rank_<r>.txt and the last collectives to out/<run>/flight_recorder/, and ends
+the process, so that torchrun or Slurm can restart the job.
 
 Time is counted in heartbeats, not by a clock: a job that was suspended as a whole (SIGSTOP, a suspended machine) goes on.
 """
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 BEAT = 0.5          # seconds between two heartbeats
@@ -107,11 +108,16 @@ class Watchdog(contextlib.AbstractContextManager):
         faulthandler.dump_traceback(file=2, all_threads=True)
         if not (self.run_dir / "config.json").exists():     # which marks a run: before it, nothing may be written there
             return
-        stacks = self.run_dir / "stacks"
+        stacks, recorder = self.run_dir / "stacks", self.run_dir / "flight_recorder"
         stacks.mkdir(exist_ok=True)
         with open(stacks / f"rank_{self.world.rank}.txt", "w") as file:
             print(message, file=file, flush=True)
             faulthandler.dump_traceback(file=file, all_threads=True)
+        for name, dump in (("", "_dump_nccl_trace_json"), ("_gloo", "_dump_fr_trace_json")):    # two recorders
+            with contextlib.suppress(Exception):    # a build without NCCL, or no collective yet
+                trace = getattr(torch._C._distributed_c10d, dump)()
+                recorder.mkdir(exist_ok=True)
+                (recorder / f"rank_{self.world.rank}{name}.json").write_bytes(trace)
 
     def _culprit(self, is_stalled: bool) -> str | None:
         """The rank to blame, in words: one without heartbeats, else one that ended by itself, else, in a stall, the one that is

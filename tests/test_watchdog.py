@@ -2,6 +2,7 @@
 
 A rank that is killed, in train.py itself: tests/test_faults.py."""
 
+import json
 import os
 import re
 import signal
@@ -78,7 +79,7 @@ def jobs(tmp_path_factory):
     try:
         for name in JOBS:
             (root / name).mkdir()
-            env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+            env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "TORCH_FR_BUFFER_SIZE": "100"}
             if name != "stop_keeper":
                 stores.append(dist.TCPStore("localhost", int(env["MASTER_PORT"]), is_master=True, wait_for_workers=False))
                 env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -117,11 +118,13 @@ def test_the_rank_to_blame_is_named_by_the_others_with_exit_code_1(jobs, name, r
         assert name == "stop_keeper" or f"pid {jobs[name].pids[1]})" in out
 
 
-def test_all_stacks_are_written(jobs):
+def test_stacks_and_the_last_collectives_are_written(jobs):
     folder = jobs["stuck"].folder
     assert "where_it_is_stuck" in (folder / "stacks/rank_1.txt").read_text()
     assert "all_reduce" in (folder / "stacks/rank_0.txt").read_text()
     assert "where_it_is_stuck" in jobs["stuck"].ranks[1][1], "on stderr too"
+    entries = json.loads((folder / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
+    assert len(entries) >= 5 and all("reduce" in entry["profiling_name"] for entry in entries)
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on_and_leaves_nothing(jobs):
