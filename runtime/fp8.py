@@ -945,8 +945,13 @@ def _use_kernels(model: nn.Module, name: str, recipe: Recipe, is_delayed: bool) 
     module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
     for buffer in ("q", "qt", "scale", "x_scale", "x_amax", "g_scale", "g_amax"):
         module.register_buffer(buffer, None, persistent=False)
-    if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
+    if _has_loss_in_one_piece(model, module):
         model.token_losses = types.MethodType(_token_losses, model)     # type: ignore[method-assign]   # of this model alone
+
+
+def _has_loss_in_one_piece(model: nn.Module, module: Any) -> bool:
+    """Whether the KernelLinear `module` of `model` is a head whose gradient HeadLoss computes."""
+    return isinstance(model, GPT) and module is model.head and module.recipe.grad_for_weight_grad.format is not None
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -982,9 +987,8 @@ class DelayedScales:
 
     def __init__(self, model: nn.Module, ranks: int = 1):
         linears = {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed}
-        by_bound = model.head if "token_losses" in vars(model) else None
         sides = [(name, m, "x") for name, m in linears.items()]
-        sides += [(name, m, "g") for name, m in linears.items() if m is not by_bound]
+        sides += [(name, m, "g") for name, m in linears.items() if not _has_loss_in_one_piece(model, m)]
         self._names, self._inputs, self._ranks = [f"{name}.{side}" for name, _, side in sides], len(linears), ranks
         device = next(model.parameters()).device
         for _, m, side in sides:
