@@ -227,9 +227,12 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype | str | None)
 
 def to_float8(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None,
               amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) in the operand's format, and the inverse () of its scale; scale (), amax (): as _both()'s."""
+    """x (M, K) in the operand's format, and the inverse () of its scale: `scale` () where it is known before.
+
+    amax () is raised to x's largest magnitude."""
     scale = scale_of(x, operand) if scale is None else scale
-    _note(x, amax)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
     return cast(x, scale, operand.format), scale.reciprocal()
 
 
@@ -343,14 +346,14 @@ def _block(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
-def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
-    """Name of each converted Linear -> how its operands are rounded."""
-    return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
-
-
 def by_layer(layers: list[Layer]) -> dict[str, str]:
     """Name of each converted Linear -> name of its recipe."""
     return {layer.name: layer.recipe for layer in layers if layer.recipe}
+
+
+def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
+    """Name of each converted Linear -> how its operands are rounded."""
+    return {name: for_loss_scale(RECIPES[recipe], loss_scale) for name, recipe in by_layer(layers).items()}
 
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
@@ -771,19 +774,12 @@ def _(logits, lse, targets, grad, scale):
 def _both(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
     """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale.
 
-    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x;
-    `amax` () is raised to x's largest magnitude, found on the way."""
+    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x."""
     if scale is None:
         scale = scale_of(x, operand)
         return *cast_both(x, scale, operand.format), scale.reciprocal()
-    _note(x, amax)
-    q = cast(x, scale, operand.format)
-    return q, q.t().contiguous(), scale.reciprocal()
-
-
-def _note(x: torch.Tensor, amax: torch.Tensor | None) -> None:
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
+    q, inverse = to_float8(x, operand, scale, amax)
+    return q, q.t().contiguous(), inverse
 
 
 def _weight_forward(w, q, scale, recipe: Recipe):

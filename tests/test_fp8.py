@@ -462,8 +462,8 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
     rows = (("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("rowwise", 64, 192, 1.1),
             ("tensorwise", 64, 64, 0.8), ("rowwise_with_gw_hp", 96, 64, 1.3), ("tensorwise+kernels", 96, 64, 1.1),
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
-    timings = speed.Timings(GPU, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows), {})
-    monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({"sm_90": [timings]}, {}))
+    timings = [speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows]
+    monkeypatch.setattr(fp8, "load_table", lambda: {"measured": {"sm_90": {GPU: timings}}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)
