@@ -1,22 +1,7 @@
 """FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
 FP8 is a property of the run, not of the model: converting changes how a Linear multiplies, while its name, its fp32 weight
-and hence every checkpoint stay the same.
-
-    recipe               output y = x w'   input gradient = g w   weight gradient = g' x   scales
-    tensorwise           E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor
-    tensorwise_gw_hp     E4M3 x E4M3       E5M2 x E4M3            BF16 x BF16              one per tensor
-    rowwise              E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per row, powers of 2
-    rowwise_with_gw_hp   E4M3 x E4M3       E4M3 x E4M3            BF16 x BF16              one per row, powers of 2
-    amax                 E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              one per tensor, powers of 2
-    cscale               E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              constant, one per kind of tensor
-    mxfp8                E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 32 values, powers of 2
-    blockwise            E4M3 x E4M3       E4M3 x E4M3            E4M3 x E4M3              one per 128 values, weights 128 x 128
-    blockwise_e5m2       E4M3 x E4M3       E5M2 x E4M3            E5M2 x E4M3              the same
-    nvfp4                E2M1 x E2M1       E2M1 x E2M1            E2M1 x E2M1              one per 16 values, weights 16 x 16
-    nvfp4_nearest        nvfp4 with gradients rounded to nearest
-    nvfp4_hadamard       nvfp4 whose weight gradient's operands are rotated first
-    auto                 per Linear: the recipe that runtime/speed.py's table of this GPU says is faster than BF16, or BF16
+and hence every checkpoint stay the same. README.md has the table of recipes; RECIPES below is what it is made of.
 
 E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
 saturating; the matmul's result is divided by the scales. All but cscale scale by the operand's current largest magnitude
@@ -68,7 +53,6 @@ FORMATS: dict[torch.dtype | str | None, tuple[float, float, float]] = {
     **{dtype: (info.max, info.smallest_normal, info.eps) for dtype in (E4M3, E5M2) for info in [torch.finfo(dtype)]},
     E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
-BLOCK = 32              # values that share one scale in MX formats (OCP Microscaling specification 1.0, section 5)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
 # Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
 CAPABILITY = {**dict.fromkeys(("tensorwise", "tensorwise_gw_hp", "amax", "cscale"), (8, 9)),
@@ -89,7 +73,7 @@ class Operand:
     scaling: Literal["tensor", "row", "block", "tile", "constant"] = "tensor"   # which values share a scale
     power_of_2: bool = False    # scale rounded down to a power of two: scaling itself then rounds nothing
     exponent: int = 0           # "constant" only: the scale is 2 ** exponent
-    tile: tuple[int, int] = (1, 1)      # "tile" only: how many share a scale, along the dimension that stays, that is summed over
+    tile: tuple[int, int] = (1, 1)      # of "tile" and "block", along the dimension that stays and that which is summed over
     is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
 
 
@@ -110,7 +94,7 @@ class Recipe:
     @property
     def multiple(self) -> int:
         """Inputs and outputs of a Linear must be multiples of this."""
-        return BLOCK if self.input.scaling == "block" else max(16, *self.input.tile)
+        return max(16, *self.input.tile)
 
 
 def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Any) -> Recipe:
@@ -121,7 +105,8 @@ def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **change
 _BF16 = Operand(None)
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
-_ROW, _MX = Operand(E4M3, "row", power_of_2=True), Operand(E4M3, "block", power_of_2=True)
+_ROW = Operand(E4M3, "row", power_of_2=True)
+_MX = Operand(E4M3, "block", tile=(1, 32))      # OCP Microscaling specification 1.0, section 5
 _ROW_128, _SQUARE_128 = Operand(E4M3, "tile", tile=(1, 128)), Operand(E4M3, "tile", tile=(128, 128))
 _ROW_16, _SQUARE_16 = Operand(E2M1, "tile", tile=(1, 16)), Operand(E2M1, "tile", tile=(16, 16))
 _ROW_16_GRAD = replace(_ROW_16, is_stochastic=True)
@@ -162,16 +147,9 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
     """The fp32 scale of `x` (any shape), which broadcasts to it; `dim` is the dimension that the matmul sums over."""
     if operand.scaling == "constant":
         return torch.full((), 2.0**operand.exponent, device=x.device)
-    magnitude, largest = x.detach().abs(), FORMATS[operand.format][0]
-    if operand.scaling == "tile":
+    magnitude = x.detach().abs()
+    if operand.scaling in ("tile", "block"):
         return _tile_scale(magnitude, operand, dim)
-    if operand.scaling == "block":
-        axis = dim % x.ndim
-        blocks = magnitude.float().unflatten(axis, (-1, BLOCK))
-        amax = blocks.amax(axis + 1, keepdim=True)
-        # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
-        exponent = torch.where(amax > 0, torch.ceil(torch.log2(amax.double() / largest)), -127).clamp(-127, 127)
-        return torch.exp2(-exponent).float().expand_as(blocks).flatten(axis, axis + 1)
     # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
     return _scale(magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True), operand)
 
@@ -187,7 +165,11 @@ def _tile_scale(magnitude: torch.Tensor, operand: Operand, dim: int) -> torch.Te
     rows, columns = operand.tile if dim % magnitude.ndim == magnitude.ndim - 1 else operand.tile[::-1]
     tiles = magnitude.float().reshape(-1, magnitude.shape[-1]).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
     amax = tiles.amax((1, 3), keepdim=True)
-    if operand.format == E2M1:
+    if operand.scaling == "block":
+        # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
+        exponent = torch.ceil(torch.log2(amax.double() / FORMATS[operand.format][0]))
+        scale = torch.exp2(-torch.where(amax > 0, exponent, -127).clamp(-127, 127)).float()
+    elif operand.format == E2M1:
         whole = _scale(amax.amax() / FORMATS[E2M1][0], Operand(E4M3))
         stored = _round(amax / FORMATS[E2M1][0] * whole, E4M3).clamp_(min=2**-9)        # E4M3's least value: no scale is 0
         scale = whole / stored
@@ -245,9 +227,12 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype | str | None)
 
 def to_float8(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None,
               amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) in the operand's format, and the inverse () of its scale; scale (), amax (): as _both()'s."""
+    """x (M, K) in the operand's format, and the inverse () of its scale: `scale` () where it is known before.
+
+    amax () is raised to x's largest magnitude."""
     scale = scale_of(x, operand) if scale is None else scale
-    _note(x, amax)
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
     return cast(x, scale, operand.format), scale.reciprocal()
 
 
@@ -361,14 +346,14 @@ def _block(name: str) -> int:
     return int(name.split(".")[1]) if name.startswith("layers.") else -1
 
 
-def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
-    """Name of each converted Linear -> how its operands are rounded."""
-    return {layer.name: for_loss_scale(RECIPES[layer.recipe], loss_scale) for layer in layers if layer.recipe}
-
-
 def by_layer(layers: list[Layer]) -> dict[str, str]:
     """Name of each converted Linear -> name of its recipe."""
     return {layer.name: layer.recipe for layer in layers if layer.recipe}
+
+
+def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
+    """Name of each converted Linear -> how its operands are rounded."""
+    return {name: for_loss_scale(RECIPES[recipe], loss_scale) for name, recipe in by_layer(layers).items()}
 
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
@@ -521,19 +506,16 @@ def refresh_weight_copies(model: nn.Module) -> None:
     kernel = [m for m in model.modules() if isinstance(m, KernelLinear)]
     copied = [m for m in model.modules() if isinstance(m, CopiedLinear)]
     if kernel:
-        amaxes = _amaxes(model, kernel)
-        for operand in {m.recipe.weight: None for m in kernel}:
-            alike = [i for i, m in enumerate(kernel) if m.recipe.weight == operand]
-            scales = _scale(torch.stack([amaxes[i] for i in alike]), operand).unbind()
-            for i, scale in zip(alike, scales, strict=True):
-                m = kernel[i]
-                m.version = m.weight._version
-                if m.scale is None:
-                    m.scale = torch.empty_like(scale)
-                    m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
-                if not is_sharded:
-                    _cast_into(m.weight, scale, m.q, m.qt)
-            torch._foreach_copy_([kernel[i].scale for i in alike], scales)
+        operand = kernel[0].recipe.weight       # of all: what `auto` mixes rounds weights alike
+        scales = _scale(torch.stack(_amaxes(model, kernel)), operand).unbind()
+        for m, scale in zip(kernel, scales, strict=True):
+            m.version = m.weight._version
+            if m.scale is None:
+                m.scale = torch.empty_like(scale)
+                m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
+            if not is_sharded:
+                _cast_into(m.weight, scale, m.q, m.qt)
+        torch._foreach_copy_([m.scale for m in kernel], scales)
     if copied:
         dtype: Any = model.compute_dtype
         for linear in copied:
@@ -622,33 +604,13 @@ class QuantisedLinear(nn.Linear):
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
-            y = ConstantScaleMatmul.apply(rows, self.weight, self.recipe)
+            x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
+            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, x_scale, None, g_scale, None)
         elif self.is_native and x.is_cuda:
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
             y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
         return y.view(*x.shape[:-1], -1)
-
-
-class ConstantScaleMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N) by float8 matmuls with constant scales (2309.17224, FP8-CSCALE)."""
-
-    @staticmethod
-    def forward(ctx, x, w, recipe):
-        (qx, x_inverse), (qw, w_inverse) = to_float8(x, recipe.input), to_float8(w, recipe.weight)
-        ctx.save_for_backward(qx, x_inverse, w)     # w and not its FP8 copy: FSDP frees w between the passes
-        ctx.recipe, ctx.dtype = recipe, x.dtype
-        return scaled_mm(qx, x_inverse, qw.t(), w_inverse, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, g):
-        qx, x_inverse, w = ctx.saved_tensors
-        (qg, g_inverse), (qw, w_inverse) = to_float8(g.contiguous(), ctx.recipe.grad), to_float8(w, ctx.recipe.weight)
-        # A float8 matmul needs its first operand row-major, its second column-major.
-        fast = ctx.recipe.fast_backward
-        grad_x = scaled_mm(qg, g_inverse, qw.t().contiguous().t(), w_inverse, ctx.dtype, fast)
-        grad_w = scaled_mm(qg.t().contiguous(), g_inverse, qx.t().contiguous().t(), x_inverse, ctx.dtype, fast)
-        return grad_x, grad_w.to(w.dtype), None
 
 
 class EmulatedMatmul(torch.autograd.Function):
@@ -754,21 +716,14 @@ def _torchao_blockwise(x, w):
 # operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on a GPU:
 # CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
 
-@torch.library.custom_op("nanofp8::cast_both", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("nanofp8::cast_both", mutates_args=())
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
               want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)).
 
     All are row-major; without want_rows q is empty, (0,)."""
-    q = cast(x, scale, format)
-    return q if want_rows else q.new_empty(0), q.t().contiguous()
-
-
-@cast_both.register_kernel("cuda")
-def _(x, scale, format, want_rows=True):
-    from runtime import fp8_kernels
     q, qt = _empty(x, format, want_rows)
-    fp8_kernels.cast_both(x, scale, format, q if want_rows else None, qt)
+    _cast_into(x, scale, q, qt)
     return q, qt
 
 
@@ -782,24 +737,33 @@ def _empty(x, format, want_rows=True):
     return x.new_empty((M, K) if want_rows else (0,), dtype=format), x.new_empty((K, M), dtype=format)
 
 
-@torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=(), device_types="cpu")
+def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
+    """cast_both() into memory that is there."""
+    if x.is_cuda:
+        from runtime import fp8_kernels
+        fp8_kernels.cast_both(x, scale, q.dtype, q if q.numel() else None, qt)
+        return
+    rounded = cast(x, scale, q.dtype)
+    qt.copy_(rounded.t())
+    if q.numel():
+        q.copy_(rounded)
+
+
+@torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor,
                        scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(exp(logit - lse) - [is target]) * grad * scale in E5M2: (q (M, V), its transpose (V, M)); zero rows for NO_TARGET.
 
     logits (M, V) BF16; lse (M,) fp32, their log-sum-exp; targets (M,) int64; grad (M,) fp32, each token's factor; scale ()."""
+    if logits.is_cuda:
+        from runtime import fp8_kernels
+        q, qt = _empty(logits, E5M2)
+        fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
+        return q, qt
     p = torch.exp(logits.float() - lse[:, None])
     p -= F.one_hot(targets.clamp(min=0), logits.size(1))
     q = cast(p.masked_fill((targets == NO_TARGET)[:, None], 0.0), (grad * scale)[:, None], E5M2)
     return q, q.t().contiguous()
-
-
-@cross_entropy_grad.register_kernel("cuda")
-def _(logits, lse, targets, grad, scale):
-    from runtime import fp8_kernels
-    q, qt = _empty(logits, E5M2)
-    fp8_kernels.cross_entropy_grad(logits, lse, targets, grad, scale, q, qt)
-    return q, qt
 
 
 @cross_entropy_grad.register_fake
@@ -807,32 +771,15 @@ def _(logits, lse, targets, grad, scale):
     return _empty(logits, E5M2)
 
 
-def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
-    """cast_both() into memory that is there."""
-    if x.is_cuda:
-        from runtime import fp8_kernels
-        fp8_kernels.cast_both(x, scale, q.dtype, q, qt)
-    else:
-        q.copy_(cast(x, scale, q.dtype))
-        qt.copy_(q.t())
-
-
 def _both(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
     """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale.
 
-    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x;
-    `amax` () is raised to x's largest magnitude, found on the way."""
+    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x."""
     if scale is None:
         scale = scale_of(x, operand)
         return *cast_both(x, scale, operand.format), scale.reciprocal()
-    _note(x, amax)
-    q = cast(x, scale, operand.format)
-    return q, q.t().contiguous(), scale.reciprocal()
-
-
-def _note(x: torch.Tensor, amax: torch.Tensor | None) -> None:
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
+    q, inverse = to_float8(x, operand, scale, amax)
+    return q, q.t().contiguous(), inverse
 
 
 def _weight_forward(w, q, scale, recipe: Recipe):
@@ -938,15 +885,21 @@ class KernelLinear(nn.Linear):
         return self.q, self.qt, self.scale
 
 
-def _use_kernels(model: nn.Module, name: str, recipe: Recipe, is_delayed: bool) -> None:
+def _use_kernels(model: Any, name: str, recipe: Recipe, is_delayed: bool) -> None:
     """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
     computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
     module: Any = model.get_submodule(name)
     module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
     for buffer in ("q", "qt", "scale", "x_scale", "x_amax", "g_scale", "g_amax"):
         module.register_buffer(buffer, None, persistent=False)
-    if isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None:
-        model.token_losses = types.MethodType(_token_losses, model)     # type: ignore[method-assign]   # of this model alone
+    if _has_loss_in_one_piece(model, module):
+        model.token_losses = types.MethodType(_token_losses, model)     # of this model alone
+
+
+def _has_loss_in_one_piece(model: nn.Module, module: Any) -> bool:
+    """Whether the KernelLinear `module` of `model` is a head whose gradient HeadLoss computes."""
+    recipe: Recipe = module.recipe
+    return isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -982,10 +935,9 @@ class DelayedScales:
 
     def __init__(self, model: nn.Module, ranks: int = 1):
         linears = {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed}
-        by_bound = model.head if "token_losses" in vars(model) else None
         sides = [(name, m, "x") for name, m in linears.items()]
-        sides += [(name, m, "g") for name, m in linears.items() if m is not by_bound]
-        self._names, self._inputs, self._ranks = [f"{name}.{side}" for name, _, side in sides], len(linears), ranks
+        sides += [(name, m, "g") for name, m in linears.items() if not _has_loss_in_one_piece(model, m)]
+        self._names, self._ranks = [f"{name}.{side}" for name, _, side in sides], ranks
         device = next(model.parameters()).device
         for _, m, side in sides:
             for buffer in ("scale", "amax"):        # never moved: compiled code, a CUDA graph may hold their addresses
@@ -995,20 +947,22 @@ class DelayedScales:
         self._wide_for = torch.zeros(len(sides), device=device)     # steps
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
         self._recipe = next((m.recipe for m in linears.values()), RECIPES["tensorwise"])
+        self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
         if sides:
             self.begin(1.0)
+
+    def _each(self, of_input: float, of_grad: float) -> torch.Tensor:
+        return torch.where(self._is_grad, of_grad, of_input)
 
     def begin(self, loss_scale: float) -> None:
         """Set the scales of a step, or of an evaluation; `loss_scale` is what the step multiplies its summed loss by."""
         if not self._names:
             return
-        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0)
-        first = for_loss_scale(RECIPES["cscale"], loss_scale)
-        inputs, grads = reach.split(self._sizes)
-        scales = torch.cat([
-            torch.where(r > 0, _scale(r * MARGIN[operand.format], operand), 2.0**constant.exponent)
-            for r, operand, constant in ((inputs, self._recipe.input, first.input),
-                                         (grads * loss_scale, self._recipe.grad, first.grad))])
+        x, g, first = self._recipe.input, self._recipe.grad, for_loss_scale(RECIPES["cscale"], loss_scale)
+        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0) * self._each(1.0, loss_scale)
+        covered = reach * self._each(MARGIN[x.format], MARGIN[g.format])
+        known = torch.where(self._is_grad, _scale(covered, g), _scale(covered, x))
+        scales = torch.where(reach > 0, known, self._each(2.0**first.input.exponent, 2.0**first.grad.exponent))
         torch._foreach_copy_(self._scales, scales.unbind())
         torch._foreach_zero_(self._amaxes)
 
@@ -1020,10 +974,10 @@ class DelayedScales:
         seen = torch.stack(self._amaxes).nan_to_num(nan=0.0, posinf=math.inf)
         if self._ranks > 1:
             dist.all_reduce(seen, dist.ReduceOp.MAX)
-        inputs, grads = (seen * torch.stack(self._scales)).split(self._sizes)
-        self._saturated.copy_(torch.cat((_is_beyond(inputs, self._recipe.input), _is_beyond(grads, self._recipe.grad))))
-        inputs, grads = seen.split(self._sizes)
-        seen = torch.cat((inputs, grads / loss_scale))
+        largest = self._each(FORMATS[self._recipe.input.format][0], FORMATS[self._recipe.grad.format][0])
+        # A rounded scale may lift the amax slightly beyond it.
+        self._saturated.copy_(seen * torch.stack(self._scales) > largest * (1 + 2**-20))
+        seen = seen / self._each(1.0, loss_scale)
         known = torch.where((seen > 0) & seen.isfinite(), seen, self._history.amax(1))
         self._history.copy_(torch.cat((known[:, None], self._history[:, :-1]), 1))
         self._wide_for.copy_(torch.where(self._saturated, CALM, (self._wide_for - 1).clamp(min=0)))
@@ -1044,11 +998,3 @@ class DelayedScales:
         rows = torch.tensor([(state or {}).get(name, none) for name in self._names]).view(-1, HISTORY + 1)
         self._history.copy_(rows[:, :-1])
         self._wide_for.copy_(rows[:, -1])
-
-    @property
-    def _sizes(self) -> tuple[int, int]:
-        return self._inputs, len(self._names) - self._inputs
-
-
-def _is_beyond(x: torch.Tensor, operand: Operand) -> torch.Tensor:
-    return x > FORMATS[operand.format][0] * (1 + 2**-20)       # a rounded scale may lift the amax slightly beyond it

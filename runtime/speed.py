@@ -48,24 +48,21 @@ class Row(NamedTuple):
     ratio_p90: float | None = None
 
 
-class Timings(NamedTuple):
-    gpu: str
-    rows: tuple[Row, ...]
-    origin: dict[str, str | None]       # all other keys of an entry
-
-
-class Table(NamedTuple):
-    measured: dict[str, list[Timings]]      # by architecture
-    published: dict[str, list[Timings]]
+Table = dict[str, dict[str, dict[str, list[Row]]]]      # measured, then published -> architecture -> GPU -> rows
 
 
 def load_table(path: str | Path = SHIPPED) -> Table:
     """The table at `path`. Raises UserError for a file that is none."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-        return Table(*({architecture: [Timings(entry.pop("gpu"), tuple(Row(**row) for row in entry.pop("rows")), entry)
-                                       for entry in entries] for architecture, entries in value[kind].items()}
-                       for kind in Table._fields))
+        table: Table = {}
+        for kind in ("measured", "published"):
+            gpus: dict[str, dict[str, list[Row]]] = table.setdefault(kind, {})
+            for architecture, entries in value[kind].items():
+                for entry in entries:
+                    rows = gpus.setdefault(architecture, {}).setdefault(entry["gpu"], [])
+                    rows.extend(Row(**row) for row in entry["rows"])
+        return table
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION} ({error!r:.200}): restore it, or python -m "
                         f"bench.kernels makes it anew") from error
@@ -100,13 +97,12 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
 
 def _timings(table: Table, gpu: str) -> tuple[str, list[Row]]:
     """The rows that count for this GPU, and what the verdict calls them; none where its architecture was never timed."""
-    for kind, timings in table._asdict().items():
-        entries = timings.get(architecture_of(gpu), [])
-        if own := [entry for entry in entries if entry.gpu == gpu or kind == "published" and entry.gpu in gpu]:
-            return kind, [row for entry in own for row in entry.rows]
-        if entries:
-            name = entries[0].gpu       # of several others the first: rows of two GPUs do not mix
-            return f"{kind} on {name}", [row for entry in entries if entry.gpu == name for row in entry.rows]
+    for kind, architectures in table.items():
+        gpus = architectures.get(architecture_of(gpu) or "", {})
+        if own := [name for name in gpus if name == gpu or kind == "published" and name in gpu]:
+            return kind, [row for name in own for row in gpus[name]]
+        for name, rows in gpus.items():     # of several others the first: rows of two GPUs do not mix
+            return f"{kind} on {name}", rows
     return "", []
 
 

@@ -140,6 +140,14 @@ def test_compiled_equals_eager_without_compiling_anew():
         assert after[name] == pytest.approx(before[name], rel=0.15), name
 
 
+@pytest.mark.parametrize("recipe, has_row", [("tensorwise", False), ("tensorwise_gw_hp", True)])
+def test_however_it_is_compiled_only_a_heads_gradient_with_a_bound_has_no_row(recipe, has_row):
+    model, scales = made(f"{recipe}+kernels+delayed", head=True)
+    parallel.compile_model(model, is_whole=False)
+    assert fp8.DelayedScales(model).state().keys() == scales.state().keys()
+    assert ("head.g" in scales.state()) is has_row
+
+
 @pytest.fixture
 def delayed(tiny):
     return replace(tiny, fp8=DELAYED)

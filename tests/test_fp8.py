@@ -21,7 +21,8 @@ from tests.faults import back_to, record
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
 SIZE = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 96, "n_ctx": 32, "vocab_size": 257}
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"
+LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
 GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
@@ -69,11 +70,11 @@ def distance(a, b):
     return ((a.double() - b.double()).norm() / (size if size else 1)).item()
 
 
-def operands(kind):
+def operands(kind, M=32, K=64, N=96):
     torch.manual_seed(0)
-    x, g, w = torch.randn(32, 64), torch.randn(32, 96), 0.05 * torch.randn(96, 64)
+    x, g, w = torch.randn(M, K), torch.randn(M, N), 0.05 * torch.randn(N, K)
     if kind == "opposed":           # what is small in one operand is large in the other: a scale along the wrong dimension shows
-        rows, columns = torch.logspace(-3, 3, 32)[:, None], torch.logspace(-3, 3, 96)
+        rows, columns = torch.logspace(-3, 3, M)[:, None], torch.logspace(-3, 3, N)
         x, w, g = x * rows, w * columns[:, None], g / rows / columns
     elif kind == "heavy":           # Cauchy: a few values hold most of the norm
         x, g = (torch.tan(1.5 * torch.rand(t.shape) * torch.sign(t)) for t in (x, g))
@@ -86,44 +87,54 @@ def operands(kind):
 
 # ------------------------------------------------------------------------------------------- one Linear, against fp64
 
-def rounded(x, format):
-    """From the formats' definition, not by torch's casts: E4M3 has 3 mantissa bits, exponents from -6, largest 448; E5M2 2
-    bits, from -14, largest 57344."""
-    bits, lowest, largest = (3, -6, 448.0) if format is E4M3 else (2, -14, 57344.0)
-    exponent = torch.floor(torch.log2(x.abs().clamp(min=1e-300))).clamp(min=lowest)
-    step = 2.0 ** (exponent - bits)
+def rounded(x, format, noise=None):
+    """From the formats' definition, not by torch's casts: mantissa bits, least exponent, largest value."""
+    (bits, lowest), largest = {E4M3: (3, -6), E5M2: (2, -14), E2M1: (1, 0)}[format], LARGEST[format]
+    x = x.clamp(-largest, largest)
+    step = 2.0 ** (torch.floor(torch.log2(x.abs().clamp(min=1e-300))).clamp(min=lowest) - bits)
+    if noise is not None:       # up with the probability that makes the mean exact
+        return (torch.floor(x / step) + (noise < x / step - torch.floor(x / step))) * step
     return (torch.round(x / step) * step).clamp(-largest, largest)      # torch.round: half to even, as the formats do
 
 
-def quantised(x, operand, dim):
+def quantised(x, operand, dim, noise=None):
     """x (M, N) rounded as (format, scaling) says and dequantised, in fp64, and its scales; `dim` is what the matmul sums over.
 
-    scaling: "tensor" for one scale, "power" for one that is a power of two, "row" for one each, "block" for one of 32 values;
-    a number: the exponent of a constant scale. torchao rounds the scales of rows down to powers of two."""
+    scaling: "tensor" for one scale, "power" for one that is a power of two, "row" for one each, a tile (along the dimension that
+    stays, that is summed over), a number: the exponent of a constant scale. torchao rounds rows' scales down to powers of two."""
     format, scaling = operand
-    x = x.double()
     if format is None:
-        return x, None
-    if scaling == "block":
-        parts = x.movedim(dim, -1).unflatten(-1, (-1, 32))
-        scale = 2.0 ** -torch.ceil(torch.log2(parts.abs().amax(-1, keepdim=True) / 448)).clamp(min=-127)
-        return (rounded(parts * scale, format) / scale).flatten(-2).movedim(-1, dim), scale.squeeze(-1)
+        return x.double(), None
+    if isinstance(scaling, tuple):
+        if dim == 0:
+            q, scale = quantised(x.t(), operand, 1, noise if noise is None else noise.t())
+            return q.t(), scale
+        tiles = x.float().unflatten(1, (-1, scaling[1])).unflatten(0, (-1, scaling[0]))
+        amax = tiles.abs().amax((1, 3), keepdim=True).double()
+        if scaling == (1, 32):          # MX: powers of two by which nothing saturates
+            scale = 2.0 ** -torch.ceil(torch.log2(amax / 448)).clamp(min=-127)
+        elif format is E2M1:            # NVFP4: tiles' scales are E4M3 numbers, for which the tensor has an fp32 scale
+            whole = (448 / (amax.max() / 6).clamp(min=1e-12)).float()
+            scale = whole / rounded((amax.float() / 6 * whole).double(), E4M3).clamp(min=2**-9).float()
+        else:
+            scale = LARGEST[format] / amax.clamp(min=1e-12)
+        scale = scale.float().expand_as(tiles).reshape(x.shape)
+        return rounded((x.float() * scale).double(), format, noise) / scale.double(), scale[:, ::scaling[1]].double()
+    x = x.double()
     if isinstance(scaling, int):
         scale = torch.full((1, 1), 2.0**scaling, dtype=torch.float64)
         return rounded(x * scale, format) / scale, scale
     amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max().view(1, 1)
-    scale = (torch.finfo(format).max / amax.clamp(min=1e-12)).float().double()
+    scale = (LARGEST[format] / amax.clamp(min=1e-12)).float().double()
     if scaling in ("row", "power"):
         scale = 2.0 ** scale.log2().floor()
     return rounded((x.float() * scale.float()).double(), format) / scale, scale
 
 
-def quantise(x, operand, dim):
-    return quantised(x, operand, dim)[0]
-
-
 # How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.
-TENSOR, POWER, ROW, BLOCK, BF16 = (E4M3, "tensor"), (E4M3, "power"), (E4M3, "row"), (E4M3, "block"), (None, None)
+TENSOR, POWER, ROW, MX, BF16 = (E4M3, "tensor"), (E4M3, "power"), (E4M3, "row"), (E4M3, (1, 32)), (None, None)
+ROW_128, SQUARE_128, ROW_128_GRAD = (E4M3, (1, 128)), (E4M3, (128, 128)), (E5M2, (1, 128))
+ROW_16, SQUARE_16 = (E2M1, (1, 16)), (E2M1, (16, 16))
 OPERANDS = {
     "tensorwise": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, (E5M2, "tensor"), TENSOR),
     "tensorwise_gw_hp": (TENSOR, TENSOR, (E5M2, "tensor"), TENSOR, BF16, BF16),
@@ -131,32 +142,43 @@ OPERANDS = {
     "rowwise_with_gw_hp": (ROW, ROW, ROW, POWER, BF16, BF16),
     "amax": (POWER, POWER, (E5M2, "power"), POWER, (E5M2, "power"), POWER),
     "cscale": ((E4M3, 0), (E4M3, 6), (E5M2, 8), (E4M3, 6), (E5M2, 8), (E4M3, 0)),
-    "mxfp8": (BLOCK,) * 6,
+    "mxfp8": (MX,) * 6,
+    "blockwise": (ROW_128, SQUARE_128, ROW_128, SQUARE_128, ROW_128, ROW_128),
+    "blockwise_e5m2": (ROW_128, SQUARE_128, ROW_128_GRAD, SQUARE_128, ROW_128_GRAD, ROW_128),
+    **dict.fromkeys(("nvfp4", "nvfp4_nearest", "nvfp4_hadamard"), (ROW_16, SQUARE_16, ROW_16, SQUARE_16, ROW_16, ROW_16)),
 }
 
 
-def reference(recipe, x, w, g):
-    """Output, input gradient, weight gradient of y = x w' in fp64 from explicitly quantised x (M, K), w (N, K), g (M, N)."""
-    of_x, of_w, of_g, of_w_again, of_g_again, of_x_again = OPERANDS[recipe]
-    return (quantise(x, of_x, 1) @ quantise(w, of_w, 1).T, quantise(g, of_g, 1) @ quantise(w, of_w_again, 0),
-            quantise(g, of_g_again, 0).T @ quantise(x, of_x_again, 0))
+def reference(recipe, x, w, g, noise=(None, None), turned=lambda t: t):
+    """Output, input gradient, weight gradient of y = x w' in fp64 from explicitly quantised x (M, K), w (N, K), g (M, N).
+
+    noise: of g's roundings for the two gradients; turned: what the operands of the weight gradient go through before."""
+    (x_, w_, g_, w_again, g_again, x_again), q = OPERANDS[recipe], lambda *of: quantised(*of)[0]
+    return (q(x, x_, 1) @ q(w, w_, 1).T, q(g, g_, 1, noise[0]) @ q(w, w_again, 0),
+            q(turned(g), g_again, 0, noise[1]).T @ q(turned(x), x_again, 0))
 
 
-@pytest.mark.parametrize("label", RECIPES + KERNELS)
+@pytest.mark.parametrize("label", [*OPERANDS, *KERNELS])
 def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     """Up to the rounding of the result: to BF16, or fp32 for FP8 weight gradients of our kernels. fake_quantise, which
     probes measure with, rounds as the matmuls do."""
     recipe = fp8.by_name(label).recipe
     r, q = fp8.RECIPES[recipe], fp8.fake_quantise
+    turned = fp8._rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
-        x, w, g = operands(kind)
-        want, got = reference(recipe, x, w, g), passes(linear(w, label), x, g)
+        x, w, g = operands(kind, *((256, 384, 128) if r.multiple == 128 else ()))
+        holder, noise = linear(w, label), (None, None)
+        fp8.set_position(holder, 1000)
+        if r.grad.is_stochastic:
+            noise = [noise_at(g.shape, torch.tensor(1000), holder[0].salt + more) for more in (0, 2**60)]
+        want, got = reference(recipe, x, w, g, noise, turned), passes(holder, x, g)
         assert all(d < 4e-3 for d in map(distance, got, want)), kind        # not max(): it can lose a NaN
         if label in ("tensorwise+kernels", "amax+kernels"):
             assert distance(got[2], want[2]) < 1e-5, kind
         fake = (q(x, r.input).double() @ q(w, r.weight).double().T,
-                q(g, r.grad).double() @ q(w, r.weight_for_input_grad, 0).double(),
-                q(g, r.grad_for_weight_grad, 0).double().T @ q(x, r.input_for_weight_grad, 0).double())
+                q(g, r.grad, noise=noise[0]).double() @ q(w, r.weight_for_input_grad, 0).double(),
+                q(turned(g), r.grad_for_weight_grad, 0, noise[1]).double().T
+                @ q(turned(x), r.input_for_weight_grad, 0).double())
         assert all(d < 1e-6 for d in map(distance, fake, want)), kind
 
 
@@ -213,86 +235,16 @@ def test_fast_accumulation_backward_is_another_run_and_says_that_a_cpu_has_none(
     assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, on_cpu, [])[0]
 
 
-# ------------------------------------------------------------------------------ scales of tiles: blockwise and nvfp4
+# ---------------------------------------------------------------------------------------------- what nvfp4 has besides
 
-GRID = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])      # E2M1's values; those at even places have an even mantissa
-TILED = [name for name, recipe in fp8.RECIPES.items() if recipe.input.scaling == "tile"]
-CASES = {
-    "normal": lambda shape: torch.randn(shape),
-    "heavy-tailed": lambda shape: torch.randn(shape) ** 5,
-    "zero": torch.zeros,
-    "one outlier": lambda shape: torch.randn(shape).index_put((torch.tensor(3), torch.tensor(5)), torch.tensor(1e4)),
-}
-
-
-def tile_reference(x: np.ndarray, operand, noise: np.ndarray | None = None) -> np.ndarray:
-    """x (M, N) in fp64, tile by tile; the last dimension is summed over."""
-    rows, columns = operand.tile
-    out, whole = np.zeros_like(x), 448 / max(abs(x).max() / 6, 1e-12)
-    for i in range(0, x.shape[0], rows):
-        for j in range(0, x.shape[1], columns):
-            tile = x[i:i + rows, j:j + columns]
-            amax = abs(tile).max()
-            if operand.format == "e2m1":
-                stored = torch.tensor(amax / 6 * whole).float().to(torch.float8_e4m3fn).item()
-                scale = whole / max(stored, 2**-9)
-                own = None if noise is None else noise[i:i + rows, j:j + columns]
-                q = e2m1(np.clip(tile * scale, -6, 6), own)
-            else:
-                scale = 448 / max(amax, 1e-12)
-                q = torch.tensor(tile * scale).float().to(operand.format).double().numpy()
-            out[i:i + rows, j:j + columns] = q / scale
-    return out
-
-
-def e2m1(x: np.ndarray, noise: np.ndarray | None) -> np.ndarray:
-    """To the nearest value, a tie to the even mantissa; with noise below the share of the way, to the upper neighbour."""
-    at = np.searchsorted(GRID, abs(x), "right") - 1
-    low, high = GRID[at], GRID[np.minimum(at + 1, 7)]
-    if noise is None:
-        middle = (low + high) / 2
-        return np.sign(x) * np.where((abs(x) > middle) | (abs(x) == middle) & (at % 2 == 1), high, low)
-    low, high = np.where(x < 0, -high, low), np.where(x < 0, -low, high)       # the neighbours below and above x itself
-    return np.where(noise * (high - low) < x - low, high, low)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("recipe, which", [("blockwise", "input"), ("blockwise", "weight"), ("blockwise_e5m2", "grad"),
-                                           ("nvfp4", "input"), ("nvfp4", "weight")])
-def test_each_tile_is_rounded_as_by_hand(recipe, which, case):
-    torch.manual_seed(1)
-    operand, x = getattr(fp8.RECIPES[recipe], which), CASES[case]((256, 384))
-    expected = tile_reference(x.double().numpy(), operand)
-    for q in (fake_quantise(x, operand), fake_quantise(x.t().contiguous(), operand, 0).t()):
-        near = abs(q.double().numpy() - expected) <= 1e-6 * abs(expected).max()
-        assert near.mean() > 0.9999      # fp32 scales may carry a value over the edge between two steps
-
-
-@pytest.mark.parametrize("recipe", TILED)
-def test_the_three_matmuls_of_tiles_are_those_of_the_rounded_operands(recipe):
-    torch.manual_seed(2)        # of draws in which no tile's scale lies on the edge between two E4M3 numbers: fp32 may tip it
-    r, (x, w, g) = fp8.RECIPES[recipe], (torch.randn(256, 384), torch.randn(128, 384) / 20, torch.randn(256, 128) ** 3)
-    linear = torch.nn.Linear(384, 128, bias=False)
-    linear.__class__, linear.recipe, linear.weight.data = fp8.QuantisedLinear, r, w
-    fp8.set_position(linear, 1000)
-    salt = None if linear.salt is None else linear.salt.item()
-    x.requires_grad_()
-    y = linear(x)
-    y.backward(g)
-
-    def rounded(t, operand, dim, salt):
-        noise = noise_at(t.shape, torch.tensor(1000), salt).double().numpy() if operand.is_stochastic else None
-        t = t.detach().double().numpy()
-        return tile_reference(t, operand, noise) if dim else tile_reference(t.T, operand, noise if noise is None else noise.T).T
-
-    gw, xw = (fp8._rotated(t.detach()) for t in (g, x)) if r.is_rotated else (g, x)
-    expected = {
-        "output": (y, rounded(x, r.input, 1, 0) @ rounded(w, r.weight, 1, 0).T),
-        "input gradient": (x.grad, rounded(g, r.grad, 1, salt) @ rounded(w, r.weight, 0, 0)),
-        "weight gradient": (linear.weight.grad, rounded(gw, r.grad, 0, salt and salt + 2**60).T @ rounded(xw, r.input, 0, 0))}
-    for name, (found, by_hand) in expected.items():
-        error = np.linalg.norm(found.detach().double().numpy() - by_hand) / np.linalg.norm(by_hand)
-        assert error < 2e-3, (name, error)
+def test_four_bits_hold_fifteen_values_and_a_tie_goes_to_the_even_mantissa():
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    x = 3 * torch.randn(10**4)
+    nearest = (x[:, None] - torch.cat((-grid, grid))).abs().argmin(1)
+    operand = fp8.Operand(E2M1, "constant")
+    assert torch.equal(fake_quantise(x, operand), torch.cat((-grid, grid))[nearest])
+    middles = torch.cat(((grid[1:] + grid[:-1]) / 2, torch.tensor([5.5, 100.0])))
+    assert fake_quantise(-middles, operand).tolist() == [-0.0, -1.0, -1.0, -2.0, -2.0, -4.0, -4.0, -6.0, -6.0]
 
 
 def test_the_rotation_keeps_products_and_spreads_outliers():
@@ -510,8 +462,8 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
     rows = (("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("rowwise", 64, 192, 1.1),
             ("tensorwise", 64, 64, 0.8), ("rowwise_with_gw_hp", 96, 64, 1.3), ("tensorwise+kernels", 96, 64, 1.1),
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
-    timings = speed.Timings(GPU, tuple(speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows), {})
-    monkeypatch.setattr(fp8, "load_table", lambda: speed.Table({"sm_90": [timings]}, {}))
+    timings = [speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows]
+    monkeypatch.setattr(fp8, "load_table", lambda: {"measured": {"sm_90": {GPU: timings}}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)

@@ -78,12 +78,12 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once(capsys, tmp_path):
     out = tmp_path / "cpu.json"
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise,tensorwise+kernels")
     assert code == 0 and "2 rows to time" in said
-    timings, = speed.load_table(out).measured["cpu"]
-    assert timings.gpu.startswith("cpu ") and "rehearsal" in timings.origin["timer"]
-    assert timings.origin["torch"] == torch.__version__
-    assert timings.origin["command"].startswith("python -m bench.kernels out=")
-    assert [row[:4] for row in timings.rows] == [("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
-    assert all(0 < row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in timings.rows)
+    entry, = json.loads(out.read_text())["measured"]["cpu"]
+    (gpu, rows), = speed.load_table(out)["measured"]["cpu"].items()
+    assert entry["gpu"] == gpu and gpu.startswith("cpu ") and "rehearsal" in entry["timer"]
+    assert entry["torch"] == torch.__version__ and entry["command"].startswith("python -m bench.kernels out=")
+    assert [row[:4] for row in rows] == [("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
+    assert all(0 < row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in rows)
     before = out.read_bytes()
     assert before.decode() == speed.to_text(json.loads(before))
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise")
@@ -110,8 +110,8 @@ def test_a_cut_or_failing_row_costs_no_other_and_the_same_command_goes_on(capsys
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
     assert "1 rows are left, the same command goes on" in call(capsys, *arguments, "budget=20")[1]
     assert call(capsys, *arguments, "budget=20")[0] == 0
-    timings, = speed.load_table(out).measured["cpu"]
-    assert [(row.recipe, row.N) for row in timings.rows] == [
+    rows, = speed.load_table(out)["measured"]["cpu"].values()
+    assert [(row.recipe, row.N) for row in rows] == [
         ("tensorwise", 64), ("tensorwise", 128), ("rowwise", 64), ("rowwise", 128)]
 
 
@@ -153,8 +153,7 @@ def test_rows_of_this_gpu(capsys, tmp_path):
     out = tmp_path / "gpu.json"
     code, said, _ = call(capsys, f"out={out}", "shapes=1024x4096", "tokens=4096", "recipes=tensorwise,rowwise")
     assert code == 0, said
-    (timings,), = speed.load_table(out).measured.values()
-    assert timings.gpu == torch.cuda.get_device_name()
-    assert timings.origin["timer"] == "CUDA events" and len(timings.rows) == 2
-    assert all(0.2 < row.ratio < 2 and row.ratio_p90 / row.ratio_p10 < 1.2 for row in timings.rows)
+    (entry,), = json.loads(out.read_text())["measured"].values()
+    assert entry["gpu"] == torch.cuda.get_device_name() and entry["timer"] == "CUDA events" and len(entry["rows"]) == 2
+    assert all(0.2 < row["ratio"] < 2 and row["ratio_p90"] / row["ratio_p10"] < 1.2 for row in entry["rows"])
     assert call(capsys, "casts")[0] == 0 and call(capsys, "matmuls", "shapes=1024x4096", "tokens=4096")[0] == 0

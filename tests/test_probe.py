@@ -19,7 +19,7 @@ from runtime.fp8 import Operand
 from runtime.probe import Probe, sequences, statistics
 from tests.conftest import call_train, with_recipe
 from tests.faults import record, summary
-from tests.test_fp8 import E4M3, NAMES, OPERANDS, SIZE, quantised, tokens
+from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, SIZE, quantised, tokens
 
 SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
 def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
@@ -53,14 +53,14 @@ def reference(x, operand):
     """By the independent rounding of test_fp8.py; scales sorted, the lower median of them."""
     x = x.detach().double().flatten(0, -2)
     q, scale = quantised(x, operand, 1)
-    ordered, largest = scale.flatten().sort().values, torch.finfo(operand[0]).max
+    ordered, largest = scale.flatten().sort().values, LARGEST[operand[0]]
     over = (x.unflatten(-1, (-1, x.shape[1] // scale.shape[1])) * scale[..., None]).abs() > largest * (1 + 1e-6)
     return {"amax": x.abs().max(), "scale_min": ordered[0], "scale": ordered[(len(ordered) - 1) // 2], "scale_max": ordered[-1],
             "underflow": ((x != 0) & (q == 0)).double().mean(), "saturated": over.double().mean(),
             "error": (q - x).norm() / x.norm()}
 
 
-@pytest.mark.parametrize("recipe", list(OPERANDS))
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest"])
 def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(recipe, tmp_path, monkeypatch):
     model, recipes, x, y = build(recipe)
     seen, handles, lists = {}, [], []

@@ -9,17 +9,16 @@ import torch
 
 from runtime import speed
 from runtime.cli import UserError
-from runtime.speed import Row, Table, Timings, choose, load_table
+from runtime.speed import Row, choose, load_table
 
 GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
 RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
 
 
-def table(measured=(), published=(), gpus=(GPU,)):
-    """A Table from (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPUs were never measured."""
-    def timings(gpu, values):
-        return Timings(gpu, tuple(Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in values), {})
-    return Table({"sm_90": [timings(gpu, measured) for gpu in gpus]} if measured else {}, {"sm_90": [timings("H100", published)]})
+def table(measured=(), published=()):
+    """From (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPU was never measured."""
+    own, others = ([Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in rows] for rows in (measured, published))
+    return {"measured": {"sm_90": {GPU: own}} if measured else {}, "published": {"sm_90": {"H100": others}}}
 
 
 @pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
@@ -41,8 +40,8 @@ def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
 
 
 def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
-    two = table([(TW, 64, 64, 1.2)], gpus=("NVIDIA H200", GPU))
-    two.measured["sm_90"][1] = two.measured["sm_90"][1]._replace(rows=(Row(TW, 64, 64, 16384, 1.1),))
+    rows = [Row(TW, 64, 64, 16384, 1.2)]
+    two = {"measured": {"sm_90": {"NVIDIA H200": rows, GPU: [rows[0]._replace(ratio=1.1)]}}}
     for gpu, due in ((GPU, "measured 1.10x"), ("NVIDIA H200", "measured 1.20x"),
                      ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x")):
         assert choose(two, gpu, 64, 64, RECIPES)[1].startswith(due), gpu
@@ -74,12 +73,12 @@ def test_random_tables_against_the_rule_by_definition():
         t = table([(r, K, N, rng.choice((0.7, 0.99, 1.0, 1.03, 1.04, 1.1, 1.2, 1.5)), M) for r, K, N, M in sorted(cells)])
         for K, N in product(sizes, sizes):
             recipe, why = choose(t, GPU, K, N, RECIPES)
-            allowed, best = by_definition(t.measured["sm_90"][0].rows, K, N)
+            allowed, best = by_definition(t["measured"]["sm_90"][GPU], K, N)
             assert (recipe in allowed and f"{best:.2f}x" in why) if allowed else recipe is None, (seed, K, N, why)
 
 
 def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h100(tmp_path):
-    text, published = speed.SHIPPED.read_text(), load_table()._replace(measured={})
+    text, published = speed.SHIPPED.read_text(), load_table() | {"measured": {}}
     assert text == speed.to_text(json.loads(text)), "a row a line"
     for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
         assert choose(published, GPU, K, N, RECIPES)[0] is None, (K, N)
