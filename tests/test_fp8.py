@@ -313,28 +313,6 @@ def test_compiled_nvfp4_learns_as_eager_does(tiny):
     assert all(some[-1] < some[0] for some in losses.values())
 
 
-def test_weights_are_cast_once_a_step_and_every_bit_stays(tiny):
-    """Against the plain model, which casts in every micro-batch; an update without a refresh is told of."""
-    ours, plain = parallel.build(tiny, ALONE).model, GPT(tiny.model)
-    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx))
-    for model in (ours, plain):
-        model.init_weights(1)
-    for _ in range(2):
-        fp8.refresh_weight_copies(ours)
-        assert torch.equal(ours(x, x), plain(x, x))
-        for model in (ours, plain):
-            model(x, x).sum().backward()
-        for (name, p), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-            assert p.grad.dtype == torch.float32 and torch.equal(p.grad, other.grad), name
-        for model in (ours, plain):
-            for p in model.parameters():
-                p.data -= 0.01 * p.grad
-                torch.autograd.graph.increment_version(p)
-        with pytest.raises(AssertionError, match="refresh"):
-            ours(x, x)
-    assert ours.state_dict().keys() == plain.state_dict().keys(), "no checkpoint holds a copy"
-
-
 # ---------------------------------------------------------------------------------------------------------- whole models
 
 @pytest.fixture

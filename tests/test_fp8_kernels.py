@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from bench import kernels as bench
-from runtime import fp8
+from model import GPTConfig
+from runtime import fp8, parallel
 from runtime.fp8 import RECIPES, fake_quantise, scale_of, scaled_mm
 from runtime.probe import Probe
 from tests.conftest import ROOT
-from tests.test_fp8 import E4M3, E5M2, KERNELS, KINDS, build, distance, linear, operands, passes, reference, tokens
+from tests.test_fp8 import ALONE, E4M3, E5M2, KERNELS, KINDS, SIZE, build, distance, linear, operands, passes, reference, tokens
 
 
 def load():
@@ -348,19 +349,24 @@ def step(model, x, y):
     return loss.item() / y.numel(), [p.grad.clone() for p in model.parameters()]
 
 
-def test_weights_that_changed_unnoticed_are_refused_and_refreshed_in_place():
+@pytest.mark.parametrize("label", ["off", "tensorwise+kernels"])
+def test_weights_are_cast_once_a_step_in_place_and_every_bit_stays(tiny, label):
+    """Against the model that casts at each use; an update without a refresh is told of."""
     def copies():
-        return [copy for m in model.modules() if isinstance(m, fp8.KernelLinear) for copy in (m.q, m.qt, m.scale)]
+        return [t for m in ours.modules() for name, t in m.named_buffers(recurse=False) if name in ("q", "qt", "scale", "copy")]
 
-    (model, _), (x, y) = build("tensorwise+kernels", head=True, n_layer=1), tokens()
-    step(model, x, y)
-    before = copies()
-    torch.optim.AdamW(model.parameters()).step()            # a fused one needs runtime/optim.py's hook for it
-    with pytest.raises(AssertionError, match="refresh_weight_copies"):
-        model(x, y)
-    fp8.refresh_weight_copies(model)
-    assert len(before) == 15 and all(a is b for a, b in zip(before, copies(), strict=True))
-    fresh = without_copies(build("tensorwise+kernels", head=True, n_layer=1)[0])
-    fresh.load_state_dict(model.state_dict())
-    (a, ours), (b, theirs) = step(model, x, y), step(fresh, x, y)
-    assert a == b and all(map(torch.equal, ours, theirs))
+    settings, size = replace(fp8.by_name(label), head=label != "off"), {**SIZE, "n_layer": 1}
+    ours = parallel.build(replace(tiny, model=GPTConfig(**size), fp8=settings), ALONE).model
+    plain, (x, y) = without_copies(build(label, head=settings.head, **size)[0]), tokens()
+    ours.init_weights(0)
+    fp8.refresh_weight_copies(ours)
+    for _ in range(2):
+        (a, mine), (b, theirs), before = step(ours, x, y), step(plain, x, y), copies()
+        assert a == b and all(map(torch.equal, mine, theirs)) and all(grad.dtype == torch.float32 for grad in mine)
+        for model in (ours, plain):
+            torch.optim.SGD(model.parameters(), 0.5).step()       # a fused AdamW needs runtime/optim.py's hook for it
+        with pytest.raises(AssertionError, match="refresh_weight_copies"):
+            ours(x, y)
+        fp8.refresh_weight_copies(ours)
+        assert len(before) == (5 if label == "off" else 15) and all(a is b for a, b in zip(before, copies(), strict=True))
+    assert ours.state_dict().keys() == plain.state_dict().keys(), "no checkpoint holds a copy"
