@@ -58,6 +58,6 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
     config.run_dir.mkdir(parents=True, exist_ok=True)
     (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
-    ((_, texts),) = held_out._sources(str(config.run_dir))
-    found = [texts[i] for i in range(len(texts))]
+    ((_, *texts),) = held_out._sources(str(config.run_dir))
+    found = held_out._pick(*texts, 999, "seed", lambda text: text)
     assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}

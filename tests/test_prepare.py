@@ -64,18 +64,20 @@ def write(path, documents):
 
 @pytest.mark.parametrize("tokenizer", ["byte", "gpt2"])
 def test_shards_hold_the_documents_in_order(tmp_path, tokenizer):
-    file = write(tmp_path / "a.jsonl", DOCUMENTS)
+    first_train = next(text for text in map(str, range(10**6)) if split_of(text.encode(), 2001) != split_of(text.encode()))
+    documents = [*DOCUMENTS, first_train]       # with the least hash that the validation split does not take
+    file = write(tmp_path / "a.jsonl", documents)
     assert local(file, out=tmp_path, tokenizer=tokenizer, license="CC0-1.0") == 0
-    index, tok, ids = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer), due(DOCUMENTS, tokenizer)
+    index, tok, ids = json.loads((tmp_path / "mine/index.json").read_text()), load_tokenizer(tokenizer), due(documents, tokenizer)
     assert found(tmp_path / "mine") == ids
     for split in ids:
-        chosen = [d for d in DOCUMENTS if split_of(d.encode()) == split]
+        chosen = [d for d in documents if split_of(d.encode()) == split]
         assert ids[split].count(tok.eot) == len(chosen), "text that spells <|endoftext|> stays text"
         data = (tmp_path / "mine" / f"{split}_00000.bin").read_bytes()
         shard = {"file": f"{split}_00000.bin", "tokens": len(ids[split]), "sha256": sha256(data).hexdigest()}
         assert index["splits"][split] == {"documents": len(chosen), "text_bytes": sum(len(d.encode()) for d in chosen),
                                           "tokens": len(ids[split]), "shards": [shard]}
-    hashes = sorted(int.from_bytes(blake2b(d.encode(), digest_size=8).digest(), "little") for d in DOCUMENTS)
+    hashes = sorted(int.from_bytes(blake2b(d.encode(), digest_size=8).digest(), "little") for d in documents)
     assert np.load(tmp_path / "mine/hashes.npy").tolist() == hashes
     wanted = {"format_version": 2, "dtype": "uint16", "source": "mine", "duplicates": {}, "files": ["a.jsonl"], "skipped": [],
               "is_whole": True, "budget": None, "tokenizer": tokenizer, "tokenizer_sha256": tok.sha256, "license": "CC0-1.0",

@@ -107,7 +107,7 @@ def test_break_even_gaps_at_the_target(speedup, gap):
 
 def test_the_bound_on_the_speedup_is_train_pys(sizes, tmp_path):
     for size in sizes:
-        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16, tmp_path))
+        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens
