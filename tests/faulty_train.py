@@ -17,7 +17,6 @@ the tokens, so a run that goes over the same tokens again meets it again.
     move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
 """
 
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -56,8 +55,12 @@ def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, lim
     """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
     gc.freeze()     # what was imported stays shared with the other runs
     while os.getpgrp() != (leader or os.getpid()):
-        with contextlib.suppress(OSError):      # the leader has no group yet
+        try:
             os.setpgid(0, leader)
+        except OSError:             # the leader has no group yet, or has already told of a mistake and ended
+            if not os.path.exists(f"/proc/{leader}"):
+                os.setpgid(0, 0)
+                break
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
