@@ -38,6 +38,7 @@ class Piece:
     """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .json (the rest), which is
     renamed last: a piece is there if and only if its .json is. One that `failed` has that alone."""
     stem: Path
+    input: list                 # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
     tokens: int = 0
     bytes: int = 0              # of text
@@ -60,7 +61,7 @@ def read_piece(folder: Path, file: int) -> Piece | None:
 
 
 def begun(folder: Path) -> dict | None:
-    """What was begun in a source's folder: identity and [name, size, stamp] of the input files; None without any."""
+    """What was begun in a source's folder: what its tokens depend on, and the number of input `files`; None where nothing was."""
     return _read_json(folder / "parts" / "begun.json")
 
 
@@ -248,10 +249,8 @@ def _story(index: Index) -> Iterator[str]:
 
 def _progress(folder: Path) -> Iterator[str]:
     """What is known of a source while it is being made, or after it was cut off."""
-    files = [name for name, *_ in begun(folder)["files"]]
-    pieces = {name: piece for number, name in enumerate(files) if (piece := read_piece(folder / "parts", number))}
-    yield (f"unfinished: {sum(piece.tokens for piece in pieces.values()):,} tokens so far; of {len(files):,} input files "
-           f"{sum(not piece.failed for piece in pieces.values())} are read; the same command goes on with it")
-    for name, piece in pieces.items():
-        if piece.failed:
-            yield f"failed: {name} ({piece.failed})"
+    count = begun(folder)["files"]
+    pieces = list(filter(None, (read_piece(folder / "parts", number) for number in range(count))))
+    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {count:,} input files "
+           f"{sum(not piece.failed for piece in pieces)} are read; the same command goes on with it")
+    yield from (f"failed: {piece.input[0]} ({piece.failed})" for piece in pieces if piece.failed)

@@ -29,12 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, write_shards, writing
+from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show, write_shards, writing
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
 from runtime.rows import write_json
-from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, file_sha256, read_index, write_index
+from runtime.shards import DTYPES, LOSS_MASK_BIT, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,10 +93,11 @@ class Task:
         if (piece := read_piece(self.folder, rank)) and piece.serves(self.most):
             return
         stem, sums, told, tokenizer = self.folder / f"{rank:05d}", [0, 0, 0], 0.0, cached_tokenizer(self.tokenizer)
+        file = self.files[rank]
         prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
         try:
             with writing(stem.with_suffix(".bin")) as ids, writing(stem.with_suffix(".docs")) as table:
-                for texts, share in self.files[rank].read():
+                for texts, share in file.read():
                     raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
                     if texts[-1] and not texts[-1].isspace():
                         digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
@@ -116,7 +117,7 @@ class Task:
             stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
         except BadFile as error:
             facts = {"failed": str(error)}
-        write_json(stem.with_suffix(".json"), facts)
+        write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
 
 
 def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
@@ -176,31 +177,27 @@ def _run_whole(task: Task, rank: int) -> None:
 # ----------------------------------------------------------------------------------------------------------------- parts
 
 class Parts:
-    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on, the input files), pieces and
-    <file>.now, the progress of each."""
+    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on), pieces and <file>.now, the
+    progress of each."""
 
     def __init__(self, source: Source, job: Job):
         """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
         self.folder = job.out / source.name / "parts"
-        identity = json.loads(json.dumps({
-            "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
-            "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
-        found = begun(self.folder.parent) or {"identity": identity, "files": []}
-        differs = [key for key in identity if found["identity"].get(key) != identity[key]]
-        self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
-        inputs = [[file.name, file.bytes, file.stamp] for file in self.files]
-        pieces = [read_piece(self.folder, number) for number in range(len(found["files"]))]
-        changed = [i for i, old in enumerate(found["files"]) if not differs and pieces[i] and old != inputs[i]]
-        is_something = any(piece and not piece.failed for piece in pieces)
-        if differs and is_something:
+        wanted = {"dataset": source.dataset, "revision": None if source.has_stamps else source.revision,
+                  "selection": source.selection, "tokenizer_sha256": job.tokenizer.sha256,
+                  "decontaminated_against": job.common["decontaminated_against"]}
+        there = begun(self.folder.parent) or {**wanted, "files": 0}
+        done = [piece for number in range(there["files"]) if (piece := read_piece(self.folder, number)) and not piece.failed]
+        if (differs := [key for key in wanted if there[key] != wanted[key]]) and done:
             raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs)}): give the same options and files again, "
                             f"or delete {self.folder}")
+        self.files = source.files()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for i, piece in enumerate(pieces):
-            if i in changed or (piece and piece.failed):
-                print(f"{self.folder}: {found['files'][i][0]} changed or could not be read: it is read again", file=sys.stderr)
-                (self.folder / f"{i:05d}.json").unlink()
-        write_json(self.folder / "begun.json", {"identity": identity, "files": inputs})
+        write_json(self.folder / "begun.json", {**wanted, "files": len(self.files)})
+        for number, (file, piece) in enumerate(zip(self.files, self.pieces(), strict=True)):
+            if piece and (piece.failed or piece.input != [file.name, file.bytes, file.stamp]):
+                print(f"{self.folder}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
+                (self.folder / f"{number:05d}.json").unlink()
 
     def pieces(self) -> list[Piece | None]:
         """Of each input file."""
@@ -373,11 +370,7 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
             "budget": budget, "is_whole": layout["is_whole"], **({"is_masked": True} if source.is_masked else {})}
         write_index(folder, facts | write_shards(folder, pieces, homes, splits, facts["dtype"]))
         shutil.rmtree(parts.folder)
-    dropped = ", ".join(f"{count} in {name}" for name, count in layout["duplicates"].items())
-    print(f"{folder}: {sum(layout['duplicates'].values())} documents dropped that came before"
-          f"{f' ({dropped})' if set(layout['duplicates']) - {source.name} else ''}, {layout['empty']} empty ones"
-          f"{', {} contaminated ones'.format(layout['contaminated']) if job.grams else ''}")
-    print_rows(read_index(folder))
+    print("\n".join(show(folder)))
     if budget is not None and layout["is_whole"]:
         print(f"{folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that "
               f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
@@ -416,15 +409,8 @@ def is_complete(source: Source, job: Job) -> bool:
         raise UserError(f"{folder} holds {there:,} training tokens, fewer than are asked for: delete it, or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
-    print_rows(index)
+    print("\n".join(show(folder)))
     return True
-
-
-def print_rows(index: Index) -> None:
-    """A line for each split of one source."""
-    for name, s in index.splits.items():
-        print(f"  {index.source:12} {name:5} {s.documents:>9,} documents {s.text_bytes / 1e6:>9,.2f} MB "
-              f"{s.tokens:>14,} tokens  {index.license}")
 
 
 def _earlier(source: Source, job: Job) -> dict[str, Path]:
@@ -443,11 +429,10 @@ def _earlier(source: Source, job: Job) -> dict[str, Path]:
 
 def _check_room(opened: list[tuple[Source, Parts]], job: Job) -> None:
     """Raises UserError where the disk cannot hold what was asked for: pieces, which turn into shards one source at a time."""
-    needs, there = [], 0
-    for source, parts in opened:
-        if (wanted := min(job.budgets.get(source.name, math.inf), source.tokens or math.inf)) < math.inf:
-            needs.append(wanted * np.dtype(DTYPES[job.dtype(source)]).itemsize)
-            there += sum(path.stat().st_size for path in parts.folder.glob("*.bin"))
+    asked = [(parts, min(job.budgets.get(source.name, math.inf), source.tokens or math.inf) * np.dtype(
+        DTYPES[job.dtype(source)]).itemsize) for source, parts in opened]
+    needs = [size for _, size in asked if size < math.inf]
+    there = sum(path.stat().st_size for parts, size in asked if size < math.inf for path in parts.folder.glob("*.bin"))
     if (lacking := sum(needs) + max(needs, default=0) - there) > (free := shutil.disk_usage(job.out).free):
         raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                         f"free some, ask for fewer tokens=, or give another out=")

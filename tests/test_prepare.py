@@ -111,7 +111,7 @@ def test_odd_text(tmp_path, monkeypatch, capsys):
     rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
     (tmp_path / "a.jsonl").write_bytes(rows + b'{"text": " \\n"}\n{"text": "\xff"}\n' + jsonl(DOCUMENTS))
     assert local(tmp_path / "a.jsonl", out=tmp_path) == 0
-    assert "0 documents dropped that came before, 2 empty ones" in capsys.readouterr().out
+    assert "copies 0, empty 2" in capsys.readouterr().out
     assert found(tmp_path / "mine") == due(["a\ufffdb", "🙂", "\ufffd", *DOCUMENTS])
     monkeypatch.setattr(sources, "TXT_CHARS", 100)
     paragraphs = [f"line {n}\n" * 20 + "\n" for n in range(20)]
@@ -147,7 +147,7 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_pa
     for name, documents in texts.items():
         halves = [write(tmp_path / name / f"{i}.jsonl", documents[i * 15:(i + 1) * 15]) for i in range(2)]
         assert local(*halves, out=tmp_path / "data", name=name, processes=2 if name == "two" else 1) == 0
-    assert "5 documents dropped that came before (5 in one), 0 empty ones" in capsys.readouterr().out
+    assert "copies 5 (first met in one 5), empty 0" in capsys.readouterr().out
     duplicates = {name: shards.read_index(tmp_path / "data" / name).duplicates for name in texts}
     assert duplicates == {"one": {"one": 3}, "two": {"one": 5}, "three": {"one": 5}}
     assert found(tmp_path / "data/one") == due(texts["one"]) and found(tmp_path / "data/two") == due(DOCUMENTS[25:])
@@ -199,7 +199,7 @@ def test_documents_of_evaluation_files_are_left_out(tmp_path, capsys):
     files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:20], f"so: {gram.upper()}!"]), write(tmp_path / "b.jsonl", DOCUMENTS[20:])]
     assert local(*files, out=tmp_path, decontaminate=tmp_path / "eval.txt", processes=2) == 0
     index = shards.read_index(tmp_path / "mine")
-    assert "1 contaminated ones" in capsys.readouterr().out and index.contaminated == 1
+    assert "contaminated 1 (by eval.txt)" in capsys.readouterr().out and index.contaminated == 1
     assert index.decontaminated_against[0]["file"] == "eval.txt"
     assert found(tmp_path / "mine") == due(DOCUMENTS)
 
