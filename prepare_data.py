@@ -110,7 +110,7 @@ def _named(name: str) -> HubSource:
 
 def _revision(folder: Path, dataset: str) -> str | None:
     """The commit of a data set that a folder holds, or part of it: one pushed meanwhile must not stop a resume."""
-    found = vars(read_index(folder)) if (folder / "index.json").exists() else (begun(folder) or {}).get("identity", {})
+    found = vars(read_index(folder)) if (folder / "index.json").exists() else begun(folder) or {}
     return found["revision"] if found.get("dataset") == dataset else None
 
 

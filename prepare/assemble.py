@@ -2,9 +2,8 @@
 
 lay_out() decides from the pieces' tables alone: a document is left out if its text came before, in this source or in an
 earlier one; its hash says to which split it belongs; the source ends with the document that fills the budget of training
-tokens. So the result depends on the order of the documents and on nothing else. commit() writes the decision to parts/
-(layout.npy, then layout.json), and from then on the shards are a function of these files and of the pieces: write_shards()
-may be killed at any moment and goes on with the first shard that is not there.
+tokens. So the result depends on the order of the documents and on nothing else. The pieces stay until index.json is there:
+where write_shards() is killed, all of it is done again.
 
 A document's name is the blake2b-64 of its text: among 30 million, some pair of different texts shares one with odds of
 2e-5. One of the two would be dropped for a copy.
@@ -21,8 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime import shards
-from runtime.cli import UserError
-from runtime.rows import write_json
+from runtime.cli import UserError, grid
 from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
@@ -32,6 +30,7 @@ HASH_STEPS = 10_000             # the share of validation documents is kept in s
 SORTED_AT_ONCE = 8_000_000      # documents: memory stays below 0.5 GB and 4 bytes a document
 BLOCK = 1 << 24                 # bytes of a piece in memory at once
 FIRST, COPY = 0, 1              # fate of a document; COPY + 1 + i: the first copy is in the i-th of the earlier sources
+LEFT_OUT, TRAIN, VAL = 0, 1, 2  # where it goes
 
 
 @dataclass(frozen=True)
@@ -39,6 +38,7 @@ class Piece:
     """What the task of an input file wrote: <stem>.bin (ids as in the shards), .docs (DOCUMENT rows), .json (the rest), which is
     renamed last: a piece is there if and only if its .json is. One that `failed` has that alone."""
     stem: Path
+    input: list                 # name, bytes and stamp of the file (prepare.sources)
     documents: int = 0
     tokens: int = 0
     bytes: int = 0              # of text
@@ -61,13 +61,8 @@ def read_piece(folder: Path, file: int) -> Piece | None:
 
 
 def begun(folder: Path) -> dict | None:
-    """What was begun in a source's folder: identity and [name, size, stamp] of the input files; None without any."""
+    """What was begun in a source's folder: what its tokens depend on, and the number of input `files`; None where nothing was."""
     return _read_json(folder / "parts" / "begun.json")
-
-
-def read_layout(folder: Path) -> dict | None:
-    """What commit() made final in a source's folder; None if it did not come that far."""
-    return _read_json(folder / "parts" / "layout.json")
 
 
 def _read_json(path: Path) -> dict | None:
@@ -88,152 +83,109 @@ def writing(path: Path) -> Iterator:
 # --------------------------------------------------------------------------------------------------------------- layout
 
 def lay_out(name: str, pieces: list[Piece], earlier: dict[str, Path], val_per_10k: int,
-            budget: int | None) -> tuple[dict, np.ndarray]:
-    """What is kept of the pieces, which stand in the source's order: the layout, and a bool per document of the pieces in use.
+            budget: int | None) -> tuple[dict, dict, list[np.ndarray]]:
+    """What becomes of the documents of the pieces, which stand in the source's order.
 
-    earlier: source -> its hashes.npy, whose documents must not come again. The layout, as JSON: documents, tokens, text_bytes
-    {split: count}; duplicates {source of the first copy: documents}, its own name where they came before within the source;
-    empty, contaminated; is_full, whether the budget was reached; in_use, of each piece [stem's name, documents, training
-    tokens kept up to its end]."""
-    fates = _find_fates(pieces, earlier)
-    counts = {key: {"train": 0, "val": 0} for key in ("documents", "tokens", "text_bytes")}
+    earlier: source -> its hashes.npy, whose documents must not come again. Returns the splits, {split: {documents,
+    text_bytes, tokens}}; what else index.json says of them: duplicates {source of the first copy: documents}, its own name where
+    they came before within the source, empty, contaminated, is_whole, False where the budget was reached; and for each piece in
+    use uint8 (documents in use,): TRAIN, VAL or LEFT_OUT."""
+    splits = {split: {"documents": 0, "text_bytes": 0, "tokens": 0} for split in ("train", "val")}
     met = np.zeros(COPY + 1 + len(earlier), np.int64)       # documents by fate
-    kept, in_use, empty, contaminated, is_full, start = [], [], 0, 0, False, 0
-    for piece in pieces:
+    homes, empty, contaminated, is_whole = [], 0, 0, True
+    for piece, fate in zip(pieces, _find_fates(pieces, earlier), strict=True):
         table = piece.table()
-        fate, start = fates[start:start + len(table)], start + len(table)
+        home = np.where(table["hash"] % np.uint64(HASH_STEPS) < val_per_10k, np.uint8(VAL), np.uint8(TRAIN))
+        home[(fate != FIRST) | (table["tokens"] == 0)] = LEFT_OUT
         if budget is not None:
-            train = np.where((fate == FIRST) & ~_is_val(table, val_per_10k), table["tokens"], 0)
-            end = int(np.searchsorted(counts["tokens"]["train"] + np.cumsum(train, dtype=np.int64), budget)) + 1
-            is_full = end <= len(table)         # with the document that reaches it
-            table, fate = table[:end], fate[:end]
-        is_text, is_val = table["tokens"] > 0, _is_val(table, val_per_10k)
-        is_kept = is_text & (fate == FIRST)
-        for split, chosen in ("train", table[is_kept & ~is_val]), ("val", table[is_kept & is_val]):
-            counts["documents"][split] += len(chosen)
-            counts["tokens"][split] += int(chosen["tokens"].sum(dtype=np.int64))
-            counts["text_bytes"][split] += int(chosen["bytes"].sum(dtype=np.int64))
+            train = np.cumsum(np.where(home == TRAIN, table["tokens"], 0), dtype=np.int64)
+            end = int(np.searchsorted(train, budget - splits["train"]["tokens"])) + 1      # with the document that reaches it
+            is_whole = end > len(table)
+            table, fate, home = table[:end], fate[:end], home[:end]
+        for number, split in enumerate(splits.values(), TRAIN):
+            chosen = table[home == number]
+            split["documents"] += len(chosen)
+            split["text_bytes"] += int(chosen["bytes"].sum(dtype=np.int64))
+            split["tokens"] += int(chosen["tokens"].sum(dtype=np.int64))
+        is_text = table["tokens"] > 0
         met += np.bincount(fate[is_text], minlength=len(met))
         empty += int((~is_text & (table["bytes"] == 0)).sum())
         contaminated += int((~is_text & (table["bytes"] > 0)).sum())
-        kept.append(is_kept)
-        in_use.append([piece.stem.name, len(table), counts["tokens"]["train"]])
-        if is_full:
+        homes.append(home)
+        if not is_whole:
             break
     duplicates = {key: int(n) for key, n in zip([name, *earlier], met[COPY:], strict=True) if n}
-    return {**counts, "duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_full": is_full,
-            "in_use": in_use, "val_per_10k": val_per_10k, "budget": budget,
-            "shard_tokens": shards.SHARD_TOKENS}, np.concatenate(kept) if kept else np.zeros(0, bool)
+    return splits, {"duplicates": duplicates, "empty": empty, "contaminated": contaminated, "is_whole": is_whole}, homes
 
 
-def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> np.ndarray:
-    """uint16 (documents,) over all pieces, in their order; FIRST also for those that were left out before."""
-    fates = np.full(sum(piece.documents for piece in pieces), FIRST, np.uint16)
-    for hashes, places in _sorted_hashes(pieces):       # of equal ones the first document stays first
-        fates[places[1:][hashes[1:] == hashes[:-1]]] = COPY
-        for i, path in reversed(list(enumerate(earlier.values()))):     # the first source has the last word
-            there = np.load(path, mmap_mode="r")
-            there = np.array(there[np.searchsorted(there, hashes[0]):np.searchsorted(there, hashes[-1], "right")])
-            if len(there):
-                fates[places[there[np.minimum(np.searchsorted(there, hashes), len(there) - 1)] == hashes]] = COPY + 1 + i
-    return fates
-
-
-def _sorted_hashes(pieces: list[Piece], kept: np.ndarray | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(hashes, their documents' places among all) in order of hash, then place; a range of hashes at a time, of which each holds
-    about SORTED_AT_ONCE. kept: bool of each of the first documents, None: those that have tokens."""
-    count = -(-sum(piece.documents for piece in pieces) // SORTED_AT_ONCE)
+def _find_fates(pieces: list[Piece], earlier: dict[str, Path]) -> list[np.ndarray]:
+    """uint16 (documents,) of each piece; FIRST also for those that were left out before. By ranges of hashes, of which each holds
+    about SORTED_AT_ONCE."""
+    sizes = [piece.documents for piece in pieces]
+    fates, count = np.full(sum(sizes), FIRST, np.uint16), -(-sum(sizes) // SORTED_AT_ONCE)
     for i in range(count):
         low, high = np.uint64(2**64 * i // count), np.uint64(2**64 * (i + 1) // count - 1)
         hashes, places, start = [], [], 0
         for piece in pieces:
-            table = piece.table() if kept is None else piece.table()[:max(0, len(kept) - start)]
-            chosen = table["tokens"] > 0 if kept is None else kept[start:start + len(table)]
-            rows = np.flatnonzero(chosen & (table["hash"] >= low) & (table["hash"] <= high))
+            table = piece.table()
+            rows = np.flatnonzero((table["tokens"] > 0) & (table["hash"] >= low) & (table["hash"] <= high))
             hashes.append(table["hash"][rows])
             places.append(start + rows)
             start += len(table)
         hashes, places = np.concatenate(hashes), np.concatenate(places)
-        order = np.argsort(hashes, kind="stable")
-        if len(order):
-            yield hashes[order], places[order]
-
-
-def _is_val(table: np.ndarray, val_per_10k: int) -> np.ndarray:
-    return table["hash"] % np.uint64(HASH_STEPS) < val_per_10k
+        order = np.argsort(hashes, kind="stable")       # of equal ones the first document stays first
+        hashes, places = hashes[order], places[order]
+        fates[places[1:][hashes[1:] == hashes[:-1]]] = COPY
+        for number, path in reversed(list(enumerate(earlier.values(), COPY + 1))):      # the first source has the last word
+            there = np.load(path, mmap_mode="r")
+            # Not by np.isin, which sorts both: 3 GB where an earlier source has 100M documents.
+            there = np.array(there[np.searchsorted(there, low):np.searchsorted(there, high, "right")])
+            if len(there):
+                fates[places[there[np.minimum(np.searchsorted(there, hashes), len(there) - 1)] == hashes]] = number
+    return np.split(fates, np.cumsum(sizes[:-1])) if sizes else []
 
 
 # --------------------------------------------------------------------------------------------------------------- shards
 
-def commit(folder: Path, pieces: list[Piece], layout: dict, kept: np.ndarray, facts: dict) -> dict:
-    """Makes the layout final and returns it; facts: index.json without its splits, to which hashes_sha256 is added. Removes
-    shards of whatever was in the folder before."""
+def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], splits: dict, dtype: str) -> dict:
+    """Write hashes.npy and the shards of `dtype`, in place of what was there; returns `splits` and `hashes_sha256` of
+    index.json."""
     remove_shards(folder)
-    arrays = ((folder / "hashes.npy", "<u8", int(kept.sum()), (hashes for hashes, _ in _sorted_hashes(pieces, kept))),
-              (folder / "parts" / "layout.npy", "|b1", len(kept), [kept]))
-    for path, dtype, length, chunks in arrays:      # not by np.save, which on a full disk leaves a short file without a word
-        with writing(path) as file:
-            np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": (length,)})
-            for chunk in chunks:
-                file.write(chunk.tobytes())
-    layout["facts"] = {**facts, "hashes_sha256": file_sha256(folder / "hashes.npy")}
-    write_json(folder / "parts" / "layout.json", layout)
-    return layout
+    kept = [piece.table()["hash"][:len(home)][home != LEFT_OUT] for piece, home in zip(pieces, homes, strict=True)]
+    hashes = np.concatenate(kept)
+    hashes.sort()
+    with writing(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
+        file.write(hashes)
+    size, made = np.dtype(DTYPES[dtype]).itemsize, {}
+    for number, (split, counts) in enumerate(splits.items(), TRAIN):
+        stream, rest, found = _bytes_of(pieces, homes, number, size), b"", []
+        for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
+            tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
+            path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", hashlib.sha256(), size * tokens
+            with writing(path) as file:
+                while lacking:
+                    rest = rest or next(stream)
+                    data, rest = rest[:lacking], rest[lacking:]
+                    lacking -= len(data)
+                    file.write(data)
+                    digest.update(data)
+            found.append({"file": path.name, "tokens": tokens, "sha256": digest.hexdigest()})
+        made[split] = {**counts, "shards": found}
+    return {"hashes_sha256": file_sha256(folder / "hashes.npy"), "splits": made}
 
 
-def write_shards(folder: Path, layout: dict) -> dict:
-    """Write the shards that are not there; returns `splits` of index.json. Pieces are deleted behind the training shards, so that
-    pieces and shards together take hardly more room than either."""
-    splits = {}
-    for split in "val", "train":        # validation first: its few shards need every piece
-        splits[split] = {"documents": layout["documents"][split], "text_bytes": layout["text_bytes"][split],
-                         "tokens": layout["tokens"][split], "shards": list(_write_split(folder, layout, split))}
-    return {split: splits[split] for split in ("train", "val")}
-
-
-def _write_split(folder: Path, layout: dict, split: str) -> Iterator[dict]:
-    full, total, size = layout["shard_tokens"], layout["tokens"][split], np.dtype(DTYPES[layout["facts"]["dtype"]]).itemsize
-    stream, rest, end = None, b"", 0
-    for number in range(-(-total // full)):
-        path, begin, end = folder / f"{split}_{number:05d}.bin", end, min(total, end + full)
-        shard = {"file": path.name, "tokens": end - begin}
-        if stream is None and path.exists():    # of a write that was killed: whole, for it came by rename
-            yield {**shard, "sha256": file_sha256(path)}
-            continue
-        stream = stream or _kept_bytes(folder, layout, split, size, begin)
-        digest, lacking = hashlib.sha256(), size * (end - begin)
-        with writing(path) as file:
-            while lacking:
-                rest = rest or next(stream)
-                data, rest = rest[:lacking], rest[lacking:]
-                lacking -= len(data)
-                file.write(data)
-                digest.update(data)
-        for stem, _, train in layout["in_use"] if split == "train" else ():
-            if train <= end:
-                (folder / "parts" / f"{stem}.bin").unlink(missing_ok=True)
-        yield {**shard, "sha256": digest.hexdigest()}
-
-
-def _kept_bytes(folder: Path, layout: dict, split: str, size: int, begin: int) -> Iterator[bytes]:
-    """The tokens of a split, each of `size` bytes, from number `begin` on, BLOCK bytes at most at a time."""
-    kept, start, skip = np.load(folder / "parts" / "layout.npy", mmap_mode="r"), 0, begin * size
-    for stem, documents, _ in layout["in_use"]:
-        path, table = folder / "parts" / f"{stem}.bin", np.fromfile(folder / "parts" / f"{stem}.docs", DOCUMENT, documents)
-        chosen = kept[start:start + documents] & (_is_val(table, layout["val_per_10k"]) == (split == "val"))
-        borders = np.append(0, np.cumsum(table["tokens"], dtype=np.int64)) * size       # of the documents in the piece
-        runs = borders[np.flatnonzero(np.diff(chosen, prepend=False, append=False))].reshape(-1, 2)     # of chosen documents
-        start, count = start + documents, int((runs[:, 1] - runs[:, 0]).sum())
-        if count <= skip:       # the piece may be gone
-            skip -= count
-            continue
-        with open(path, "rb") as file:
+def _bytes_of(pieces: list[Piece], homes: list[np.ndarray], number: int, size: int) -> Iterator[bytes]:
+    """The tokens, each of `size` bytes, of the documents whose home is `number`, BLOCK bytes at most at a time."""
+    for piece, home in zip(pieces, homes, strict=True):
+        borders = np.append(0, np.cumsum(piece.table()["tokens"], dtype=np.int64)) * size       # of the documents in the piece
+        runs = borders[np.flatnonzero(np.diff(home == number, prepend=False, append=False))].reshape(-1, 2)     # neighbours
+        with open(f"{piece.stem}.bin", "rb") as file:
             for first, last in runs.tolist():
-                first, skip = min(last, first + skip), max(0, skip - (last - first))
                 file.seek(first)
                 while first < last:
                     if not (data := file.read(min(BLOCK, last - first))):
-                        raise OSError(f"{path} is not what was written: delete {folder} and run the same command again")
+                        raise OSError(f"{piece.stem}.bin is shorter than what was written: delete its folder")
                     yield data
                     first += len(data)
 
@@ -241,24 +193,22 @@ def _kept_bytes(folder: Path, layout: dict, split: str, size: int, begin: int) -
 # ----------------------------------------------------------------------------------------------------- what a folder holds
 
 def show(folder: Path) -> Iterator[str]:
-    """Lines to print, which begin with their source's name: a table of the sources' splits; where each came from, what was
-    dropped, what failed, what is unfinished."""
+    """Lines to print: a table of the sources' splits, then of each source where it came from, what was dropped, what failed, what
+    is unfinished."""
     finished, unfinished = _sources(folder)
-    yield f"{'source':16}  {'split':10}  {'documents':>12}  {'tokens':>16}  {'bytes/token':>11}  {'GB on disk':>10}"
-    told = []
+    rows, told = [["source", "split", "documents", "tokens", "bytes/token", "GB on disk"]], []
     for path in sorted(finished | unfinished):
         name, index = path.resolve().name, None
         try:
             index = read_index(path) if path in finished else None
-            told += [(name, *row) for row in (_story(index) if index else _progress(path))]
+            told += [f"{name}: {line}" for line in (_story(index) if index else _progress(path))]
         except UserError as error:
-            told.append((name, "damaged", str(error)))
+            told.append(f"{name}: damaged: {error}")
         for split, s in index.splits.items() if index else ():
             disk = sum(shard.path.stat().st_size for shard in s.shards) / 1e9
-            yield f"{name:16}  {split:10}  {s.documents:12,}  {s.tokens:16,}  {s.text_bytes / s.tokens:11.2f}  {disk:10.3f}"
-    for name, word, text in told:
-        start = f"{name:16}  {word:10}  "
-        yield from (start + line for line in textwrap.wrap(text, 130 - len(start), break_on_hyphens=False))
+            rows.append([name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}", f"{disk:.3f}"])
+    yield grid(rows)
+    yield from told
 
 
 def verify(folders: list[Path]) -> None:
@@ -282,28 +232,25 @@ def _sources(folder: Path) -> tuple[set[Path], set[Path]]:
     return finished, unfinished
 
 
-def _story(index: Index) -> Iterator[tuple[str, str]]:
-    """What the index tells beside its splits: a word and a text each."""
-    yield "from", textwrap.shorten(f"{index.dataset} @ {index.revision}, {index.license}", 300, placeholder=" ...")
-    yield "tokenizer", f"{index.tokenizer} (sha256 {index.tokenizer_sha256[:9]}..., {index.vocab_size:,} ids)"
+def _story(index: Index) -> Iterator[str]:
+    """What the index tells beside its splits."""
+    yield textwrap.shorten(f"from {index.dataset} @ {index.revision}, {index.license}", 300, placeholder=" ...")
+    yield f"tokenizer {index.tokenizer} (sha256 {index.tokenizer_sha256[:9]}..., {index.vocab_size:,} ids)"
     if index.is_masked:
-        yield "targets", "the responses and the ends of documents; prompts are context, and bytes are those of responses"
+        yield "targets are the responses and the ends of documents; prompts are context, and bytes are those of responses"
     sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
     against = ", ".join(entry["file"] for entry in index.decontaminated_against)
-    yield "dropped", (f"copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
-                      f", empty {index.empty:,}" + (f", contaminated {index.contaminated:,} (by {against})" if against else ""))
-    yield "read", f"{len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
+    yield (f"dropped: copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
+           f", empty {index.empty:,}" + (f", contaminated {index.contaminated:,} (by {against})" if against else ""))
+    yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
     for entry in index.skipped:
-        yield "skipped", f"{entry['file']} ({entry['reason']})"
+        yield f"skipped: {entry['file']} ({entry['reason']})"
 
 
-def _progress(folder: Path) -> Iterator[tuple[str, str]]:
+def _progress(folder: Path) -> Iterator[str]:
     """What is known of a source while it is being made, or after it was cut off."""
-    files = [name for name, *_ in begun(folder)["files"]]
-    pieces = {name: piece for number, name in enumerate(files) if (piece := read_piece(folder / "parts", number))}
-    yield "unfinished", (f"{sum(piece.tokens for piece in pieces.values()):,} tokens so far; of {len(files):,} input files "
-                         f"{sum(not piece.failed for piece in pieces.values())} are read; " +
-                         ("the shards are being made; " if read_layout(folder) else "") + "the same command goes on with it")
-    for name, piece in pieces.items():
-        if piece.failed:
-            yield "failed", f"{name} ({piece.failed})"
+    count = begun(folder)["files"]
+    pieces = list(filter(None, (read_piece(folder / "parts", number) for number in range(count))))
+    yield (f"unfinished: {sum(piece.tokens for piece in pieces):,} tokens so far; of {count:,} input files "
+           f"{sum(not piece.failed for piece in pieces)} are read; the same command goes on with it")
+    yield from (f"failed: {piece.input[0]} ({piece.failed})" for piece in pieces if piece.failed)

@@ -45,7 +45,7 @@ class Installed:
 
 def demo_sources() -> list[Source]:
     """What is installed; every machine has other versions, so an older harvest serves as well."""
-    return [Source(name, lambda known, name=name: [Installed(name)], "installed", revision(name), license, may_age=True)
+    return [Source(name, lambda name=name: [Installed(name)], "installed", revision(name), license, may_age=True)
             for name, license in LICENSES.items()]
 
 

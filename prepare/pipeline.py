@@ -29,12 +29,12 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, commit, lay_out, read_layout, read_piece, write_shards, writing
+from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show, write_shards, writing
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
 from runtime.rows import write_json
-from runtime.shards import DTYPES, LOSS_MASK_BIT, Index, file_sha256, read_index, write_index
+from runtime.shards import DTYPES, LOSS_MASK_BIT, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -72,6 +72,10 @@ class Job:
         """Of a source's tokens, as index.json calls it: a mark for context needs room beside the id."""
         return "uint32" if source.is_masked or self.tokenizer.dtype == DTYPES["uint32"] else "uint16"
 
+    def first_target(self, source: Source) -> float:
+        """Tokens of pieces to begin with, those of validation among them."""
+        return SLACK * self.budgets.get(source.name, math.inf) / (1 - self.val_per_10k / HASH_STEPS)
+
 
 # ----------------------------------------------------------------------------------------------------------------- tasks
 
@@ -89,10 +93,11 @@ class Task:
         if (piece := read_piece(self.folder, rank)) and piece.serves(self.most):
             return
         stem, sums, told, tokenizer = self.folder / f"{rank:05d}", [0, 0, 0], 0.0, cached_tokenizer(self.tokenizer)
+        file = self.files[rank]
         prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
         try:
             with writing(stem.with_suffix(".bin")) as ids, writing(stem.with_suffix(".docs")) as table:
-                for texts, share in self.files[rank].read():
+                for texts, share in file.read():
                     raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
                     if texts[-1] and not texts[-1].isspace():
                         digest, size = int.from_bytes(blake2b(BORDER.join(raw), digest_size=8).digest(), "little"), len(raw[-1])
@@ -112,7 +117,7 @@ class Task:
             stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
         except BadFile as error:
             facts = {"failed": str(error)}
-        write_json(stem.with_suffix(".json"), facts)
+        write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
 
 
 def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
@@ -172,31 +177,27 @@ def _run_whole(task: Task, rank: int) -> None:
 # ----------------------------------------------------------------------------------------------------------------- parts
 
 class Parts:
-    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on, the input files), pieces and
-    <file>.now, the progress of each."""
+    """What the tasks of one source wrote, in `folder`: begun.json (what the tokens depend on), pieces and <file>.now, the
+    progress of each."""
 
     def __init__(self, source: Source, job: Job):
         """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
         self.folder = job.out / source.name / "parts"
-        identity = json.loads(json.dumps({
-            "dataset": source.dataset, "revision": None if source.has_stamps else source.revision, "selection": source.selection,
-            "tokenizer_sha256": job.tokenizer.sha256, "decontaminated_against": job.common["decontaminated_against"]}))
-        found = begun(self.folder.parent) or {"identity": identity, "files": []}
-        differs = [key for key in identity if found["identity"].get(key) != identity[key]]
-        self.files = source.files([] if differs else [(name, size) for name, size, _ in found["files"]])
-        inputs = [[file.name, file.bytes, file.stamp] for file in self.files]
-        pieces = [read_piece(self.folder, number) for number in range(len(found["files"]))]
-        changed = [i for i, old in enumerate(found["files"]) if not differs and pieces[i] and old != inputs[i]]
-        is_something = any(piece and not piece.failed for piece in pieces)
-        if (differs and is_something) or ((differs or changed) and read_layout(self.folder.parent)):
-            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs) or 'other files'}): give the same options "
-                            f"and files again, or delete {self.folder}")
+        wanted = {"dataset": source.dataset, "revision": None if source.has_stamps else source.revision,
+                  "selection": source.selection, "tokenizer_sha256": job.tokenizer.sha256,
+                  "decontaminated_against": job.common["decontaminated_against"]}
+        there = begun(self.folder.parent) or {**wanted, "files": 0}
+        done = [piece for number in range(there["files"]) if (piece := read_piece(self.folder, number)) and not piece.failed]
+        if (differs := [key for key in wanted if there[key] != wanted[key]]) and done:
+            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs)}): give the same options and files again, "
+                            f"or delete {self.folder}")
+        self.files = source.files()
         self.folder.mkdir(parents=True, exist_ok=True)
-        for i, piece in enumerate(pieces):
-            if i in changed or (piece and piece.failed):
-                print(f"{self.folder}: {found['files'][i][0]} changed or could not be read: it is read again", file=sys.stderr)
-                (self.folder / f"{i:05d}.json").unlink()
-        write_json(self.folder / "begun.json", {"identity": identity, "files": inputs})
+        write_json(self.folder / "begun.json", {**wanted, "files": len(self.files)})
+        for number, (file, piece) in enumerate(zip(self.files, self.pieces(), strict=True)):
+            if piece and (piece.failed or piece.input != [file.name, file.bytes, file.stamp]):
+                print(f"{self.folder}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
+                (self.folder / f"{number:05d}.json").unlink()
 
     def pieces(self) -> list[Piece | None]:
         """Of each input file."""
@@ -262,18 +263,15 @@ def prepare(sources: list[Source], job: Job) -> None:
             else:
                 opened.append((source, Parts(source, job)))
         _check_room(opened, job)
-        # Where a layout is, the shards are being written.
-        lacking = [(source, parts, SLACK * job.budgets.get(source.name, math.inf) / (1 - job.val_per_10k / HASH_STEPS))
-                   for source, parts in opened if not read_layout(job.out / source.name)]
         if job.on == "slurm":
             stack.close()       # the jobs take the locks
-            _submit(lacking, job)
+            _submit(opened, job)
             return
-        for source, parts, target in lacking:
-            tokenise(source, parts, target, job)
         for source, parts in opened:
-            while (target := assemble(source, parts, job)) is not None:     # it falls short, copies dropped
+            target: float | None = job.first_target(source)
+            while target is not None:       # the pieces fell short, copies dropped
                 tokenise(source, parts, target, job)
+                target = assemble(source, parts, job)
 
 
 def _task(parts: Parts, target: float, job: Job) -> Task:
@@ -310,7 +308,7 @@ def tokenise(source: Source, parts: Parts, target: float, job: Job) -> None:
         line.clear()
 
 
-def _submit(lacking: list[tuple[Source, Parts, float]], job: Job) -> None:
+def _submit(opened: list[tuple[Source, Parts]], job: Job) -> None:
     """An array of jobs for each source, and a job behind them all that makes the shards. With dry_run they are printed."""
     from datatrove.executor import slurm
     arrays = []
@@ -326,8 +324,8 @@ def _submit(lacking: list[tuple[Source, Parts, float]], job: Job) -> None:
 
     if job.dry_run:
         slurm.launch_slurm_job = lambda content, *_: print(content) or "DRY_RUN"
-    for source, parts, target in lacking:
-        if ranks := parts.ranks(target, source.tokens):
+    for source, parts in opened:
+        if ranks := parts.ranks(target := job.first_target(source), source.tokens):
             launch(source.name, _task(parts, target, job), tasks=ranks[-1] + 1, workers=job.processes)
     launch("shards", partial(_finish, job.command, Path.cwd()), tasks=1, run_on_dependency_fail=True,
            depends_job_id=":".join(arrays) or None)
@@ -344,58 +342,50 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     Raises MachineError: a file needed could not be read."""
     folder, budget = job.out / source.name, job.budgets.get(source.name)
     with alone(job.out):      # no other source's shards meanwhile: copies are dropped across sources
-        if layout := read_layout(folder):
-            if (layout["budget"], layout["val_per_10k"]) != (budget, job.val_per_10k):
-                raise UserError(f"{folder} is being finished with another tokens= or val_share=: give the same options again, or "
-                                f"delete it and begin anew")
-        else:
-            found = parts.pieces()
-            failures = {file.name: piece.failed for file, piece in zip(parts.files, found, strict=True) if piece and piece.failed}
-            found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
-            # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
-            end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
-            pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
-            layout, kept = lay_out(source.name, pieces, _earlier(source, job), job.val_per_10k, budget)
-            if not layout["is_full"] and end < len(found):
-                if failures:
-                    listed = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
-                    raise MachineError(f"{source.name} is not finished: {len(failures)} of {len(parts.files)} input files could "
-                                       f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
-                there, train = sum(piece.tokens for piece in pieces), layout["tokens"]["train"]
-                return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
-            _check_splits(source, failures, layout)
-            last = int(layout["in_use"][-1][0]) + 1 if layout["is_full"] else len(parts.files)
-            names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
-            layout = commit(folder, pieces, layout, kept, {
-                "dtype": job.dtype(source), "source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size,
-                "dataset": source.dataset, "revision": source.revision, "license": source.license, "selection": source.selection,
-                "duplicates": layout["duplicates"], "empty": layout["empty"], "contaminated": layout["contaminated"],
-                "files": [name for name in names if name not in failures],
-                "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-                "budget": budget, "is_whole": not layout["is_full"], **({"is_masked": True} if source.is_masked else {})})
-        print(f"{folder}: writing {sum(layout['tokens'].values()):,} tokens", file=sys.stderr)
-        write_index(folder, {**layout["facts"], "splits": write_shards(folder, layout)})
+        found = parts.pieces()
+        failures = {file.name: piece.failed for file, piece in zip(parts.files, found, strict=True) if piece and piece.failed}
+        found = [piece for piece in found if not (job.skip_bad and piece and piece.failed)]
+        # Those before the first that lacks, and one that was stopped early, behind which nothing is of use.
+        end = next((i for i, piece in enumerate(found) if not (piece and piece.is_whole)), len(found))
+        pieces = found[:end] + [piece for piece in found[end:end + 1] if piece and not piece.failed]
+        splits, layout, homes = lay_out(source.name, pieces, _earlier(source, job), job.val_per_10k, budget)
+        pieces, train = pieces[:len(homes)], splits["train"]["tokens"]
+        if layout["is_whole"] and end < len(found):
+            if failures:
+                listed = "".join(f"\n  {name}: {reason}" for name, reason in failures.items())
+                raise MachineError(f"{source.name} is not finished: {len(failures)} of {len(parts.files)} input files could "
+                                   f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
+            there = sum(piece.tokens for piece in pieces)
+            return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
+        _check_splits(source, failures, layout, splits)
+        last = len(parts.files) if layout["is_whole"] else int(pieces[-1].stem.name) + 1
+        names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
+        print(f"{folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
+        facts = {
+            "dtype": job.dtype(source), "source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size,
+            "dataset": source.dataset, "revision": source.revision, "license": source.license, "selection": source.selection,
+            **{key: layout[key] for key in ("duplicates", "empty", "contaminated")},
+            "files": [name for name in names if name not in failures],
+            "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
+            "budget": budget, "is_whole": layout["is_whole"], **({"is_masked": True} if source.is_masked else {})}
+        write_index(folder, facts | write_shards(folder, pieces, homes, splits, facts["dtype"]))
         shutil.rmtree(parts.folder)
-    dropped = ", ".join(f"{count} in {name}" for name, count in layout["duplicates"].items())
-    print(f"{folder}: {sum(layout['duplicates'].values())} documents dropped that came before"
-          f"{f' ({dropped})' if set(layout['duplicates']) - {source.name} else ''}, {layout['empty']} empty ones"
-          f"{', {} contaminated ones'.format(layout['contaminated']) if job.grams else ''}")
-    print_rows(read_index(folder))
-    if budget is not None and not layout["is_full"]:
-        print(f"{folder}: {layout['tokens']['train']:,} training tokens are all there are, {budget:,} were asked for: a run that "
+    print("\n".join(show(folder)))
+    if budget is not None and layout["is_whole"]:
+        print(f"{folder}: {train:,} training tokens are all there are, {budget:,} were asked for: a run that "
               f"needs more sees some of them again (data.max_epochs)", file=sys.stderr)
     return None
 
 
-def _check_splits(source: Source, failures: dict[str, str], layout: dict) -> None:
-    if not (total := sum(layout["documents"].values())):
+def _check_splits(source: Source, failures: dict[str, str], layout: dict, splits: dict) -> None:
+    if not (total := sum(split["documents"] for split in splits.values())):
         told = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
         told += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
         told += [f"{name}, which could not be read ({reason})," for name, reason in failures.items()]
         raise (MachineError if failures else UserError)(
             f"{source.name} has no documents: {source.dataset} holds {', '.join(told) or 'no text'} alone: give other files")
-    for name, count in layout["documents"].items():
-        if not count:
+    for name, split in splits.items():
+        if not split["documents"]:
             raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more documents, or "
                             f"another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
 
@@ -419,41 +409,30 @@ def is_complete(source: Source, job: Job) -> bool:
         raise UserError(f"{folder} holds {there:,} training tokens, fewer than are asked for: delete it, or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
-    print_rows(index)
+    print("\n".join(show(folder)))
     return True
 
 
-def print_rows(index: Index) -> None:
-    """A line for each split of one source."""
-    for name, s in index.splits.items():
-        print(f"  {index.source:12} {name:5} {s.documents:>9,} documents {s.text_bytes / 1e6:>9,.2f} MB "
-              f"{s.tokens:>14,} tokens  {index.license}")
-
-
 def _earlier(source: Source, job: Job) -> dict[str, Path]:
-    """The document hashes of the other sources in the folder: no document comes twice, so none lies in both splits.
+    """The document hashes of the finished sources in the folder: no document comes twice, so none lies in both splits.
 
-    Raises UserError where a finished source has lost them."""
+    Raises UserError where one has lost them."""
     found = {}
-    for folder in sorted(path for path in job.out.iterdir() if path.is_dir() and path.name != source.name):
-        index, hashes = read_index(folder) if (folder / "index.json").exists() else None, folder / "hashes.npy"
-        if index and index.tokenizer_sha256 == job.tokenizer.sha256:        # the same text by another is no copy
+    for folder in sorted(path.parent for path in job.out.glob("*/index.json")):
+        index, hashes = read_index(folder), folder / "hashes.npy"
+        if index.tokenizer_sha256 == job.tokenizer.sha256:        # the same text by another is no copy
             if not hashes.exists() or file_sha256(hashes) != index.hashes_sha256:
                 raise UserError(f"{hashes} is not what was written, so copies cannot be found: restore it, or delete {folder}")
-            found[folder.name] = hashes
-        elif not index and read_layout(folder):     # what another unfinished one holds is not known before
             found[folder.name] = hashes
     return found
 
 
 def _check_room(opened: list[tuple[Source, Parts]], job: Job) -> None:
-    """Raises UserError where the disk cannot hold what was asked for; pieces turn into shards."""
-    lacking = 0.0
-    for source, parts in opened:
-        if not read_layout(job.out / source.name):         # else the shards take the room that their pieces give back
-            wanted = min(job.budgets.get(source.name, math.inf), source.tokens or math.inf)
-            there = sum(path.stat().st_size for path in parts.folder.glob("*.bin"))
-            lacking += max(0, wanted * np.dtype(DTYPES[job.dtype(source)]).itemsize - there) if wanted < math.inf else 0
-    if lacking > (free := shutil.disk_usage(job.out).free):
+    """Raises UserError where the disk cannot hold what was asked for: pieces, which turn into shards one source at a time."""
+    asked = [(parts, min(job.budgets.get(source.name, math.inf), source.tokens or math.inf) * np.dtype(
+        DTYPES[job.dtype(source)]).itemsize) for source, parts in opened]
+    needs = [size for _, size in asked if size < math.inf]
+    there = sum(path.stat().st_size for parts, size in asked if size < math.inf for path in parts.folder.glob("*.bin"))
+    if (lacking := sum(needs) + max(needs, default=0) - there) > (free := shutil.disk_usage(job.out).free):
         raise UserError(f"{job.out} has {free / 1e9:,.3f} GB free, but what is asked for needs {lacking / 1e9:,.3f} GB more: "
                         f"free some, ask for fewer tokens=, or give another out=")

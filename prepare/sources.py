@@ -51,9 +51,7 @@ class BadFile(Exception):
 @dataclass(frozen=True)
 class Source:
     name: str
-    # The input files in the order they are taken in. May ask a server, hence the argument: names and sizes of an earlier call,
-    # which the list is then made from; [] at the first.
-    files: Callable[[list[tuple[str, int | None]]], list]
+    files: Callable[[], list]       # the input files in the order they are taken in; may ask a server
     dataset: str
     revision: str
     license: str
@@ -97,7 +95,7 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
     twice."""
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
-    formats, paths, files, stats = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], [], []
+    formats, paths, files = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], []
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
@@ -108,11 +106,11 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
         if paths.count(path) > 1:
             raise UserError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
-        known_as, stat = path.name if alike[path.name] == 1 else str(path), path.stat()
-        files.append(LocalFile(known_as, path, stat.st_size, columns, stat.st_mtime_ns))
-        stats.append((path.name, stat.st_size, stat.st_mtime_ns))
+        known_as = path.name if alike[path.name] == 1 else str(path)
+        files.append(LocalFile(known_as, path, path.stat().st_size, columns, path.stat().st_mtime_ns))
+    stats = [(file.path.name, file.bytes, file.stamp) for file in files]
     dataset = f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}"
-    return Source(name, lambda known: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
+    return Source(name, lambda: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
                   license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR,
                   has_stamps=True)
 
@@ -283,7 +281,7 @@ def hub_source(name: str, value: HubSource) -> Source:
     """The source as the rest of the command knows it. The Hub is asked when its files() are, not before."""
     selection = {"column": value.column, "files": value.files if isinstance(value.files, str) else list(value.files),
                  "keep": {column: list(values) for column, values in value.keep.items()}}
-    return Source(name, lambda known: [HubFile(path, size, value) for path, size in known or _listing(value)], value.dataset,
+    return Source(name, lambda: [HubFile(path, size, value) for path, size in _listing(value)], value.dataset,
                   value.revision, value.license, selection, value.tokens)
 
 
@@ -322,7 +320,7 @@ def check(name: str, value: HubSource) -> Iterator[str]:
     """Lines about a source: data set, revision, licence, size, first record. Raises UserError where it is not as named,
     OSError where the Hub cannot be asked."""
     yield f"{name}: {value.dataset}@{value.revision}, {value.license}"
-    files = hub_source(name, value).files([])
+    files = hub_source(name, value).files()
     yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
     texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
@@ -436,19 +434,13 @@ def _refused(error: BaseException | None, source: HubSource, is_reading: bool = 
 
     is_reading: the data set was there before, so only the Hub's own word counts. A 401 or 403 without it, or by the servers
     that hold the large files, may come of a link that ran out or a server that is unwell."""
-    from huggingface_hub import errors
-    at, login = f"{source.dataset}@{source.revision}", "log in with `hf auth login` or set HF_TOKEN"
-    page = f"https://huggingface.co/datasets/{source.dataset}"
-    sentences = {
-        errors.GatedRepoError: f"is gated: accept its terms at {page}, then {login}",
-        errors.RepositoryNotFoundError: f"is not on the Hub, or private: correct its name, or {login}",
-        errors.RevisionNotFoundError: f"has no such revision: see {page}/commits/main",
-        errors.HfHubHTTPError: f"is refused by the Hub: {login}"}
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
     while error:
-        if isinstance(error, errors.HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers):
-            kind = next(kind for kind in sentences if isinstance(error, kind))
-            if kind is not errors.HfHubHTTPError or error.response.status_code in (401, 403):
-                return UserError(f"{at} {sentences[kind]}")
+        if isinstance(error, HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers) and (
+                isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) or error.response.status_code in (401, 403)):
+            return UserError(f"{source.dataset}@{source.revision} is refused by the Hub ({type(error).__name__}): correct the "
+                             f"name or revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, "
+                             f"and log in with `hf auth login` or HF_TOKEN if it is private")
         error = error.__cause__
     return None
 

@@ -167,7 +167,7 @@ def test_any_data_set_of_the_hub(hub, tmp_path, capsys, form):
     for more, sentence in (({"column": "nope", "files": f"train-*{form}"}, "only body, more: set column="),
                            ({"column": "more", "files": f"train-*{form}"}, "not text"),
                            ({"files": "data/*.csv"}, "has no file data/*.csv"), ({"files": "*.md"}, "cannot be streamed"),
-                           ({"revision": "nope"}, "has no such revision")):
+                           ({"revision": "nope"}, "RevisionNotFound")):
         capsys.readouterr()
         assert main(words(tmp_path / "other", "hf:own/Set", **more)) == 2
         said = capsys.readouterr().err
