@@ -438,9 +438,10 @@ def _refused(error: BaseException | None, source: HubSource, is_reading: bool = 
     while error:
         if isinstance(error, HfHubHTTPError) and (not is_reading or "X-Error-Code" in error.response.headers) and (
                 isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError)) or error.response.status_code in (401, 403)):
-            return UserError(f"{source.dataset}@{source.revision} is refused by the Hub ({type(error).__name__}): correct the "
-                             f"name or revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, "
-                             f"and log in with `hf auth login` or HF_TOKEN if it is private")
+            return UserError(
+                f"{source.dataset}@{source.revision} is refused by the Hub ({type(error).__name__}): correct its name or the "
+                f"revision, accept its terms at https://huggingface.co/datasets/{source.dataset} if it is gated, and log in with "
+                f"`hf auth login` or HF_TOKEN if it is private")
         error = error.__cause__
     return None
 
