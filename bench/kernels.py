@@ -17,7 +17,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from runtime import fp8, speed
 from runtime.cli import UserError, command, nearest, run_command
 from runtime.config import FP8_SCALED_MM, WITH_FAST_BACKWARD, RecipeName, load_config
 from runtime.log import environment
+from runtime.machine import nvidia_smi
 from runtime.rows import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,7 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
         raise UserError(f"a CPU's timings say nothing about a GPU and stay out of {options.out}: run this on a GPU, or give "
                         f"out=ANOTHER.json to rehearse")
     shapes, recipes, env = shapes_of(options), recipes_of(options, device), environment(device, ROOT)
-    setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": _driver(device),
+    setup = {"torch": env["torch"], "torchao": env["torchao"], "driver": nvidia_smi("driver_version")[0],
              "timer": "CUDA events" if device.type == "cuda" else
              "perf_counter, uncompiled: a rehearsal on a CPU, says nothing about a GPU"}
     table: dict = {"format_version": speed.FORMAT_VERSION, "measured": {}, "published": {}}
@@ -233,13 +233,6 @@ def recipes_of(options: Options, device: torch.device) -> list[str]:
                 raise
             print(f"{recipe} left out: {error}")
     return recipes
-
-
-def _driver(device: torch.device) -> str | None:
-    if device.type == "cpu":
-        return None
-    done = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    return (done.stdout.split() or [None])[0]
 
 
 # ------------------------------------------------------------------------------------------------------ casts and matmuls

@@ -23,7 +23,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -40,7 +39,7 @@ from runtime import fp8, parallel
 from runtime.cli import UserError, command, grid, nearest, run_command
 from runtime.config import Config, load_config
 from runtime.log import environment, peak_flops
-from runtime.machine import GIB, memory_error
+from runtime.machine import GIB, memory_error, nvidia_smi
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
 from runtime.rows import read_rows, to_line, write_atomically
@@ -58,6 +57,8 @@ MOST_DIFFERENCE, MOST_LAG = 0.05, 0.03
 MOST_NORM = 0.15
 MOST_DRIFT = 0.03       # between the two BF16 cells around an FP8 cell, on a GPU
 MOST_LOSS = 0.03        # of a ratio, for --check
+CLOCKS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temperature.gpu",
+          "slowed_by": "clocks_event_reasons.active"}
 SLOWED = 0xE8           # NVML's reasons that make a time worthless: hardware slowdown, software or hardware thermal, power brake
 TIMED_S = {"cuda": 10.0, "cpu": 0.5}        # of whole steps, at least two
 CELL_LIMIT_S = 420      # a cell that has not ended by then never will
@@ -245,36 +246,10 @@ def measure(cell: Cell) -> dict:
            "recompiles": counters["stats"]["unique_graphs"] - graphs, "peak_gib": None, "clocks": None, "kernels": None}
     if device.type == "cuda":
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-                "clocks": _clocks(lambda: subject.micro_step(*batches[0])),
+                "clocks": {name: told and float(int(told, 16) if told.startswith("0x") else told) for name, told in zip(
+                    CLOCKS, nvidia_smi(*CLOCKS.values(), work=step), strict=True)},
                 "kernels": _kernels(lambda: subject.micro_step(*batches[0]))}
     return row
-
-
-def _nvidia_smi(fields: str) -> list[str] | None:
-    """Values of GPU 0, None where nvidia-smi is missing or refuses."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "-i", gpu],
-                              capture_output=True, text=True, check=True, timeout=30)
-        return [value.strip() for value in done.stdout.splitlines()[0].split(",")]
-
-
-def _number(text: str | None) -> float | None:
-    with suppress(TypeError, ValueError):       # [N/A], [Not Supported]
-        return float(int(text, 16) if str(text).startswith("0x") else text)
-
-
-def _clocks(work: Callable) -> dict | None:
-    """Clock, power, temperature and the reasons for a lower clock, all read while the GPU works."""
-    asked: list = []
-    thread = threading.Thread(target=lambda: asked.append(_nvidia_smi(
-        "clocks.sm,power.draw,temperature.gpu,clocks_event_reasons.active")))
-    thread.start()
-    while thread.is_alive():
-        work()
-        torch.cuda.synchronize()
-    names = ("sm_mhz", "power_w", "temperature_c", "slowed_by")
-    return dict(zip(names, map(_number, asked[0]), strict=True)) if asked and asked[0] else None
 
 
 def _kernels(work: Callable) -> list[tuple[str, float]] | None:
@@ -318,11 +293,11 @@ class Timer:
         self.out, self.end = out, time.monotonic() + budget
         on_gpu = device == "cuda"
         env = environment(torch.device(device, 0) if on_gpu else torch.device("cpu"), ROOT)
-        driver, limit = (_nvidia_smi("driver_version,power.limit") if on_gpu else None) or (None, None)
+        driver, limit = nvidia_smi("driver_version", "power.limit") if on_gpu else (None, None)
         self.head = {"kind": "cell", "run": f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
                      "command": command, "commit": env["git_commit"] or commit, "dirty": env["git_dirty"],
                      "gpu": env["device"] if on_gpu else None, "cpu": None if on_gpu else env["device"], "driver": driver,
-                     "power_limit_w": _number(limit), **{key: env[key] for key in VERSIONS}}
+                     "power_limit_w": limit and float(limit), **{key: env[key] for key in VERSIONS}}
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(out, "ab") as file:
             file.write(b"" if out.read_bytes()[-1:] in (b"", b"\n") else b"\n")      # after a line that a kill cut short
@@ -490,39 +465,30 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: Path) -> bool:
-    """A figure of the valid rows of the newest row's GPU and T: speed per FLOP over BF16, tokens/s, by size."""
+    """A figure of the valid rows of the newest row's GPU and T: speed per FLOP over BF16, by size; False where there are none."""
     import matplotlib
-    from matplotlib.lines import Line2D
 
     from scaling.figures import RC, STYLES, render, sheet
-    from scaling.pairs import human
 
-    shown = [row for row in newest(rows) if row["valid"] and (row["gpu"], row["T"]) == (rows[-1]["gpu"], rows[-1]["T"])]
+    last = rows[-1]
+    shown = [row for row in newest(rows) if row["valid"] and row["ratio"] and (row["gpu"], row["T"]) == (last["gpu"], last["T"])]
     if not shown:
         return False
-    group = {id(row): (row["baseline"] or row["size"]).split()[0] for row in shown}
-    cost = {row["size"]: row["flops_per_token"] for row in shown}
-    sizes = sorted(set(group.values()), key=lambda size: cost.get(size, 0))
-    labels = sorted({row["label"] for row in shown}, key=lambda label: label != BASELINE)
+    cost = {row["baseline"].split()[0]: row["flops_per_token"] for row in sorted(shown, key=lambda row: row["peer"] is None)}
+    sizes = sorted(cost, key=cost.get)      # by our own model's, where there is one
     with matplotlib.rc_context(RC):
-        styles = [{key: STYLES[i % len(STYLES)][key] for key in ("color", "marker", "markersize", "linestyle", "linewidth")}
-                  | {"fillstyle": "none" if i >= len(STYLES) else "full"} for i in range(len(labels))]
-        handles = [Line2D([], [], label=label, **style) for label, style in zip(labels, styles, strict=True)]
-        figure, ((left, right),) = sheet(
-            (7.4, 3.2), 1, 2, f"Training speed on {shown[0]['gpu'] or 'a CPU (a rehearsal)'}, T={shown[0]['T']}",
-            "Each between two BF16 runs on one device; per model FLOP (6 a matmul parameter + 12 L H D T per token).", handles)
-        for label, style in zip(labels, styles, strict=True):
-            for panel, name in ((left, "ratio"), (right, "tok_per_s")):
-                points = sorted((sizes.index(group[id(row)]), row[name]) for row in shown if row["label"] == label and row[name])
-                panel.plot([x for x, _ in points], [y for _, y in points], **style)
-        left.axhline(1.0, color="#999999", linewidth=0.8)
-        right.set_yscale("log")
-        right.yaxis.set(major_formatter=lambda y, _: human(y), minor_formatter=lambda y, _: human(y))
-        for panel, what in ((left, "speed over BF16, per FLOP"), (right, "tokens/s")):
-            panel.set_ylabel(what)
-            panel.set_xticks(range(len(sizes)), sizes)
-            panel.set_xlim(-0.4, len(sizes) - 0.6)
-            panel.set_xlabel("model")
+        figure, ((panel,),) = sheet(
+            (7.4, 3.2), 1, 1, f"Training speed on {last['gpu'] or 'a CPU (a rehearsal)'}, T={last['T']}",
+            "Each between two BF16 runs on one device; per model FLOP (6 a matmul parameter + 12 L H D T per token).")
+        for i, label in enumerate(dict.fromkeys(row["label"] for row in shown)):
+            turn, style = divmod(i, len(STYLES) - 1)
+            look = {key: STYLES[1 + style][key] for key in ("color", "marker", "linestyle", "linewidth")}     # blue is BF16's
+            points = sorted((sizes.index(row["baseline"].split()[0]), row["ratio"]) for row in shown if row["label"] == label)
+            panel.plot(*zip(*points, strict=True), label=label, **look, fillstyle="none" if turn else "full")
+        panel.axhline(1.0, color="#999999", linewidth=0.8)
+        panel.set_xticks(range(len(sizes)), sizes)
+        panel.set(xlabel="model", ylabel="speed over BF16, per FLOP", xlim=(-0.4, len(sizes) - 0.6))
+        panel.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
         write_atomically(path, render(figure, "png"))
     return True
 

@@ -606,7 +606,7 @@ class QuantisedLinear(nn.Linear):
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
             y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, x_scale, None, g_scale, None)
-        elif self.is_native and x.is_cuda:
+        elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
             y = EmulatedMatmul.apply(rows, self.weight, self.position, self.salt, self.recipe)
@@ -661,6 +661,14 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
         h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
     signs = torch.tensor([1 - 2 * (0x5A39 >> i & 1) for i in range(16)], device=x.device)
     return (h * signs / 4 @ x.float().unflatten(0, (-1, 16))).flatten(0, 1)
+
+
+def noise_of(module: nn.Module, g: torch.Tensor) -> torch.Tensor | None:
+    """The noise with which a converted Linear rounds its output's gradient g (..., N) for the input's; None: to nearest."""
+    if not (isinstance(module, QuantisedLinear) and module.recipe.grad.is_stochastic) or module.position is None:
+        return None
+    assert module.salt is not None
+    return noise_at(g.flatten(0, -2).shape, module.position, module.salt).view_as(g)
 
 
 def set_position(model: nn.Module, position: int, seed: int = 0) -> None:

@@ -7,6 +7,8 @@ import os
 import platform
 import re
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from runtime.cli import MachineError
@@ -31,6 +33,20 @@ def device_name(device) -> str:
         return torch.cuda.get_device_name(device)
     model = re.search(r"^model name\s*:\s*(.*\S)", read_bytes("/proc/cpuinfo").decode(errors="replace"), re.M)
     return f"cpu {model[1] if model else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[str | None]:
+    """What nvidia-smi tells of the first visible GPU, None for what it does not; `work` is done again and again meanwhile."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    try:
+        asked = subprocess.Popen(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", gpu],
+                                 stdout=subprocess.PIPE, text=True)
+    except OSError:
+        return [None] * len(fields)
+    while asked.poll() is None:
+        work()
+    told = [None if "[" in value else value.strip() for value in asked.communicate()[0].split(",")]     # [N/A]
+    return told if asked.returncode == 0 else [None] * len(fields)
 
 
 # ------------------------------------------------------------------------------------------------------ a usable device

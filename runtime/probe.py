@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, scale_of, unwrap
+from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap
 from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
@@ -102,7 +102,7 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
         if (layer, "weight") not in seen:
             seen[layer, "weight"] = statistics(module.weight, recipe.weight)    # under FSDP2 still gathered
         if output.requires_grad:
-            output.register_hook(lambda g: seen.__setitem__((layer, "gradient"), statistics(g, recipe.grad)))
+            output.register_hook(lambda g: seen.__setitem__((layer, "gradient"), statistics(g, recipe.grad, noise_of(module, g))))
 
     def attention(block: str, attn: Attention, module: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
         seen[block, "attention"] = attention_logit_max(attn, output.detach()[0], model.cos, model.sin)[None]
@@ -146,13 +146,15 @@ def _named(values: list[float | None], operand: Operand) -> dict[str, float | No
 # ----------------------------------------------------------------------------------------------------------- statistics
 
 @torch.no_grad()
-def statistics(x: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,) fp32, on x's device."""
+def statistics(x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = None) -> torch.Tensor:
+    """The STATISTICS of x (..., n), quantised as `operand` says for a matmul that sums over n: (7,) fp32, on x's device.
+
+    noise: of stochastic rounding, (..., n)."""
     x = x.float()
     amax, zero = x.abs().amax(), x.new_zeros(())
     if operand.format is None:
         return torch.stack((amax, zero, zero, zero, zero, zero, zero))
-    scale, q = scale_of(x, operand), fake_quantise(x, operand)
+    scale, q = scale_of(x, operand), fake_quantise(x, operand, noise=noise)
     underflow = ((q == 0) & (x != 0)).float().mean()
     largest = FORMATS[operand.format][0] * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
     saturated = ((x * scale).abs() > largest).float().mean()

@@ -200,16 +200,9 @@ def linear_seconds(c: Ceilings, name: str, K: int, N: int, casts: Casts, M: int,
 
 class Step(NamedTuple):
     """A modelled micro-batch, with its part of the optimizer step."""
-    tokens: int
-    buckets: dict[str, float]       # seconds
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.buckets.values())
-
-    @property
-    def tok_per_s(self) -> float:
-        return self.tokens / self.seconds
+    tok_per_s: float
+    seconds: float
+    buckets: dict[str, float]       # of these seconds
 
 
 def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_step: int, casts: Casts | None = None,
@@ -245,7 +238,8 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
     buckets["loss"] = 6 * M * shape.vocab / c.bandwidth         # logits read forward, read and written backward
     buckets["optimizer"] = 40 * params / shard / c.bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12
     buckets["other"] = IDLE * sum(buckets.values())
-    return Step(M, buckets)
+    seconds = sum(buckets.values())
+    return Step(M / seconds, seconds, buckets)
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
@@ -270,8 +264,6 @@ D12, D24, D26 = (Shape(d, 64 * d, 256 * d, d // 2, 1664, 32768, gated=False, tie
 LLAMA_1B8 = Shape(24, 2048, 7168, 16, 8192, 128256, kv_heads=8, tied=False)     # fms-fsdp, llama3_1.8b
 LLAMA_8B = Shape(32, 4096, 14336, 32, 8192, 128256, kv_heads=8, tied=False)
 XL, SMALL = Shape(48, 1600, 6400, 25, 1024, 50304, gated=False), Shape(12, 768, 3072, 12, 1024, 50304, gated=False)
-
-
 # name, shape, micro-batch, tokens per GPU and optimizer step, GPUs that share the weights, label; tokens/s of a GPU in BF16, or
 # FP8's speed over BF16's: least and most where the sources differ
 ANCHORS = (
@@ -335,15 +327,11 @@ def show(options: Options) -> None:
         print(f"  {name:38}{label:16} {' to '.join(f'{value:{form}}' for value in published):>17} {modelled:9{form}}")
 
 
-def case(size: str, context: int) -> tuple[Shape, int]:
-    """A size's shape and micro-batch at this context: as many tokens as MICRO_BATCH at 1,024."""
-    config = load_config(Path(__file__).resolve().parents[1] / f"configs/gpt{size}_bf16.py")
-    return shape_of(replace(config.model, n_ctx=context)), max(1, MICRO_BATCH[size] * 1024 // context)
-
-
 def size_lines(c: Ceilings, size: str, context: int) -> list[str]:
-    """One size under every label: tokens/s, ratio, shares of the step; then with all casts free."""
-    shape, micro_batch = case(size, context)
+    """One size under every label, as many tokens a micro-batch as MICRO_BATCH at 1,024: tokens/s, ratio, shares of the step; then
+    with all casts free."""
+    config = load_config(Path(__file__).resolve().parents[1] / f"configs/gpt{size}_bf16.py")
+    shape, micro_batch = shape_of(replace(config.model, n_ctx=context)), max(1, MICRO_BATCH[size] * 1024 // context)
     lines = [f"{size}, T={context}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step, "
              f"{shape.flops_per_token / 1e9:.3f} GFLOP a token",
              f"  {'label':26} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{b:>10}" for b in BUCKETS)]

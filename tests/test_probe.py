@@ -49,10 +49,10 @@ def read(path):
     return [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
 
 
-def reference(x, operand):
+def reference(x, operand, noise=None):
     """By the independent rounding of test_fp8.py; scales sorted, the lower median of them."""
     x = x.detach().double().flatten(0, -2)
-    q, scale = quantised(x, operand, 1)
+    q, scale = quantised(x, operand, 1, noise)
     ordered, largest = scale.flatten().sort().values, LARGEST[operand[0]]
     over = (x.unflatten(-1, (-1, x.shape[1] // scale.shape[1])) * scale[..., None]).abs() > largest * (1 + 1e-6)
     return {"amax": x.abs().max(), "scale_min": ordered[0], "scale": ordered[(len(ordered) - 1) // 2], "scale_max": ordered[-1],
@@ -60,9 +60,10 @@ def reference(x, operand):
             "error": (q - x).norm() / x.norm()}
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "nvfp4_nearest", "nvfp4"])
 def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(recipe, tmp_path, monkeypatch):
     model, recipes, x, y = build(recipe)
+    fp8.set_position(model, 2**20, seed=3)
     seen, handles, lists = {}, [], []
     for name in recipes:
         def note(module, inputs, output, name=name):
@@ -83,8 +84,11 @@ def test_statistics_are_those_of_an_independent_rounding_and_read_at_once(recipe
     for name, row in linears.items():
         assert (row["step"], row["recipe"]) == (7, recipe)
         for operand, how in ("weight", weight), ("activation", activation), ("gradient", gradient):
-            tensor = seen[name][operand]
-            want = reference(tensor, how)
+            tensor, noise = seen[name][operand], None
+            if operand == "gradient" and recipes[name].grad.is_stochastic:      # rounded as the matmul's operand is
+                linear = model.get_submodule(name)
+                noise = fp8.noise_at(tensor.flatten(0, -2).shape, linear.position, linear.salt)
+            want = reference(tensor, how, noise)
             assert row[operand].keys() == want.keys()
             for key, value in want.items():
                 near = 2 / tensor.numel() if key in ("underflow", "saturated") else 1e-12
@@ -111,7 +115,7 @@ def test_statistics_of_values_made_by_hand():
 def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path, monkeypatch):
     """Its first chunk, and not again when the backward pass recomputes it."""
     calls = []
-    monkeypatch.setattr(probe, "statistics", lambda x, operand, real=statistics: calls.append(operand) or real(x, operand))
+    monkeypatch.setattr(probe, "statistics", lambda x, operand, *noise: calls.append(operand) or statistics(x, operand, *noise))
     model, recipes, x, y = build("rowwise", head=True, loss_chunk=32)
     Probe(None, model, recipes, 4096)(1, x, y, SCALE)
     assert not calls
