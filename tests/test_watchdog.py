@@ -76,6 +76,7 @@ def jobs(tmp_path_factory):
 
     This process holds the stores, as torchrun would; rank 0 does in "stop_keeper"."""
     root, ended, stores, processes = tmp_path_factory.mktemp("jobs"), {}, [], {}
+    end = time.monotonic() + 90     # a watchdog that does nothing fails these tests rather than keeping them waiting
     try:
         for name in JOBS:
             (root / name).mkdir()
@@ -87,7 +88,7 @@ def jobs(tmp_path_factory):
                                for rank in range(2)]
             for process in processes[name]:
                 process.start()
-        while not all((root / f"suspend/ready_{rank}").exists() for rank in range(2)):
+        while not all((root / f"suspend/ready_{rank}").exists() for rank in range(2)) and time.monotonic() < end:
             time.sleep(0.02)
         time.sleep(1)       # into the pause, of which the watchdog knows by then
         for sign, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
@@ -96,7 +97,7 @@ def jobs(tmp_path_factory):
             time.sleep(seconds)
         for name, job in processes.items():
             for rank, process in enumerate(job):
-                process.join(0 if name.startswith("stop") and rank == JOBS[name][0] else 120)
+                process.join(0 if name.startswith("stop") and rank == JOBS[name][0] else max(0, end - time.monotonic()))
             ended[name] = SimpleNamespace(folder=root / name / "run", pids=[process.pid for process in job], ranks=[
                 (process.exitcode, (root / name / f"{rank}.log").read_text()) for rank, process in enumerate(job)])
     finally:
