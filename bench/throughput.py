@@ -246,10 +246,14 @@ def measure(cell: Cell) -> dict:
            "recompiles": counters["stats"]["unique_graphs"] - graphs, "peak_gib": None, "clocks": None, "kernels": None}
     if device.type == "cuda":
         row |= {"peak_gib": torch.cuda.max_memory_allocated() / GIB, "reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-                "clocks": {name: told and float(int(told, 16) if told.startswith("0x") else told) for name, told in zip(
-                    CLOCKS, nvidia_smi(*CLOCKS.values(), work=step), strict=True)},
+                "clocks": dict(zip(CLOCKS, map(_number, nvidia_smi(*CLOCKS.values(), work=step)), strict=True)),
                 "kernels": _kernels(lambda: subject.micro_step(*batches[0]))}
     return row
+
+
+def _number(text: str | None) -> float | None:
+    with suppress(TypeError, ValueError):       # what a GPU does not tell
+        return float(int(text, 16) if str(text).startswith("0x") else text)
 
 
 def _kernels(work: Callable) -> list[tuple[str, float]] | None:
@@ -297,7 +301,7 @@ class Timer:
         self.head = {"kind": "cell", "run": f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{secrets.token_hex(3)}",
                      "command": command, "commit": env["git_commit"] or commit, "dirty": env["git_dirty"],
                      "gpu": env["device"] if on_gpu else None, "cpu": None if on_gpu else env["device"], "driver": driver,
-                     "power_limit_w": limit and float(limit), **{key: env[key] for key in VERSIONS}}
+                     "power_limit_w": _number(limit), **{key: env[key] for key in VERSIONS}}
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(out, "ab") as file:
             file.write(b"" if out.read_bytes()[-1:] in (b"", b"\n") else b"\n")      # after a line that a kill cut short
