@@ -282,7 +282,7 @@ class Profiler:
 
 # ------------------------------------------------------------------------------------------------------------- env.json
 
-PACKAGES = "torch", "torchao", "numpy", "triton"
+PACKAGES = "torchao", "numpy", "triton"
 # Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
 PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
@@ -298,7 +298,7 @@ def environment(device: torch.device, root: Path) -> dict:
         "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
+        "torch": torch.__version__, **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name.startswith(PREFIXES) and not SECRET.search(name)},
     }

@@ -181,7 +181,8 @@ def work(folder: Path) -> None:
 def gathered(config, world, recipe: str, reshard: bool) -> dict:
     """Of weights gathered as float8, the head's too, then of plain ones: bytes that this rank gives to the all-gathers of a
     forward pass, the loss as trained, the loss in BF16 within a block that fails, the loss after it; all-reduces of a refresh."""
-    seen, gather, (x, y) = {"sent": [], "losses": []}, dist.all_gather_single, tokens(world.rank)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"      # until torch 2.12
+    seen, gather, (x, y) = {"sent": [], "losses": []}, getattr(dist, name), tokens(world.rank)
     for fp8_config in (replace(GATHERED, recipe=recipe, head=True), None):
         model, sizes, losses = build(config, world, fp8_config, {"tied": False}, reshard=reshard).model, [], []
 
@@ -189,7 +190,7 @@ def gathered(config, world, recipe: str, reshard: bool) -> dict:
             sizes.append(input.numel() * input.itemsize)
             return gather(output, input, *args, **kwargs)
 
-        with torch.no_grad(), mock.patch.object(dist, "all_gather_single", counted):
+        with torch.no_grad(), mock.patch.object(dist, name, counted):
             losses.append(model(x, y).tolist())
             seen["sent"].append(sum(sizes))
             with contextlib.suppress(KeyError), fp8.in_bf16(model):
