@@ -64,7 +64,7 @@ def train(config: Config, world: World) -> None:
                 run.progress.updates += 1
                 fp8.refresh_weight_copies(model)
             if verdict is not Verdict.STOP:                 # whose gradients the diagnosis looks at
-                optimizer.zero_grad()
+                fp8.zero_gradients(model)
 
             run.end_step(verdict, loss, grad_norm, lr, step_scale, is_stopping=stops > 0,    # log, probe, save, roll back
                          n_saturated=int(n_saturated))

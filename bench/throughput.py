@@ -96,7 +96,7 @@ class Subject:
     # x, y (B, T) int64 -> mean loss per token, (), fp32, detached; gradients add up in .grad; no wait for the GPU
     micro_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     optimizers: list[torch.optim.Optimizer]
-    update: Callable[[], None]      # clip, step, zero_grad, as at a step's end
+    update: Callable[[], None]      # clip, step, zero gradients, as at a step's end
     counts: dict                    # flops_per_token, params_total, params_matmul
     describe: list[str] = field(default_factory=list)       # lines for people
 
@@ -169,7 +169,7 @@ def build_ours(cell: Cell, device: torch.device) -> Subject:
         built.scales.end(step_scale)
         optimizer.step()
         fp8.refresh_weight_copies(model)
-        optimizer.zero_grad()
+        fp8.zero_gradients(model)
         built.scales.begin(step_scale)
 
     counts = {key: built.counts[key] for key in ("flops_per_token", "params_total", "params_matmul")}

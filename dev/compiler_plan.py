@@ -5,11 +5,11 @@
 
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
 Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
-out. Bytes are what a kernel's arguments hold: what a cache saves is not in it. Inductor's kernels are built for sm_90, each in
-every configuration that a GPU would choose from; a spill is a register kept in memory. The passes are traced as one graph each:
-a graph break would raise. Nothing is timed or run. runtime/roofline.py has
-its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; both are answered with an H100's.
-That reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
+out; gradients are added to those of the micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not
+in it. Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a spill is a register
+kept in memory. The passes are traced as one graph each: a graph break would raise. Nothing is timed or run. runtime/roofline.py
+has its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; an H100's are the answer. That
+reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
 """
 
 import re
@@ -95,8 +95,10 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
         h = torch.empty(*shape, config.model.n_embd, dtype=COMPUTE_DTYPE).requires_grad_()
         aot_function(step, keep, keep, partition_fn=partition, decompositions=select_decomp_table())(
             h, torch.zeros(shape, dtype=torch.long), *tensors).backward()
+    lasting = {id(m.weight) for m in model.modules() if getattr(m, "total", None) is not None}
+    outside = 12 * sum(p.numel() for p in weights.values() if id(p) not in lasting)     # read twice, written once
     forward, backward = passes
-    sums = _lower(forward, "forward") + _lower(backward, "backward")
+    sums = _lower(forward, "forward") + _lower(backward, "backward") + Counter({"gradients added outside": outside})
     inputs = {node.name for node in forward.graph.nodes if node.op == "placeholder"}
     kept = [node for node in next(n for n in forward.graph.nodes if n.op == "output").args[0][1:]
             if hasattr(node, "meta") and isinstance(node.meta.get("val"), torch.Tensor) and node.name not in inputs]
@@ -110,6 +112,7 @@ def _model(config, n_layer: int) -> GPT:
     fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
     fp8.DelayedScales(model)
     fp8.keep_bf16_copies(model)
+    fp8.keep_gradients(model)
     fp8.refresh_weight_copies(model)              # copies of weights that last are made between the steps, not in them
     model.wte.forward = lambda h: h         # what comes in is the embedded tokens
     return model
@@ -179,7 +182,7 @@ def _kind(node) -> str:
     if not node.is_extern():
         return "written"
     called = str(getattr(node.node, "python_kernel_name", None) or type(node.node).__name__)
-    if called.removesuffix("_dtype").endswith("mm"):      # mm_dtype writes fp32
+    if called.removesuffix("_dtype").endswith("mm") or "add_weight_grad" in called:      # mm_dtype writes fp32
         return "matmul FP8" if node.node.inputs[0].get_dtype().itemsize == 1 else "matmul BF16"
     return "attention" if "nanofp8.attention" in called else "called"
 

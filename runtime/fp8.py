@@ -254,6 +254,25 @@ def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
+def weight_grad(g: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None) -> torch.Tensor | None:
+    """g' x in `dtype`, (N, K), of g (M, N) and x (M, K) in BF16; None where it was added to `total` instead."""
+    return mm(g.t(), x, dtype) if total is None else add_weight_grad(total, g, x)
+
+
+@torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))
+def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
+    """total (N, K) fp32 += g' x; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
+    if total.is_cuda:
+        torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
+    else:
+        total += mm(g.t(), x, total.dtype)
+
+
+@add_weight_grad.register_fake
+def _(total, g, x):
+    return None
+
+
 # ------------------------------------------------------------------------------------------------------------- selection
 
 def by_name(label: str) -> FP8Config:
@@ -460,28 +479,30 @@ class CopiedLinear(nn.Linear):
     Made by keep_bf16_copies(). The copy is a buffer outside checkpoints; without it each use casts the weight."""
     version: int | None     # of the weight when its copy was made
     copy: Any               # a tensor, None before the first refresh_weight_copies()
+    total: Any              # keep_gradients()
 
     def forward(self, x):
         if self.copy is None:
             return F.linear(x, self.weight.to(x.dtype))
         if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
-        return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy).view(*x.shape[:-1], -1)
+            assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
+        return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy, self.total).view(*x.shape[:-1], -1)
 
 
 class CopiedMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K), its copy in x's dtype -> x w' (M, N)."""
+    """x (M, K), w (N, K), its copy in x's dtype, total (N, K) of weight_grad() -> x w' (M, N)."""
 
     @staticmethod
-    def forward(ctx, x, w, copy):
-        ctx.save_for_backward(x, copy)
+    def forward(ctx, x, w, copy, total):
+        ctx.save_for_backward(x, copy, total)
         ctx.w_dtype = w.dtype
         return x @ copy.t()
 
     @staticmethod
     def backward(ctx, g):
-        x, copy = ctx.saved_tensors
-        return g @ copy, mm(g.t(), x, ctx.w_dtype), None
+        x, copy, total = ctx.saved_tensors
+        return g @ copy, weight_grad(g, x, ctx.w_dtype, total), None, None
 
 
 def keep_bf16_copies(model: nn.Module) -> None:
@@ -489,7 +510,31 @@ def keep_bf16_copies(model: nn.Module) -> None:
     linears: list[Any] = [module for module in model.modules() if type(module) is Linear]
     for module in linears:
         module.__class__, module.version = CopiedLinear, None
-        module.register_buffer("copy", None, persistent=False)
+        for buffer in ("copy", "total"):
+            module.register_buffer(buffer, None, persistent=False)
+
+
+def keep_gradients(model: GPT) -> None:
+    """Give the blocks' weights whose gradient is a BF16 matmul one that lasts, and that the matmul itself adds to: half the bytes
+    of a step of several micro-batches. Between two steps zero_gradients() is called then, not the optimizer's zero_grad().
+
+    Not the head, which may be called in pieces and shares its weight; not under FSDP2, which reduces what a pass returns."""
+    modules: list[Any] = [module for block in model.blocks() for module in block.modules()]
+    for m in modules:
+        if isinstance(m, CopiedLinear) or (isinstance(m, KernelLinear) and m.recipe.grad_for_weight_grad.format is None):
+            m.total = torch.empty_like(m.weight)
+    zero_gradients(model)
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Free all gradients, or fill those of keep_gradients() with zeros."""
+    kept: list[Any] = [m for m in model.modules() if getattr(m, "total", None) is not None]
+    for p in model.parameters():
+        p.grad = None
+    for m in kept:
+        m.weight.grad = m.total
+    if kept:
+        torch._foreach_zero_([m.total for m in kept])
 
 
 @torch.no_grad()
@@ -605,7 +650,7 @@ class QuantisedLinear(nn.Linear):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
         if self.recipe.input.scaling == "constant" and x.is_cuda:
             x_scale, g_scale = (scale_of(rows, operand) for operand in (self.recipe.input, self.recipe.grad))
-            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, x_scale, None, g_scale, None)
+            y = KernelMatmul.apply(rows, self.weight, None, None, None, self.recipe, None, x_scale, None, g_scale, None)
         elif self.is_native and x.is_cuda and len(rows) % self.recipe.multiple == 0:    # of a prompt there may be any number
             y = (_torchao_mx if self.recipe.name == "mxfp8" else _torchao_blockwise)(rows, self.weight)
         else:
@@ -807,27 +852,28 @@ def _weight_backward(w, qt, scale, recipe: Recipe):
 
 
 class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies(); the rest: its delayed()."""
+    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies(); total (N, K): of weight_grad();
+    the rest: KernelLinear.delayed()."""
 
     @staticmethod
-    def forward(ctx, x, w, q, qt, scale, recipe, x_scale, x_amax, g_scale, g_amax):
+    def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
         x = x.contiguous()
         if recipe.input_for_weight_grad.format is None:
             (xq, x_inverse), kept = to_float8(x, recipe.input, x_scale, x_amax), x
         else:
             xq, kept, x_inverse = _both(x, recipe.input, x_scale, x_amax)
-        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale, g_scale, g_amax)
+        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return scaled_mm(xq, x_inverse, *_weight_forward(w, q, scale, recipe), x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, g):
-        kept, x_inverse, w, qt, scale, g_scale, g_amax = ctx.saved_tensors
-        recipe, g, others = ctx.recipe, g.contiguous(), (None,) * 8
+        kept, x_inverse, w, qt, scale, total, g_scale, g_amax = ctx.saved_tensors
+        recipe, g, others = ctx.recipe, g.contiguous(), (None,) * 9
         weight, fast = _weight_backward(w, qt, scale, recipe), recipe.fast_backward
         if recipe.grad_for_weight_grad.format is None:
             grad_x = scaled_mm(*to_float8(g, recipe.grad, g_scale, g_amax), *weight, ctx.dtype, fast)
-            return grad_x, mm(g.t(), kept, ctx.w_dtype), *others
+            return grad_x, weight_grad(g, kept, ctx.w_dtype, total), *others
         gq, gt, g_inverse = _both(g, recipe.grad, g_scale, g_amax)
         grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, fast)
         return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, fast), *others
@@ -868,6 +914,7 @@ class KernelLinear(nn.Linear):
     q: Any                  # copies(): tensors, None where there is none
     qt: Any
     scale: Any
+    total: Any              # keep_gradients()
     x_scale: Any            # delayed(), likewise
     x_amax: Any
     g_scale: Any
@@ -876,7 +923,7 @@ class KernelLinear(nn.Linear):
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
         if torch.is_grad_enabled():
-            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, *self.delayed())
+            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, self.total, *self.delayed())
         else:                                   # no matmul will need a transpose
             weight = _weight_forward(self.weight, copies[0], copies[2], self.recipe)
             y = scaled_mm(*to_float8(rows, self.recipe.input, self.x_scale), *weight, x.dtype, fast=True)
@@ -890,6 +937,7 @@ class KernelLinear(nn.Linear):
         """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
         if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
+            assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
         return self.q, self.qt, self.scale
 
 
@@ -898,7 +946,7 @@ def _use_kernels(model: Any, name: str, recipe: Recipe, is_delayed: bool) -> Non
     computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
     module: Any = model.get_submodule(name)
     module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
-    for buffer in ("q", "qt", "scale", "x_scale", "x_amax", "g_scale", "g_amax"):
+    for buffer in ("q", "qt", "scale", "total", "x_scale", "x_amax", "g_scale", "g_amax"):
         module.register_buffer(buffer, None, persistent=False)
     if _has_loss_in_one_piece(model, module):
         model.token_losses = types.MethodType(_token_losses, model)     # of this model alone

@@ -91,10 +91,6 @@ class MuonAdamW:
                             [[shard.shape for shard in of] for of in by_owner], shards[0])
         return list(chain.from_iterable(answers))       # by owner, as self.parts is
 
-    def zero_grad(self) -> None:
-        for p in chain.from_iterable(group["params"] for group in self.param_groups):
-            p.grad = None
-
 
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
     """The matrices that Muon updates -> rows of each part that is a matrix of its own."""

@@ -187,6 +187,8 @@ def build(config: Config, world: World) -> Built:
             full = distribute_tensor(full.to(world.device), p.device_mesh, p.placements, src_data_rank=None)
         p.copy_(full)
 
+    if world.size == 1 and config.accumulation(1) > 1:
+        fp8.keep_gradients(model)
     optimizer = optim.build_optimizer(model, config.optim)
     optim.fill_state(optimizer)
     return Built(model, optimizer, assign, layers, counts, loss_scale, flags, fp8.DelayedScales(model, world.size))

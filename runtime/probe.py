@@ -30,7 +30,7 @@ import torch
 import torch.nn as nn
 
 from model import GPT, Attention, rotate
-from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap
+from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap, zero_gradients
 from runtime.rows import to_line
 
 OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
@@ -52,7 +52,7 @@ class Probe:
             os.truncate(path, path.read_bytes().rfind(b"\n") + 1)    # a line that a kill cut short would spoil the next
 
     def __call__(self, step: int, x: torch.Tensor, y: torch.Tensor, backward_scale: float) -> None:
-        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be None and are None again.
+        """Probe on the first sequences of a micro-batch, x and y (B, T); gradients must be zero or None, and are so again.
 
         backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
         """
@@ -73,8 +73,7 @@ class Probe:
                 if self.recipes:
                     loss.backward()
         finally:
-            for p in self.model.parameters():
-                p.grad = None
+            zero_gradients(self.model)
         if self.path is not None:
             try:
                 with open(self.path, "ab") as file:     # one write: a kill leaves all rows, or a last line cut short

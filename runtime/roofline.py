@@ -78,6 +78,7 @@ class Casts:
     g: dict[str, Moved]
     w: Moved
     w_step: Moved = Moved()
+    adds: bool = False                  # weight gradients are added up within their matmul, but the head's (keep_gradients)
 
 
 NAMES = ("qkv", "out", "gate_up", "down", "head")
@@ -119,7 +120,7 @@ _FP8, _OURS, _ROWS = ("fp8",) * 3, ("fp8", "fp8", "fp8_fp32"), ("fp8_rowwise", "
 
 CASTS = {
     # The weight is cast once a step (4 read, 2 written), its gradient leaves the matmul in fp32.
-    "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved(), Moved(cast=6)),
+    "bf16": Casts(("bf16",) * 3, _NONE, _NONE, Moved(), Moved(cast=6), adds=True),
     # torchao casts weights in every micro-batch, and gradients behind the matmul (2 read, 4 written).
     "tensorwise": Casts(_FP8, _X_TENSOR, _G_TENSOR, Moved(4, 11, 5)),
     "tensorwise_gw_hp": Casts(("fp8", "fp8", "bf16"), _X_GW_HP, _G_GW_HP, Moved(4, 11, 5)),
@@ -129,7 +130,7 @@ CASTS = {
     "tensorwise+kernels": Casts(_OURS, _X_OURS, _G_OURS, Moved(), Moved(amax=4, ours=6)),
     "tensorwise+kernels+delayed": Casts(_OURS, _X_DELAYED, _G_DELAYED, Moved(), Moved(amax=4, ours=6)),
     "tensorwise_gw_hp+kernels": Casts(("fp8", "fp8", "bf16"), {n: Moved(m.amax, ours=3) for n, m in _X_OURS.items()},
-                                      dict.fromkeys(_NONE, Moved(ours=3)), Moved(), Moved(amax=4, ours=6)),
+                                      dict.fromkeys(_NONE, Moved(ours=3)), Moved(), Moved(amax=4, ours=6), adds=True),
 }
 CASTS["amax"], CASTS["amax+kernels"] = CASTS["tensorwise"], CASTS["tensorwise+kernels"]
 CASTS["amax+kernels+delayed"] = CASTS["tensorwise+kernels+delayed"]
@@ -216,21 +217,25 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
     recipe, *extras = label.split("+")
     candidates = [name for name in CASTS if name.count("+") <= ("kernels" in extras)] if recipe == "auto" else [
         recipe + "+kernels" * ("kernels" in extras) + "+delayed" * ("delayed" in extras)]
-    buckets = dict.fromkeys(BUCKETS, 0.0)
+    buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
     for linear, K, N, count in linears(shape):
         options = [casts or known[name] for name in candidates]
         if linear == "head" and "head" not in extras:
             options = [bf16]
-        matmul, cast = min((linear_seconds(c, linear, K, N, option, M, accumulation) for option in options), key=sum)
+        seconds = [linear_seconds(c, linear, K, N, option, M, accumulation) for option in options]
+        (matmul, cast), chosen = min(zip(seconds, options, strict=True), key=lambda one: sum(one[0]))
         buckets["matmul"] += count * matmul
         buckets["cast"] += count * cast
+        within += count * K * N if chosen.adds and linear != "head" and accumulation > 1 else 0
     C, table = shape.n_embd, shape.vocab * shape.n_embd
     params = shape.params_matmul + (0 if shape.tied else table)
     # A token's pointwise bytes in BF16, as Inductor plans them: norms with the residual sums 2 x (8 forward + 8 backward), RoPE,
     # the activation; then the embedding and the last norm.
     pointwise = shape.n_layer * ((32 + rope) * C + (16 if shape.gated else 10) * shape.n_ffn) + 16 * C
-    # Gradients added up (but for a step's first micro-batch), the embedding's scattered.
-    gradients = 12 * (accumulation - 1) / accumulation * params + (14 if shape.tied else 4) * table + 20 * M * C
+    # Gradients added up (but for a step's first micro-batch), the embedding's scattered; within a matmul they are read once more,
+    # and zeroed once a step.
+    gradients = 12 * (accumulation - 1) / accumulation * (params - within) + (4 + 4 / accumulation) * within
+    gradients += (14 if shape.tied else 4) * table + 20 * M * C
     # Attention is 2 + 5 matmuls of T / 2 columns, the causal half.
     rate = c.attention * shape.n_ctx / (shape.n_ctx + HALF_T) * (1.0 if C // shape.n_head >= 128 else NARROW_HEAD)
     buckets["attention"] = shape.n_layer * M * 7 * C * shape.n_ctx / rate
@@ -238,8 +243,8 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
     buckets["loss"] = 6 * M * shape.vocab / c.bandwidth         # logits read forward, read and written backward
     buckets["optimizer"] = 40 * params / shard / c.bandwidth / accumulation     # clip 4 + 8, AdamW 16 + 12
     buckets["other"] = IDLE * sum(buckets.values())
-    seconds = sum(buckets.values())
-    return Step(M / seconds, seconds, buckets)
+    whole = sum(buckets.values())
+    return Step(M / whole, whole, buckets)
 
 
 def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
@@ -253,8 +258,9 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     if not found or casts_per_use or f.label not in CASTS or p.recompute or not p.compile or is_partial:
         return None
     micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
-    bf16, quantised = (step(found[0], shape_of(m), name, micro_batch, config.data.tokens_per_step // gpus, shard=p.shard or 1)
-                       for name in ("bf16", f.label + "+head" * f.head))
+    base = replace(CASTS["bf16"], adds=gpus == 1)
+    bf16, quantised = (step(found[0], shape_of(m), name, micro_batch, config.data.tokens_per_step // gpus, shard=p.shard or 1,
+                            bf16=base) for name in ("bf16", f.label + "+head" * f.head))
     return bf16.seconds / quantised.seconds
 
 

@@ -258,7 +258,7 @@ def test_the_matmuls_get_the_layouts_and_switches_that_a_gpu_needs(monkeypatch, 
     passes(linear(w, f"tensorwise_gw_hp+kernels{extra}"), x, g)
     constant = linear(w, f"cscale{extra}")[0]
     scales = scale_of(x, constant.recipe.input), None, scale_of(g, constant.recipe.grad), None
-    y = fp8.KernelMatmul.apply(leaf := x.requires_grad_(), constant.weight, None, None, None, constant.recipe, *scales)
+    y = fp8.KernelMatmul.apply(leaf := x.requires_grad_(), constant.weight, None, None, None, constant.recipe, None, *scales)
     y.backward(g)
     want = reference("cscale", x.detach(), w, g)
     assert all(distance(*pair) < 4e-3 for pair in zip((y, leaf.grad, constant.weight.grad), want, strict=True))
@@ -343,7 +343,7 @@ def test_only_an_fp8_head_that_trains_computes_its_loss_in_one_piece(tmp_path, m
 
 def step(model, x, y):
     """Loss a token and gradients of one step, from none."""
-    model.zero_grad()
+    fp8.zero_gradients(model)
     loss = model(x, y).sum()
     (loss / 128).backward()
     return loss.item() / y.numel(), [p.grad.clone() for p in model.parameters()]

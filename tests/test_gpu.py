@@ -78,6 +78,14 @@ def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate(
         assert distance(mine.cpu(), emulated.cpu()) < 5e-3       # sums in another order, results in BF16
 
 
+def test_a_weight_gradient_is_added_to_the_sum_within_its_matmul():
+    torch.manual_seed(0)
+    g, x, total = torch.randn(512, 384).bfloat16(), torch.randn(512, 256).bfloat16(), torch.randn(384, 256)
+    on_gpu = total.cuda()
+    fp8.add_weight_grad(on_gpu, g.cuda(), x.cuda())
+    torch.testing.assert_close(on_gpu.cpu().double(), total.double() + g.double().t() @ x.double(), rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("format", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_hardware_rounds_every_value_as_torch_does(format, dtype):

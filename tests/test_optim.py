@@ -1,13 +1,15 @@
-"""Learning rates by hand, AdamW against its equations in fp64."""
+"""Learning rates by hand, AdamW against its equations in fp64, gradients that add up over micro-batches."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from model import GPT, GPTConfig
-from runtime import optim
-from runtime.config import OptimConfig
+from runtime import fp8, optim
+from runtime.config import FP8Config, OptimConfig
+from runtime.parallel import World, build
 
 
 def rates(steps, **changes):
@@ -52,3 +54,34 @@ def test_adamw_against_the_equations_with_decay_of_matrices_only(filled):
             assert torch.allclose(got.double(), want, atol=1e-7), name
     optim.set_updates(optimizer, 7)
     assert {float(state["step"]) for state in optimizer.state.values()} == {7.0}
+
+
+@pytest.mark.parametrize("settings, compiled", [
+    ({}, "off"), ({}, "block"), ({"recipe": "tensorwise_gw_hp", "kernels": True}, "off")])
+def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, settings, compiled):
+    """Bit by bit what autograd gives for each micro-batch, added in their order; twice, as the first sum must be gone then."""
+    world, two = World(0, 0, 1, torch.device("cpu")), 2 * tiny.data.micro_batch * tiny.model.n_ctx
+    config = replace(tiny, fp8=FP8Config(**settings), data=replace(tiny.data, tokens_per_step=two),
+                     parallel=replace(tiny.parallel, compile=compiled))
+    plain = replace(config, data=replace(config.data, tokens_per_step=two // 2))
+    (model, alone) = models = [build(one, world).model for one in (config, plain)]
+    for one in models:
+        one.init_weights(0)
+        fp8.refresh_weight_copies(one)
+    lasting = {name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None}
+    assert len(lasting) == 4 * tiny.model.n_layer and all(p.grad is None for p in alone.parameters())
+    for step in range(2):
+        torch.manual_seed(step)
+        batches = torch.randint(tiny.model.vocab_size, (2, 2, tiny.data.micro_batch, tiny.model.n_ctx))
+        want = [torch.autograd.grad(alone(x, y).sum(), list(alone.parameters())) for x, y in batches]
+        for x, y in batches:
+            model(x, y).sum().backward()
+        for (name, p), first, second in zip(model.named_parameters(), *want, strict=True):
+            assert torch.equal(p.grad, first + second), name
+            assert p.grad.data_ptr() == lasting.get(name, p.grad.data_ptr()), "a gradient that the matmul no longer adds to"
+        fp8.zero_gradients(model)
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == lasting.keys()
+    model.zero_grad()
+    if compiled == "off":
+        with pytest.raises(AssertionError, match="zero_gradients"):
+            model(*batches[0])

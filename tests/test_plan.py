@@ -71,8 +71,8 @@ def test_muon_by_hand():
 
 def test_hours_of_fp8_are_modelled_or_the_very_best():
     page = planned(FP8_RUN)
-    assert "an assumed mfu_bf16 of 45%" in page and "1.15x of BF16's speed" in page and "MODELLED" in page
-    assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1452, rel=0.002)
+    assert "an assumed mfu_bf16 of 45%" in page and "1.13x of BF16's speed" in page and "MODELLED" in page
+    assert hours_of(page)["FP8"] == pytest.approx(hours_of(page)["BF16"] / 1.1316, rel=0.002)
     for other in (planned(FP8_RUN, gpu="b200"), planned(with_recipe(FP8_RUN, "cscale")),
                   planned(replace(FP8_RUN, fp8=replace(FP8_RUN.fp8, skip=("mlp.down",))))):
         assert "at the very best" in other and "MODELLED" not in other
@@ -138,8 +138,13 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
     for name in ("h100", "NVIDIA H100 80GB HBM3"):
         assert modelled_ratio(run, name) == want
     eight = replace(run, parallel=replace(run.parallel, shard=8))
-    assert modelled_ratio(eight, "h100", 8) == (step(H100, BIG, "bf16", 16, 2**16, shard=8).seconds
+    apart = replace(CASTS["bf16"], adds=False)      # under FSDP2 gradients are added up behind the matmul, on one GPU within it
+    assert modelled_ratio(eight, "h100", 8) == (step(H100, BIG, "bf16", 16, 2**16, shard=8, bf16=apart).seconds
                                                 / step(H100, BIG, "tensorwise", 16, 2**16, shard=8).seconds)
+    blocks = 28 * (4 * 2048**2 + 3 * 2048 * 5632)       # read by 32 matmuls and zeroed once; otherwise added to 31 times
+    spared = 12 * 31 / 32 - 4 * 33 / 32
+    assert step(H100, BIG, "bf16", 16, 2**19, bf16=apart).buckets["pointwise"] - step(H100, BIG, "bf16", 16, 2**19).buckets[
+        "pointwise"] == pytest.approx(spared * blocks / H100.bandwidth)
     head = modelled_ratio(replace(run, fp8=replace(run.fp8, head=True, kernels=True)), "h100")
     assert head == step(H100, BIG, "bf16", 16, 2**19).seconds / step(H100, BIG, "tensorwise+kernels+head", 16, 2**19).seconds
     with pytest.raises(KeyError):
