@@ -61,6 +61,7 @@ CLOCKS = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "temperature_c": "temp
           "slowed_by": "clocks_event_reasons.active"}
 SLOWED = 0xE8           # NVML's reasons that make a time worthless: hardware slowdown, software or hardware thermal, power brake
 TIMED_S = {"cuda": 10.0, "cpu": 0.5}        # of whole steps, at least two
+WARM_S = 20.0           # of matmuls before the first cell: a cold GPU's clocks are higher than those of all that follow
 CELL_LIMIT_S = 420      # a cell that has not ended by then never will
 GUESS_S = {"125m": 75, "350m": 100, "760m": 110, "1p5b": 150}      # of a cell, until one of the size was timed here
 BASELINE = "bf16"
@@ -302,6 +303,7 @@ class Timer:
                      "command": command, "commit": env["git_commit"] or commit, "dirty": env["git_dirty"],
                      "gpu": env["device"] if on_gpu else None, "cpu": None if on_gpu else env["device"], "driver": driver,
                      "power_limit_w": _number(limit), **{key: env[key] for key in VERSIONS}}
+        self.is_cold = on_gpu
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(out, "ab") as file:
             file.write(b"" if out.read_bytes()[-1:] in (b"", b"\n") else b"\n")      # after a line that a kill cut short
@@ -336,6 +338,9 @@ class Timer:
 
     def time(self, cell: Cell, baseline: dict | None = None) -> dict:
         """The row of one cell, timed in a process of its own. Raises OutOfBudget."""
+        if self.is_cold:
+            warm_up()
+            self.is_cold = False
         began, name = time.monotonic(), f"{cell.size} {cell.label}"
         print(f"[{self.end - began:5.0f} s left] {name}", end=" ", flush=True)
         found = run_cell(cell, self.out.with_suffix(".log"), min(CELL_LIMIT_S, self.end - began))
@@ -357,6 +362,16 @@ class Timer:
 
     def _guess_s(self, cell: Cell) -> float:
         return 1.1 * max((row["wall_s"] for row in self.here if row["size"] == cell.size), default=GUESS_S.get(cell.size, 30))
+
+
+def warm_up() -> None:
+    """Keep the GPU busy for WARM_S."""
+    a, end = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda"), time.monotonic() + WARM_S
+    while time.monotonic() < end:
+        a @ a
+        torch.cuda.synchronize()
+    del a
+    torch.cuda.empty_cache()
 
 
 def run_cell(cell: Cell, log: Path, limit_s: float) -> dict:

@@ -1,8 +1,12 @@
 """What only a GPU can show; run with `pytest -m gpu` on an H100-class machine. It needs torch, torchao, numpy and pytest."""
 
 import gzip
+import importlib.util
 import json
 import math
+import re
+import subprocess
+import sys
 import time
 import warnings
 from dataclasses import replace
@@ -14,10 +18,11 @@ import torch
 from model import GPT, GPTConfig
 from runtime import fp8, plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
-from runtime.config import CheckpointConfig, FP8Config
+from runtime.config import CheckpointConfig, DataConfig, EvalConfig, FP8Config, LogConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
-from tests.conftest import call_train, run_train, with_recipe
+from runtime.rows import metrics_rows, read_rows
+from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
 from tests.faults import back_to, record, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
@@ -190,6 +195,69 @@ def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_lo
     done = run_train(second, tmp_path)
     assert done.returncode == 0 and "resuming" in done.stdout and "step_00000003" in done.stdout, done.stderr
     assert record(second) == wanted
+
+
+def gpt125m(folder, arm, steps, sequences=32, **changes):
+    """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for GPT-2's whole vocabulary."""
+    config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
+    tokens = 2 * sequences * 1024
+    if not (folder / "data").exists():
+        write_source(folder / "data" / "web", 0, train_tokens=(steps + 1) * tokens, val_tokens=2**16)
+    return replace(
+        config, run=arm, out=str(folder / "out"), steps=steps, tokens_per_param=None, log=LogConfig(every=1),
+        model=replace(config.model, n_ctx=1024, vocab_size=257, vocab_multiple=50304), eval=EvalConfig(every=None, tokens=2**14),
+        parallel=replace(config.parallel, compile="block"),
+        data=DataConfig(dir=str(folder / "data"), mixture={"web": 1.0}, tokenizer="byte", tokens_per_step=tokens,
+                        micro_batch=sequences), checkpoint=CheckpointConfig(every=None), **changes)
+
+
+def rows_of(config):
+    return [row for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"]
+
+
+def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
+    losses = {}
+    for arm in ("bf16", "fp8"):
+        config = gpt125m(tmp_path, arm, 60)
+        config = replace(config, fp8=replace(config.fp8, kernels=arm == "fp8"))
+        done = run_train(config, tmp_path)
+        assert done.returncode == 0, done.stderr
+        rows, page = rows_of(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
+        losses[arm] = torch.tensor([row["loss"] for row in rows])
+        assert len(rows) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in rows)
+        assert summary(config)["mem_peak_gib"] == pytest.approx(float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.1)
+        if importlib.util.find_spec("pynvml"):
+            assert all(0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100 for row in rows[5:])
+    assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(*losses.values())
+
+
+def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
+    found = []
+    for recompute in (False, True):
+        config = gpt125m(tmp_path, "fp8", 3)
+        config = replace(config, run=f"recompute_{recompute}", model=replace(config.model, n_layer=4, loss_chunk=2048),
+                         parallel=replace(config.parallel, recompute=recompute))
+        done = run_train(config, tmp_path)
+        assert done.returncode == 0, done.stderr
+        found.append(([row["loss"] for row in rows_of(config)], summary(config)["mem_peak_gib"]))
+    (plain, most), (again, least) = found
+    assert again == pytest.approx(plain, rel=1e-3) and least < 0.8 * most
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("recipe", ["off", "tensorwise"])
+def test_two_gpus_learn_as_one_does(tmp_path, recipe):
+    losses = []
+    for n, gather in ((1, False), (2, False), (2, True)):
+        config = gpt125m(tmp_path, "bf16", 5, sequences=4)
+        config = replace(config, run=f"on_{n}_{gather}", fp8=FP8Config(recipe=recipe, all_gather=gather and recipe != "off"),
+                         data=replace(config.data, micro_batch=4 // n))
+        path = write_config(config, tmp_path / f"{config.run}.py")
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py",
+                               path], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        losses.append([row["loss"] for row in rows_of(config)])
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(losses[0], rel=5e-3)
 
 
 def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, tmp_path, capsys):

@@ -173,8 +173,9 @@ def turns(tmp_path, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(throughput.time, "monotonic", lambda: now[0])
 
-    def run(group=None, budget=1e4, again=False, out=tmp_path / "rows.jsonl", **script):
+    def run(group=None, budget=1e4, again=False, out=tmp_path / "rows.jsonl", is_cold=False, **script):
         asked = []
+        monkeypatch.setattr(throughput, "warm_up", lambda: asked.append("warm"))
 
         def fake(cell, log, limit_s):
             asked.append((cell.label, cell.micro_batch))
@@ -184,6 +185,7 @@ def turns(tmp_path, monkeypatch):
             return found(cell) if callable(found) else found if limit_s >= 20 else {"failure": "not done"}
         monkeypatch.setattr(throughput, "run_cell", fake)
         timer = Timer(out, "cpu", budget, "the command")
+        timer.is_cold = is_cold
         left = timer.time_group(group or [TOY, *(replace(TOY, label=label) for label in ("tensorwise", "rowwise"))], again)
         return asked, left, throughput.rows_of(out)
     return run
@@ -204,6 +206,10 @@ def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(
     asked, _, rows = turns()
     assert len(asked) == 5, "rows of another torch do not count"
     assert len(rows) == 18, "7 of each whole call, 4 of the named cell's: a torn line is no row and costs no other"
+
+
+def test_a_gpu_is_warm_before_the_first_cell(turns):
+    assert turns(is_cold=True)[0][:2] == ["warm", ("bf16", 4)] and turns(is_cold=True, again=True)[0].count("warm") == 1
 
 
 def test_a_cell_of_auto_that_would_be_bf16_is_left_out(turns, capsys):
