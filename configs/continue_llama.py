@@ -4,7 +4,7 @@
     python prepare_data.py local chat.jsonl name=chat instruct=true tokenizer=out/llama31_8b/tokenizer
     torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_bf16
     torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_tensorwise fp8.recipe=tensorwise
-    python scaling/precision.py --report out/llama_bf16 out/llama_tensorwise ..
+    python scaling/report.py out/llama_bf16 out/llama_tensorwise ..
 
 fp8.recipe      off (BF16), tensorwise, rowwise, rowwise_with_gw_hp or mxfp8 (from Blackwell on): one run each, else alike
 

@@ -25,11 +25,10 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, run_command
+from runtime.cli import UserError, command, run_command
 from runtime.rows import write_atomically
 from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
-from scaling.records import command
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
       "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.7, "svg.hashsalt": "scaling",
@@ -451,15 +450,15 @@ class Options:
     POSITIONAL: ClassVar = ("run",)
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Draw one run's figures; the exit code."""
     from scaling import dynamics  # here, because it imports this module
 
     def work(options: Options) -> None:
         draw_run = dynamics.draw_fp8 if options.fp8 else dynamics.draw_run
         draw_run(Path(options.run), Path(options.out or Path(options.run) / "figures"))
-    return command("figures.py", __doc__, Options, work, arguments)
+    return command(__doc__, Options, arguments, work)
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

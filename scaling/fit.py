@@ -6,12 +6,12 @@
     python scaling/fit.py out/study --score                     # compares it once the run is there
     python scaling/fit.py out/study n=total --out report        # counts all parameters, whatever the study's budgets count
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
-    python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4 dataset=rw --where lr=0.003 --out DIR
+    python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4,dataset=rw,lr=0.003 --out DIR
 
 Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given, such as
 another way to count. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
-a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted. --where COLUMN=VALUE keeps
-its rows with that value, two of one column keep either.
+a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted. --where COLUMN=VALUE,..
+keeps its rows with these values, two of one column keep either.
 """
 
 import os
@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, grid, run_command
+from runtime.cli import UserError, command, grid, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
@@ -39,7 +39,6 @@ from scaling.points import read_points
 from scaling.records import (
     CONVENTIONS,
     check_comparable,
-    command,
     counted_as,
     from_scratch,
     law_folder,
@@ -79,41 +78,21 @@ class Options:
     c: str = ""                     # table: column of training FLOPs; D = C / (6 N). Neither d nor c: the power law in N alone
     cluster: str = ""               # table: column that names the training run; its points are not independent
     drop_highest: int = 0           # table: how many of the highest losses to leave out
-    where: tuple[str, ...] = ()     # table: --where COL=VALUE ...: keep rows with it; two values of one column keep either
+    where: tuple[str, ...] = ()     # table: COL=VALUE,..: keep rows with these; two values of one column keep either
     insist: bool = False            # headline L(N, D) even where it does not fit
     all: bool = False               # print everything
 
     POSITIONAL: ClassVar = ("paths",)
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
-    words, where = _conditions(sys.argv[1:] if arguments is None else arguments)
-
     def work(options: Options) -> None:
-        options = replace(options, where=tuple(where))
         _check(options)
         # On its way a search may try powers that overflow; the certificate judges where it ends, not numpy's warnings.
         with np.errstate(over="ignore", under="ignore", divide="ignore", invalid="ignore"):
             _fit_table(options) if options.points else _fit_runs(options)
-    return command("fit.py", __doc__, Options, work, words)
-
-
-def _conditions(words) -> tuple[list[str], list[str]]:
-    """(the other words, the conditions): after --where as many COLUMN=VALUE as come, until an option's own name."""
-    rest, where, is_open = [], [], False
-    for word in words:
-        name, _, value = word.partition("=")
-        is_where = name.removeprefix("--") == "where"
-        if is_where and value:
-            where.append(value)
-        elif is_open and value and not word.startswith("--") and name not in Options.__dataclass_fields__:
-            where.append(word)
-            continue
-        elif not is_where:
-            rest.append(word)
-        is_open = is_where
-    return rest, where
+    return command(__doc__, Options, arguments, work)
 
 
 def _check(o: Options) -> None:
@@ -465,4 +444,4 @@ def _span(low, high, shown="{:.3g}".format) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

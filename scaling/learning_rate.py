@@ -24,10 +24,10 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from runtime.cli import UserError, grid, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.progress import si
 from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
-from scaling.records import LAW_FOLDER, command, read_json, read_runs, read_study, without_repeats
+from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
 
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
 NEAR = 0.03         # a wider parabola takes losses within 3 % of the lowest: farther off the curve is none
@@ -48,9 +48,9 @@ class Options:
     POSITIONAL: ClassVar = ("runs",)
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line; the exit code, 3 where rates are missing."""
-    return command("learning_rate.py", __doc__, Options, _run, arguments)
+    return command(__doc__, Options, arguments, _run)
 
 
 def _run(options: Options) -> int:
@@ -269,4 +269,4 @@ def draw(found: dict, name: str) -> Figure:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

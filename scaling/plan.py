@@ -21,7 +21,7 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, grid, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.config import FP8Config, RecipeName, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
@@ -29,7 +29,7 @@ from runtime.progress import si
 from runtime.roofline import modelled_ratio
 from scaling.laws import log_law, terms
 from scaling.pairs import EPOCH, Surface
-from scaling.records import command, read_json, read_runs, usable, without_repeats
+from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
@@ -72,9 +72,9 @@ class Options:
         return peak_flops(self.gpu)
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
-    return command("plan.py", __doc__, Options, lambda options: print("\n".join(plan(options))), arguments)
+    return command(__doc__, Options, arguments, lambda options: "\n".join(plan(options)))
 
 
 def plan(options: Options) -> list[str]:
@@ -312,4 +312,4 @@ def candidates_of(law: Law, sizes, study: str | None, goal: Size) -> list[tuple[
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

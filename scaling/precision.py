@@ -3,7 +3,6 @@
     python scaling/precision.py out/study               # every finished run under it; writes out/study/law/precision.*
     python scaling/precision.py out/a_bf16 out/a_fp8 out=report loss=as_trained margin=0.25
     python scaling/precision.py out/study --all         # prints every table, else as many as 40 lines hold
-    python scaling/precision.py --report out/a_bf16 out/a_fp8   # of one training: losses, time, memory, speed (report.py)
 
 Prints each recipe's gap over all sizes with its verdict, which recipe is the best by the declared rule (pairs.rank), the gap
 per size beside the null (BF16 against BF16 with another seed, and with the same one rounded differently), what the gap costs
@@ -23,11 +22,11 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, grid, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.progress import si
-from scaling import pairs, report
+from scaling import pairs
 from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
-from scaling.records import check_comparable, command, counted_as, law_folder, read_runs, usable
+from scaling.records import check_comparable, counted_as, law_folder, read_runs, usable
 
 ARMS = {"bf16": "in BF16", "as_trained": "as trained"}
 LINES = 40                  # that the console gets without --all
@@ -288,12 +287,9 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- command
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if "--report" in words:
-        return report.main([word for word in words if word != "--report"])
-    return command("precision.py", __doc__, Options, _run, words)
+    return command(__doc__, Options, arguments, _run)
 
 
 def _run(options: Options) -> None:
@@ -323,4 +319,4 @@ def _print(blocks: list[str], notes: list[str], wrote: str, is_all: bool) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

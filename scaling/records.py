@@ -6,13 +6,12 @@ tokenizer, validation set or vocabulary, other source weights) is refused here, 
 
 import hashlib
 import json
-import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
-from runtime.cli import UserError, help_page, read_options
+from runtime.cli import UserError, type_problems
 from runtime.rows import metrics_rows, read_rows
 
 SCHEMA_VERSION = 1
@@ -59,7 +58,7 @@ class Record:
     t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
     repeat: int = 0                     # above 0: the same run once more, only rounded otherwise; a null, in no fit
     convention: str = "total"           # of CONVENTIONS: what the study beside the run counts its budgets by
-    planned: tuple[str, int] | None = None      # trunk and step that the study beside the run has it branch off
+    planned: tuple | None = None        # trunk and step that the study beside the run has it branch off
 
     @property
     def N(self) -> int:
@@ -109,46 +108,39 @@ def _is_begun(folder: Path) -> bool:
 
 
 COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned")
-OPTIONAL = {"parent_run": str, "parent_step": int, "continued_from": str, "t_start": str, "repeat": int}
 MAY_BE_ZERO = ("seed", "repeat")
-EXPECTED = {str: "a text", int: "a whole number above zero", float: "a finite number above zero", bool: "true or false",
-            dict: "an object"}
 
 
 def read_record(folder) -> Record:
     """Read and check one run's summary.json. Raises UserError naming the file, the key and what was expected."""
     folder = Path(folder)
-    path = folder / "summary.json"
+    path, study = folder / "summary.json", read_study(folder.absolute().parent)
     summary = read_json(path)
     if summary.get("schema_version") != SCHEMA_VERSION:
         raise UserError(f"{path}: schema_version is {summary.get('schema_version')!r}; expected {SCHEMA_VERSION}, "
                         "so the run comes from another version of train.py")
-    kinds = {one.name: one.type for one in fields(Record) if one.name not in (*COMPUTED, *OPTIONAL)}
-    kinds |= {key: kind for key, kind in OPTIONAL.items() if summary.get(key) is not None}
-    values = {key: _checked(path, summary, key, kind) for key, kind in kinds.items()}
-    precision, sources = (_checked(path, summary, key, dict) for key in ("precision", "sources"))
-    weights = {name: _checked(path, source, "weight", float, f"sources.{name}.")
-               for name, source in sorted(sources.items())}     # sorted, because val_losses.npz numbers the sources so
-    study = read_study(folder.absolute().parent)
-    planned = next((run for run in study.get("runs", []) if run["run"] == values["run_id"] and run.get("parent")), None)
-    return Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
-                  recipe=(f"{precision['switched_from']}>" if precision.get("switched_from") else "")
-                  + _checked(path, precision, "recipe", str, "precision."),
-                  is_compiled=_checked(path, precision, "compile", bool, "precision."),
-                  weights={name: weight / sum(weights.values()) for name, weight in weights.items()}, **values,
-                  convention=study.get("params", CONVENTIONS[0]),       # studies from before the choice say nothing
-                  planned=planned and (planned["parent"], planned["parent_step"]))
-
-
-def _checked(path: Path, holder: dict, key: str, kind: type, inside: str = ""):
-    """holder[key] if it is of the wanted kind, else a UserError; `inside` is the dotted name of the holder."""
-    if key not in holder:
-        raise UserError(f"{path}: key {inside + key!r} is missing; expected {EXPECTED[kind]}")
-    value = holder[key]
-    is_kind = type(value) in ((int, float) if kind is float else (kind,))
-    if not is_kind or (kind in (int, float) and key not in MAY_BE_ZERO and not 0 < value < LARGEST):
-        raise UserError(f"{path}: {inside}{key} is {json.dumps(value):.60}; expected {EXPECTED[kind]}")
-    return value
+    try:
+        precision, sources = summary["precision"], summary["sources"]
+        switched = f"{precision['switched_from']}>" if precision.get("switched_from") else ""
+        values = {one.name: summary[one.name] for one in fields(Record) if one.name not in COMPUTED and (
+            one.default is MISSING or summary.get(one.name) is not None)}
+        planned = next((run for run in study.get("runs", []) if run["run"] == values["run_id"] and run.get("parent")), None)
+        record = Record(folder=folder, summary_sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
+                        recipe=switched + precision["recipe"], is_compiled=precision["compile"],
+                        weights={name: sources[name]["weight"] for name in sorted(sources)},    # as val_losses.npz numbers them
+                        convention=study.get("params", CONVENTIONS[0]),     # studies from before the choice say nothing
+                        planned=planned and (planned["parent"], planned["parent_step"]), **values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): restore it, or leave the "
+                        "run out") from None
+    numbers = {**vars(record), **{f"sources.{name}.weight": weight for name, weight in record.weights.items()}}
+    wrong = type_problems("", record) or [
+        f"{key}={value} is not above zero" for key, value in numbers.items()
+        if type(value) in (int, float) and key not in MAY_BE_ZERO and not 0 < value < LARGEST]
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]}")
+    total = sum(record.weights.values())
+    return replace(record, weights={name: weight / total for name, weight in record.weights.items()})
 
 
 def usable(records) -> tuple[list[Record], list[str]]:
@@ -216,20 +208,7 @@ def read_curve(record: Record) -> tuple[np.ndarray, np.ndarray]:
     return points[:, 0], points[:, 1]
 
 
-# ---------------------------------------------------------------------------------------------------- commands, files
-
-def command(name: str, usage: str, options: type, work, arguments=None) -> int:
-    """Run a command of this room: work(its Options) gives the exit code, None for 0; 2 with a sentence for a user's mistake."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or {"-h", "--help"} & set(words):
-        print(help_page(usage, options))
-        return 0 if words else 2
-    try:
-        return work(read_options(options, words)) or 0
-    except (UserError, PermissionError) as error:
-        print(f"scaling/{name}: {error}", file=sys.stderr)
-        return 2
-
+# --------------------------------------------------------------------------------------------------------------- files
 
 def listed(items, most: int = 6) -> str:
     """Items in a sentence, the first `most` of them and how many more."""

@@ -23,14 +23,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, grid, run_command
+from runtime.cli import UserError, command, grid, run_command
 from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
 from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import load
-from scaling.records import LAW_FOLDER, Record, command, listed, read_json, read_runs, read_study
+from scaling.records import LAW_FOLDER, Record, listed, read_json, read_runs, read_study
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 SAME = {"val_sha256": "validation set", "tokenizer_sha256": "tokenizer", "data_sha256": "training data"}
@@ -55,10 +55,10 @@ class Options:
             raise UserError("no runs given: name those of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY")
 
 
-def main(arguments=None) -> int:
+def main(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
-    return command("report.py", __doc__, Options, lambda options: print(
-        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)), arguments)
+    return command(__doc__, Options, arguments, lambda options: (
+        report_study(Path(options.study)) if options.study else report_training(options.runs, options.out)))
 
 
 # --------------------------------------------------------------------------------------------- one training: its runs
@@ -412,4 +412,4 @@ def _missing(what: str, command: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_command(main))
+    sys.exit(run_command(main, sys.argv[1:]))

@@ -32,7 +32,7 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, grid, nearest, run_command
+from runtime.cli import UserError, command, grid, nearest, run_command
 from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
@@ -42,7 +42,7 @@ from runtime.roofline import modelled_ratio
 from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
-from scaling.records import LAW_FOLDER, command
+from scaling.records import LAW_FOLDER
 from scaling.study import (
     ENDED,
     ROOT,
@@ -91,21 +91,20 @@ class Options:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
 
 
-def main(arguments=None, began: float | None = None) -> int:
+def main(arguments: list[str], began: float | None = None) -> int:
     """The exit code. `began`: when the command was started, by time.monotonic(); none = now."""
     began = time.monotonic() if began is None else began
-    return command("sweep.py", __doc__, Options, lambda options: sweep(options, began), arguments)
+    return command(__doc__, Options, arguments, lambda options: sweep(options, began))
 
 
-def sweep(options: Options, began: float) -> int:
+def sweep(options: Options, began: float) -> int | str:
     study = load_study(options.study)
     rows, folder = expand(study), Path(options.out) / study.name
     chosen, declaration = choose(rows, options), declare(study, rows, folder)
     if options.run or options.slurm:
         check_predicted(chosen, folder)
     if options.slurm or not options.run:
-        print(slurm_script(chosen, options) if options.slurm else "\n".join(table(chosen, folder, options)))
-        return 0
+        return slurm_script(chosen, options) if options.slurm else "\n".join(table(chosen, folder, options))
     gpus = visible_gpus(options)
     for line in check_data(rows, folder) if any(not summary_of(row, folder) for row in chosen) else []:
         print(line, flush=True)

@@ -155,7 +155,7 @@ def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, monke
 
 @pytest.mark.parametrize("change, said", [
     ({"weight_decay": 0.2}, "differ in weight_decay"), ({"warmup_steps": 10}, "differ in warmup_steps"),
-    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16 is NaN"),
+    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16=nan is"),
     ({"sources": {"docs": {"weight": 1.0, "loss_bf16": 2.0}}}, "differ in weights of the sources"),
     ({"name": "again", "lr_peak": 0.004}, "have the same size, tokens, lr_peak and seed: leave one out")])
 def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, change, said):

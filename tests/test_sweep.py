@@ -115,7 +115,7 @@ def test_data_that_will_not_do_are_refused_before_anything_starts(fake, tmp_path
     for limit in (2, 10):       # 10: too little for b alone, which is held out and waits for a prediction of it
         told = fake("finish()", "only=a_*", code=2, max_epochs=limit, held_out=True)
         assert not (tmp_path / "out").exists()
-        assert "sweep.py: b_bf16_t20_s1: this run plans " in told and f"data.max_epochs={limit};" in told
+        assert "b_bf16_t20_s1: this run plans " in told and f"data.max_epochs={limit};" in told
     told = fake("finish()", "only=a_*", max_epochs=20)
     # 1124 steps of 16 sequences of 32 tokens; of web's 40,000 training tokens there are 1,249 windows with a target each
     assert re.findall(r"epochs of the largest run to do \((\w+), ([\d,]+) tokens\): code ([\d.]+), web ([\d.]+); allowed 20\n",
