@@ -58,8 +58,13 @@ def test_adamw_against_the_equations_with_decay_of_matrices_only(filled):
 
 @pytest.mark.parametrize("settings, compiled", [
     ({}, "off"), ({}, "block"), ({"recipe": "tensorwise_gw_hp", "kernels": True}, "off")])
-def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, settings, compiled):
+def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, monkeypatch, settings, compiled):
     """Bit by bit what autograd gives for each micro-batch, added in their order; twice, as the first sum must be gone then."""
+    calls, add = [], fp8.add_weight_grad
+    torch.library.opcheck(add, (torch.zeros(4, 8), *(torch.randn(16, n).bfloat16() for n in (4, 8))),
+                          test_utils=("test_schema", "test_faketensor"))
+    if compiled == "off":
+        monkeypatch.setattr(fp8, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors))
     world, two = World(0, 0, 1, torch.device("cpu")), 2 * tiny.data.micro_batch * tiny.model.n_ctx
     config = replace(tiny, fp8=FP8Config(**settings), data=replace(tiny.data, tokens_per_step=two),
                      parallel=replace(tiny.parallel, compile=compiled))
@@ -83,5 +88,6 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, set
     assert {name for name, p in model.named_parameters() if p.grad is not None} == lasting.keys()
     model.zero_grad()
     if compiled == "off":
+        assert len(calls) == 2 * 2 * len(lasting), "a product that is added behind its matmul"
         with pytest.raises(AssertionError, match="zero_gradients"):
             model(*batches[0])
