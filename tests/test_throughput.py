@@ -19,6 +19,7 @@ from model import GPT
 from runtime import parallel
 from runtime.cli import UserError
 from runtime.config import load_config
+from runtime.machine import nvidia_smi
 from tests.conftest import ROOT
 
 TINY = {"n_layer": 2, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257}
@@ -152,6 +153,19 @@ def test_a_slow_attention_flatters_fp8(kernel, is_fit, monkeypatch):
     row = cell_row(replace(TOY, device="cuda"), answer(kernels=[["nvjet", 2.0], [kernel, 1.0]]), None)
     assert row["valid"] is is_fit and row["mfu_bf16"] == pytest.approx(row["tok_per_s"] * 10 / 989.4e12)
     assert row["attention_kernel"] == (None if kernel.startswith("triton") else kernel)
+
+
+@pytest.mark.parametrize("script, told", [
+    ("sleep 0.2; echo '1980, 650.33, 61, 0x0000000000000044'", [1980.0, 650.33, 61.0, 68.0]),
+    ("echo '1980, [N/A], 61, Unknown'", [1980.0, None, 61.0, None]), ("echo 1, 2, 3, 4; exit 9", [None] * 4), (None, [None] * 4)])
+def test_clocks_are_those_of_a_gpu_at_work_and_what_it_does_not_tell_is_none(tmp_path, monkeypatch, script, told):
+    if script:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin" if script else str(tmp_path))
+    steps = []
+    found = nvidia_smi(*throughput.CLOCKS.values(), work=lambda: steps.append(time.sleep(0.01)))
+    assert list(map(throughput._number, found)) == told and (len(steps) > 5 or "sleep" not in str(script))
 
 
 def test_a_linear_drift_cancels_and_a_large_one_is_no_evidence():
