@@ -76,12 +76,10 @@ class Run:
         return [process.exitcode for process in self.processes]
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
-        """Return as soon as condition() holds. Fails where the run ends before."""
-        wait_for(lambda: condition() or not self.is_running(), timeout, lambda: self.output[-4000:])
-        assert condition(), f"ended before: {self.output[-4000:]}"
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: last_step(self.config) >= step)
+        """Return as soon as condition() holds; fails where the run ends before. Of a number: as soon as that step is done."""
+        holds = condition if callable(condition) else lambda: last_step(self.config) >= condition
+        wait_for(lambda: holds() or not self.is_running(), timeout)
+        assert holds(), f"ended before: {self.output[-4000:]}"
 
     def is_running(self) -> bool:
         return any(process.exitcode is None for process in self.processes)
@@ -105,20 +103,16 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
-    """Every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
+def digest(config: Config) -> str:
+    """SHA-256 over every weight and moment of the newest checkpoint, and its step; read by DCP rather than by the code under
+    test."""
     reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))
     tensors = {name: torch.zeros(of.size, dtype=of.properties.dtype)
                for name, of in reader.read_metadata().state_dict_metadata.items()}
     with warnings.catch_warnings(action="ignore"):      # one process is no mistake
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def digest(config: Config) -> str:
-    """SHA-256 over every weight and moment of the newest checkpoint, and its step."""
     hash = hashlib.sha256(str(saved_steps(config)[-1]).encode())
-    for name, tensor in sorted(newest_tensors(config).items()):
+    for name, tensor in sorted(tensors.items()):
         hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
     return hash.hexdigest()
 
@@ -161,10 +155,6 @@ def back_to(config: Config, step: int) -> None:
             shutil.rmtree(path)
 
 
-def is_finished(config: Config) -> bool:
-    return (config.run_dir / "summary.json").exists()
-
-
 def leftovers(config: Config) -> list[str]:
     """What no finished run has in its checkpoints folder: temporary names of any kind."""
     return sorted(p.name for p in (config.run_dir / "checkpoints").glob("*") if not p.name.startswith(("step_", "bad_")))
@@ -177,11 +167,11 @@ def flip_bit(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def wait_for(condition: Callable, seconds: float = 120, told: Callable = str):
-    """What condition() returns as soon as it is true; told(): more to say where it never is."""
+def wait_for(condition: Callable, seconds: float = 120):
+    """What condition() returns as soon as it is true."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end
         time.sleep(0.005)
     return value
 

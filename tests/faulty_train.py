@@ -6,11 +6,10 @@ the tokens, so a run that goes over the same tokens again meets it again.
     kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
     fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all; on one rank: :RANK
     fail_load:RANK              one rank alone cannot read what a checkpoint holds
-    trace_save:FILE             appends each change that the main rank makes under checkpoints/ to FILE
     trace_data:FILE             appends step and SHA-256 of each micro-batch that is trained on to FILE.<rank>
     scale_loss:FIRST:LAST:FACTOR    the loss, and with it its gradient, times FACTOR on the data of these steps; nan is a factor
     nan_gradient:STEP:RANK      one element of one gradient on one rank is NaN
-    nan_weight:STEP:RANK        one element of one weight on one rank is NaN after the update of this step, once
+    nan_weight:STEP:RANK        one element of one weight on one rank is NaN from the update of this step on
     omit_update:STEP            the optimizer is not called at this step: what a skipped step should amount to
     signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm; not after a restart
     slow_steps:SECONDS          each step takes so much longer
@@ -28,6 +27,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -35,9 +35,9 @@ from torch.distributed.run import main as torchrun
 from torch.distributed.tensor import DTensor
 
 import train
-from model import GPT
 from runtime.checkpoint import TensorReader
 from runtime.data import Data
+from runtime.run import Run
 from tests.changes import on_change
 
 
@@ -74,48 +74,35 @@ def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, lim
 
 
 class Faults:
-    """Knows by their content which step's tokens are in the model; calls what is registered for the places of a step.
-
-    `in_loss` are functions (step, losses, tokens) -> losses, of every forward pass that is trained on; `before_norm` and
-    `after_update` are functions (step, parameters), once a step."""
+    """Calls what is registered for the places of a step: `in_loss`, functions (step, losses, tokens) -> losses of every forward
+    pass that is trained on; `before_norm`, functions (step, run), once a step."""
 
     def __init__(self):
-        self.rank, self.step, self.moved, steps = int(os.environ.get("RANK", 0)), 0, lambda step: step, {}
-        self.in_loss, self.before_norm, self.after_update, self.omitted = [], [], [], set()
-        batch, forward, clip, build = Data.batch, GPT.forward, train.parallel.clip_gradients, train.optim.build_optimizer
+        self.rank, self.run, self.in_loss, self.before_norm = int(os.environ.get("RANK", 0)), None, [], []
+        open_run, clip = Run.__init__, train.parallel.clip_gradients
 
-        def batch_noted(data, step, *rest):
-            x, y = batch(data, self.moved(step), *rest)
-            steps[_content(x)] = self.moved(step) + 1
-            return x, y
+        def opened(run, *rest):
+            open_run(run, *rest)
+            self.run = run
+            run.model.register_forward_hook(forwarded)
 
-        def forward_injected(model, x, y=None, *rest, **more):
-            losses = forward(model, x, y, *rest, **more)
-            if y is not None and torch.is_grad_enabled():
-                self.step = steps[_content(x)]
-                for call in self.in_loss:
-                    losses = call(self.step, losses, x)
+        def forwarded(model, inputs, losses):
+            for call in self.in_loss if torch.is_grad_enabled() else ():
+                losses = call(self.step(), losses, inputs[0])
             return losses
 
-        def clip_injected(model, *rest):
+        def clip_injected(*arguments):
             for call in self.before_norm:
-                call(self.step, list(model.parameters()))
-            return clip(model, *rest)
+                call(self.step(), self.run)
+            return clip(*arguments)
 
-        def build_injected(model, *rest):
-            optimizer = build(model, *rest)
-            update = optimizer.step
+        Run.__init__, train.parallel.clip_gradients = opened, clip_injected
 
-            def step_injected(*arguments):
-                if self.step not in self.omitted:
-                    update(*arguments)
-                    for call in self.after_update:
-                        call(self.step, list(model.parameters()))
-            optimizer.step = step_injected
-            return optimizer
+    def step(self) -> int:
+        return self.run.progress.step + self.run.progress.data_offset + 1
 
-        Data.batch, GPT.forward = batch_noted, forward_injected
-        train.parallel.clip_gradients, train.optim.build_optimizer = clip_injected, build_injected
+    def at_step(self, step: float, rank: float, call: Callable) -> None:
+        self.before_norm.append(lambda now, run: call(run) if (now, self.rank) == (step, rank) else None)
 
     def scale_loss(self, first: float, last: float, factor: float) -> None:
         self.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
@@ -123,38 +110,29 @@ class Faults:
     def trace_data(self, file: str) -> None:
         def call(step, losses, x):
             with open(f"{file}.{self.rank}", "a") as out:
-                print(step, hashlib.sha256(_content(x)).hexdigest(), file=out)
+                print(step, hashlib.sha256(x.numpy().tobytes()).hexdigest(), file=out)
             return losses
         self.in_loss.append(call)
 
     def nan_gradient(self, at: float, on: float) -> None:
-        def call(step, parameters):
-            if (step, self.rank) == (at, on):
-                _local(parameters[-1].grad).view(-1)[0] = math.nan
-        self.before_norm.append(call)
+        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].grad))
 
     def nan_weight(self, at: float, on: float) -> None:
-        def call(step, parameters):
-            if (step, self.rank) == (at, on):
-                self.after_update.remove(call)
-                with torch.no_grad():
-                    _local(parameters[-1].data).view(-1)[0] = math.nan
-        self.after_update.append(call)
+        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].data))     # an update leaves NaN
 
     def omit_update(self, at: float) -> None:
-        self.omitted.add(at)
+        self.at_step(at, self.rank, lambda run: setattr(run.optimizer, "step", lambda: delattr(run.optimizer, "step")))
 
     def signal_in_step(self, at: float, on: float, number: float) -> None:
-        def call(step, parameters):
-            if (step, self.rank) == (at, on) and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-                os.kill(os.getpid(), int(number))
-        self.before_norm.append(call)
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            self.at_step(at, on, lambda run: os.kill(os.getpid(), int(number)))
 
     def slow_steps(self, seconds: float) -> None:
-        self.before_norm.append(lambda step, parameters: time.sleep(seconds))
+        self.before_norm.append(lambda step, run: time.sleep(seconds))
 
     def move_data(self, at: float, by: float) -> None:
-        self.moved = lambda step: step + (int(by) if step + 1 >= at else 0)
+        batch = Data.batch
+        Data.batch = lambda data, step, *rest: batch(data, step + (int(by) if step + 1 >= at else 0), *rest)
 
     def kill_in_save(self, step: float, n: float) -> None:
         def call(count, change):
@@ -175,21 +153,11 @@ class Faults:
         if on == self.rank:
             TensorReader.read_data = read_data
 
-    def trace_save(self, file: str) -> None:
-        def call(count, change):
-            if self.rank == 0:
-                with open(file, "a") as out:
-                    print(change, file=out)
-        on_change(lambda path: "/checkpoints" in path, call)
 
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _spoil(tensor: torch.Tensor) -> None:
+    """The first element on this rank becomes NaN."""
     tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return getattr(tensor, "_tensor", tensor)       # of a weight that is gathered as float8
-
-
-def _content(x: torch.Tensor) -> bytes:
-    return x.cpu().numpy().tobytes()
+    getattr(tensor, "_tensor", tensor).view(-1)[0] = math.nan       # _tensor: of a weight that is gathered as float8
 
 
 def _of_save(step: float):

@@ -54,7 +54,7 @@ def whole2(base) -> Config:
 def finish(config: Config, *overrides, **how) -> Config:
     run = faults.start(config, *overrides, **how)
     assert set(run.wait()) == {0}, run.output
-    assert faults.is_finished(config), run.output
+    assert (config.run_dir / "summary.json").exists(), run.output
     assert not leftovers(config)
     return config
 
@@ -143,7 +143,7 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole2):
     config = replace(base, run="torchrun")
     run = faults.start(config, faults=["signal_in_step:5:1:9", "slow_steps:0.05"], restarts=1)
     run.wait_until(lambda: "resuming" in run.output)
-    run.wait_for_step(faults.last_step(config) + 3)
+    run.wait_until(faults.last_step(config) + 3)
     ranks = faults.children(run.pids[0])
     os.kill(run.pids[0], signal.SIGTERM)
     run.wait()      # its own exit code is no word on the ranks': any signal counts as a failure
@@ -156,7 +156,7 @@ def test_a_rank_killed_in_mid_step_and_torchrun_told_to_stop(base, whole2):
 def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole2):
     config = replace(base, run="signalled")
     run = faults.start(config, ranks=2, faults=["slow_steps:0.1"])
-    run.wait_for_step(3)
+    run.wait_until(3)
     os.kill(run.pids[1], signal.SIGUSR1)
     assert run.wait() == [0, 0], run.output
     assert "stopped on request at step" in run.output
@@ -168,7 +168,7 @@ def test_a_signal_to_one_rank_stops_all_and_a_dead_rank_is_named(base, whole2):
 
 def test_a_second_signal_of_its_kind_ends_a_rank_that_is_stuck_in_a_collective(base):
     run = faults.start(replace(base, run="stuck"), ranks=2, faults=[f"signal_in_step:5:1:{signal.SIGSTOP:d}"])
-    run.wait_for_step(4)
+    run.wait_until(4)
     rank = run.processes[0]
     for number, seconds in (signal.SIGUSR1, 0.1), (signal.SIGUSR1, 1.5), (signal.SIGTERM, 0.5):
         os.kill(rank.pid, number)   # within a second it is the same request, passed on twice;
@@ -299,7 +299,7 @@ def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt,
 def test_two_runs_of_one_folder_are_one_too_many(base, whole):
     config = replace(base, run="twice")
     first = faults.start(config)
-    first.wait_for_step(1)
+    first.wait_until(1)
     first.signal(signal.SIGSTOP)    # or it may be done before the second one looks
     told = refused([2], config)
     first.signal(signal.SIGCONT)
