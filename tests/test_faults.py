@@ -71,13 +71,6 @@ def assert_same(config: Config, calm: Config, ranks: int = 1) -> None:
     assert record(finish(config, ranks=ranks)) == record(calm)
 
 
-def undone(config: Config, name: str) -> Config:
-    """A copy of a finished run as a kill after the last save would leave it."""
-    copy = replace(config, run=name)
-    shutil.copytree(config.run_dir, copy.run_dir, ignore=shutil.ignore_patterns("summary.json"))
-    return copy
-
-
 def refused(codes: list[int], config: Config, *overrides, **how) -> str:
     """The sentence with which a run ends, which is no traceback."""
     run = ended(codes, config, *overrides, **how)
@@ -114,19 +107,7 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     assert_same(config, whole)
 
 
-# ------------------------------------------------------------------------------------------------------- broken checkpoints
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used_by_all_ranks(whole2):
-    config = undone(whole2, "damaged")
-    flip_bit(config.run_dir / f"checkpoints/step_{STEPS:08d}/__1_0.distcp", 4321)
-    run = ended([0, 0], config, ranks=2)
-    assert f"resuming {config.run_dir}/checkpoints/step_{STEPS - EVERY:08d}" in run.output
-    assert [row["event"] for row in rows(config, "event")].count("bad_checkpoint") == 1
-    assert (config.run_dir / f"checkpoints/bad_step_{STEPS:08d}").exists(), "what is bad is kept for inspection"
-    assert record(config) == record(whole2)
-
-
-def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(base, whole2):
+def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all_and_all_use_the_checkpoint_before_a_damaged_one(base, whole2):
     config = replace(base, run="one_rank")
     full = ["fail_in_save:4:1:99:1", *(f"fail_in_save:{at}:12:99:0" for at in (8, 10, 12))]
     assert "3 saves in a row have failed" in refused([1, 1], config, ranks=2, faults=full)
@@ -134,6 +115,13 @@ def test_a_save_or_a_load_that_fails_on_one_rank_fails_on_all(base, whole2):
     assert "rank 1: " in failed[0] and all("rank 0: " in told and "No space left" in told for told in failed[1:])
     assert "Errno 5" in refused([1, 1], config, ranks=2, faults=["fail_load:1"])
     assert_same(config, whole2, ranks=2)
+    (config.run_dir / "summary.json").unlink()
+    flip_bit(config.run_dir / f"checkpoints/step_{STEPS:08d}/__1_0.distcp", 4321)
+    run = ended([0, 0], config, ranks=2)
+    assert f"resuming {config.run_dir}/checkpoints/step_{STEPS - EVERY:08d}" in run.output
+    assert [row["event"] for row in rows(config, "event")].count("bad_checkpoint") == 1
+    assert (config.run_dir / f"checkpoints/bad_step_{STEPS:08d}").exists(), "what is bad is kept for inspection"
+    assert record(config) == record(whole2)
 
 
 # -------------------------------------------------------------------------------------------------------- signals and ranks
