@@ -1,13 +1,21 @@
-"""Learning rates by hand, AdamW against its equations in fp64."""
+"""Learning rates by hand, AdamW and Muon against their equations in fp64; Muon over shards and after a resume."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
-from runtime import optim
+from runtime import optim, parallel
 from runtime.config import OptimConfig
+from tests.conftest import call_train
+from tests.faults import back_to, record, rows, summary
+from tests.test_faults import finish
 
 
 def rates(steps, **changes):
@@ -52,3 +60,141 @@ def test_adamw_against_the_equations_with_decay_of_matrices_only(filled):
             assert torch.allclose(got.double(), want, atol=1e-7), name
     optim.set_updates(optimizer, 7)
     assert {float(state["step"]) for state in optimizer.state.values()} == {7.0}
+
+
+# ---------------------------------------------------------------------------------------------------------------------- Muon
+
+MODEL = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, n_ctx=8, vocab_size=100)
+C = OptimConfig(lr=0.02, kind="muon", momentum=0.9, weight_decay=0.1)
+
+
+def test_newton_schulz_gives_the_singular_vectors_and_work_is_dealt_evenly():
+    torch.manual_seed(1)
+    for shape in (64, 16), (16, 64), (32, 32):
+        u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+        matrix = u * torch.linspace(0.1, 1, min(shape), dtype=torch.float64) @ v
+        found = u.T @ optim.orthogonalised(matrix.float()).double() @ v.T     # diagonal where the singular vectors are the same
+        values = torch.diagonal(found)
+        assert ((values > 0.6) & (values < 1.3)).all() and (found - torch.diag(values)).abs().max() < 0.05
+    with torch.device("meta"):
+        parts = optim.muon_parts(GPT(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
+    costs = [optim.newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()]
+    square = 5 * 6 * 2048**3        # by hand: three products of 2 x 2048^3
+    assert costs[:2] == [3 * square, square] and costs[2] == 2 * costs[3] == 2 * 5 * (4 * 2048**2 * 5632 + 2 * 2048**3)
+    for ranks, most in ((1, 1), (3, 1.01), (8, 1.03), (64, 1.5)):
+        owners = optim.deal(costs, ranks)
+        sums = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
+        assert sum(sums) == sum(costs) and max(sums) <= most * sum(costs) / ranks, ranks
+
+
+def test_every_matrix_follows_muon_in_fp64_and_the_rest_is_adamw():
+    """By its definition, part by part: momentum, Nesterov's step, five iterations, decay. The learning rate changes."""
+    model = GPT(MODEL)
+    model.init_weights(0)
+    optimizer = optim.build_optimizer(model, C)
+    optim.fill_state(optimizer)
+    torch.manual_seed(1)
+    parts = {p: p.detach().double().split(rows) for p, rows in optim.muon_parts(model).items()}
+    assert {part.shape for of in parts.values() for part in of} == {(32, 32), (16, 32), (48, 32), (32, 48)}
+    before, momenta = {p: p.detach().clone() for p in parts}, {p: [torch.zeros_like(w) for w in of] for p, of in parts.items()}
+    rest = {p: torch.nn.Parameter(p.detach().clone()) for name, p in model.named_parameters()
+            if name == "wte.weight" or "norm" in name}
+    assert len(rest) + len(parts) == len(list(model.parameters()))
+    adamw = torch.optim.AdamW([{"params": [p for p in rest.values() if p.ndim > 1]},
+                               {"params": [p for p in rest.values() if p.ndim == 1], "weight_decay": 0.0}],
+                              betas=(C.beta1, C.beta2), eps=C.eps, weight_decay=0.1)
+    for lr in (0.02, 0.01, 0.03):
+        for group in (*optimizer.param_groups, *adamw.param_groups):
+            group["lr"] = lr
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape)
+        for p, twin in rest.items():
+            twin.grad = p.grad
+        for p, of in parts.items():
+            for w, m, g in zip(of, momenta[p], p.grad.double().split([len(w) for w in of]), strict=True):
+                m.mul_(0.9).add_(0.1 * g)
+                x = 0.1 * g + 0.9 * m
+                x /= x.norm()
+                for _ in range(5):
+                    x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+                w.mul_(1 - lr * 0.1).sub_(lr * 0.2 * max(w.shape)**0.5 * x)
+        versions = [p._version for p in model.parameters()]
+        optimizer.step()
+        adamw.step()
+        assert all(p._version > old for p, old in zip(model.parameters(), versions, strict=True)), "stale copies"
+    for p, of in parts.items():
+        due, momentum = torch.cat(of), torch.cat(momenta[p])
+        assert (p - due).norm() < 0.05 * (due - before[p]).norm() and (p - due).norm() > 0, "BF16's roundings"
+        torch.testing.assert_close(optimizer.state[p]["momentum"], momentum.float())
+    for p, twin in rest.items():
+        torch.testing.assert_close(p, twin)
+    assert {name.rpartition(".")[2] for name in optim.state_tensors(optimizer, model)} == {"momentum", "exp_avg", "exp_avg_sq"}
+
+
+def test_a_resumed_run_ends_in_the_same_bits_and_two_ranks_train_what_one_process_trains(tiny, tmp_path, capsys):
+    config = replace(tiny, optim=replace(tiny.optim, kind="muon"))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    whole = record(config)
+    back_to(config, 3)
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    assert record(config) == whole and whole["trajectory"][-1][2] < whole["trajectory"][0][2]
+    refused = call_train(capsys, replace(config, optim=replace(config.optim, kind="adamw")), tmp_path)
+    assert (refused.returncode, "optim.kind was muon" in refused.stderr) == (2, True)
+    assert summary(config)["optimizer"] == "Muon"
+    two = finish(replace(config, run="two"), ranks=2)
+    for one, other in zip(rows(config), rows(two), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+
+
+LAYOUTS = (1, 2), (1, 3), (2, 2), (4, 1)      # replicas x shards: three shards of 32 rows are not equal
+
+
+def test_a_matrix_has_one_owner_and_the_bits_of_one_process(tmp_path):
+    mp.spawn(ranks_of_muon, (str(tmp_path),), nprocs=4)
+    for replicas, shards in LAYOUTS:
+        seen = torch.load(tmp_path / f"{replicas}x{shards}.pt")
+        assert sum(seen["parts"]) == 7 and len(seen["parts"]) == replicas * shards
+        assert seen["parts"] == [0, 0, 7, 0] if replicas == 4 else max(seen["parts"]) < 5
+        assert seen["found"].keys() == seen["due"].keys()
+        for name, due in seen["due"].items():   # AdamW's last values of a shard are rounded by other instructions
+            is_muons = name.startswith("layers") and "norm" not in name
+            torch.testing.assert_close(seen["found"][name], due, rtol=0 if is_muons else 1e-6, atol=0 if is_muons else 1e-7)
+
+
+def ranks_of_muon(rank, folder):
+    """Two updates of a sharded model and of a whole one by the same gradients; rank 0 keeps both and how many each rank did."""
+    torch.set_num_threads(1)
+    calls, compute = [], optim.orthogonalised
+    optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
+    for replicas, shards in LAYOUTS:
+        if rank >= (size := replicas * shards):
+            continue
+        path = f"{folder}/{replicas}x{shards}"
+        dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+        mesh, seen = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")), {}
+        world = parallel.World(rank, rank, size, torch.device("cpu"), mesh)
+        if replicas == 4:
+            optim.deal = lambda costs, ranks: [2] * len(costs)      # three ranks have nothing to do
+        for kind in "found", "due":
+            model = GPT(MODEL)
+            model.init_weights(0)
+            if kind == "found":
+                parallel.shard(model, world)
+            optimizer = optim.build_optimizer(model, C)
+            optim.fill_state(optimizer)
+            torch.manual_seed(1)
+            for _ in range(2):
+                calls.clear()
+                for p in model.parameters():
+                    p.grad = torch.randn(p.shape)
+                    if isinstance(p, DTensor):
+                        p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+                optimizer.step()
+            if kind == "found":
+                seen["parts"] = [int(n) for n in parallel.all_concatenate(torch.tensor(float(len(calls))), world)]
+            tensors = {name: p.detach() for name, p in model.named_parameters()} | optim.state_tensors(optimizer, model)
+            seen[kind] = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        if world.is_main:
+            torch.save(seen, f"{path}.pt")
+        dist.destroy_process_group()

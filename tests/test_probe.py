@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model_reference import reference_frequencies, rms, turn
 from torch._dynamo.utils import counters
 
 from model import GPT, GPTConfig
@@ -20,6 +19,7 @@ from runtime.probe import Probe, sequences, statistics
 from tests.conftest import call_train, with_recipe
 from tests.faults import record, summary
 from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, SIZE, quantised, tokens
+from tests.test_model import reference_frequencies, rms, turn
 
 SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
 def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
