@@ -87,6 +87,7 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
     *[(f"fp8.fast_backward=true fp8.recipe={recipe}", "fp8.fast_backward") for recipe in ("off", "mxfp8", "nvfp4")],
+    *[(f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling") for how in ("off", "tensorwise", "auto fp8.kernels=true")],
     ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
     ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"),
     ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"), ("log.to=wandbb", "'wandb'"),

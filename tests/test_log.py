@@ -20,7 +20,6 @@ from runtime.cli import UserError
 from runtime.config import LogConfig
 from runtime.progress import duration, si
 from runtime.rows import read_rows, write_json
-from tests.conftest import call_train
 from tests.faults import wait_for
 
 
@@ -311,8 +310,3 @@ def test_the_steps_asked_for_are_traced(tmp_path, steps, asked, traced):
         profiler.end(step)
     profiler.close()
     assert len(said) == bool(traced) and traced_steps(tmp_path) == traced
-
-
-def test_a_run_traces_the_steps_of_profile(tiny, tmp_path, capsys):
-    assert call_train(capsys, replace(tiny, steps=3, profile="2:3"), tmp_path).returncode == 0
-    assert traced_steps(tiny.run_dir) == [2, 3]

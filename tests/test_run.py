@@ -33,10 +33,11 @@ from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import call_train, with_recipe, write_source
 from tests.faults import summary
+from tests.test_log import traced_steps
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
-    bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
+    bf16, fp8 = replace(tiny, run="a", profile="2:3"), with_recipe(tiny, "tensorwise", run="b")
     kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
     for config in (bf16, kernels, fp8):
         done = call_train(capsys, config, tmp_path)
@@ -49,7 +50,7 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, cap
     assert (a["params_fp8"], len(b["precision"]["layers_converted"]), list(b["precision"]["layers_skipped"])) == (0, 8, ["head"])
     assert a["loss_as_trained"] == a["loss_bf16"] != b["loss_bf16"] != b["loss_as_trained"]
     assert abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05 and abs(c["loss_bf16"] - b["loss_bf16"]) < 0.01
-    assert "fp8: 8 of 9 Linears" in done.stdout
+    assert "fp8: 8 of 9 Linears" in done.stdout and traced_steps(bf16.run_dir) == [2, 3]
     saved = np.load(fp8.run_dir / "val_losses.npz")
     mean = 0.0
     for i, source in enumerate(sorted(b["sources"])):
@@ -105,13 +106,20 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
-def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, own_data, tmp_path, capsys):
+def test_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(tiny, own_data, tmp_path, capsys):
     os.remove(own_data / "code/train_00000.bin")
     for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
                           (f"data.dir={own_data}", "train_00000.bin is missing")):
         done = call_train(capsys, tiny, tmp_path, setting)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False) and told in done.stderr, done.stderr
         assert not tiny.run_dir.exists()
+    assert not is_finished(tiny)
+    lock_folder(tiny.run_dir).close()
+    (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
+    assert not is_finished(tiny)
+    (tiny.run_dir / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds no run"):
+        is_finished(tiny)
 
 
 @pytest.mark.parametrize("before, after, label", [("tensorwise", "off", "tensorwise"), ("off", "tensorwise", "bf16")])
@@ -140,39 +148,27 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, tmp_path, capsys, b
     assert [row["loss"] for row in faults.rows(other)] == losses["other"]
 
 
-def watched_steps(monkeypatch):
-    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
-    at, beat = {"step": None}, Watchdog.at
-
-    def spy(self, what, step, *args, **kwargs):
-        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
-        return beat(self, what, step, *args, **kwargs)
-    monkeypatch.setattr(Watchdog, "at", spy)
-    return at
-
-
 READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__", "__contains__",
          "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, monkeypatch, capsys):
     """Reads by Python's calls, and by what torch calls beneath its functions."""
-    seen, frozen, within = [], [], watched_steps(monkeypatch)
+    seen, frozen, at, beat = [], [], [None], Watchdog.at        # the step that train.py is in, up to its log line
 
-    def note(name):
-        if name in READS and within["step"] is not None:
-            seen.append((within["step"], name))
+    def noted(self, what, step, *args, **kwargs):
+        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
+        return beat(self, what, step, *args, **kwargs)
 
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            note(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
+    def called(self, func, types, args=(), kwargs=None):
+        name = func._schema.name if hasattr(func, "_schema") else getattr(func, "__name__", "")
+        if name in READS and at[0] is not None:
+            seen.append((at[0], name))
+        return func(*args, **(kwargs or {}))
 
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            note(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
+    Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": called})
+    Operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": called})
+    monkeypatch.setattr(Watchdog, "at", noted)
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
     with Functions(), Operators():
         done = call_train(capsys, tiny, tmp_path)
@@ -202,16 +198,6 @@ def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tm
     monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
     lock_folder(run_dir).close()
     assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
-
-
-def test_a_folder_that_is_no_run_is_left_alone(tiny):
-    assert not is_finished(tiny)
-    lock_folder(tiny.run_dir).close()
-    (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
-    assert not is_finished(tiny)
-    (tiny.run_dir / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds no run"):
-        is_finished(tiny)
 
 
 def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
