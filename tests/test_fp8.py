@@ -2,6 +2,7 @@
 matmul say. On our own kernels: tests/test_fp8_kernels.py; on several ranks: tests/test_parallel.py."""
 
 import contextlib
+import itertools
 import math
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from runtime.cli import UserError
 from runtime.config import FP8Config
 from runtime.fp8 import fake_quantise, noise_at
 from tests.conftest import call_train
-from tests.faults import back_to, record
+from tests.faults import back_to, record, rows, summary
 
 RECIPES = ["tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8"]
 KERNELS = [f"{recipe}+kernels" for recipe in ("tensorwise", "tensorwise_gw_hp", "amax")]
@@ -213,26 +214,20 @@ def test_constant_gradient_scales_undo_the_loss_scale():
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("recipe", RECIPES[:5])
-def test_torchaos_matmuls_accumulate_fast_backward_where_that_is_asked_for(monkeypatch, recipe):
-    x, w, g = operands("random")
-    for label, backward in ((recipe, False), (f"{recipe}+fast_backward", True)):
-        holder, seen = linear(w, label, "cuda"), []
-        monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
-            seen.append(use_fast_accum), torch.zeros(len(a), b.size(1), dtype=out_dtype))[1])
-        passes(holder, x, g)
-        assert seen == [True] + [backward] * (1 if recipe.endswith("gw_hp") else 2), label
-
-
-def test_fast_accumulation_backward_is_another_run_and_says_that_a_cpu_has_none(tiny):
+def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_and_has_no_effect_on_a_cpu(tiny, monkeypatch):
     plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)) for is_fast in (False, True))
     assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
     assert fast.identity() == plain.identity() | {"fp8.fast_backward": True} and fast.fp8.label == "tensorwise+fast_backward"
     x, w, g = operands("random")
     assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
-    on_cpu = parallel.World(0, 0, 1, torch.device("cpu"))
-    assert parallel.set_torch_flags(plain, on_cpu, []) == []
-    assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, on_cpu, [])[0]
+    assert parallel.set_torch_flags(plain, ALONE, []) == []
+    assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, ALONE, [])[0]
+    for recipe, backward in itertools.product(RECIPES[:5], (False, True)):
+        holder, seen = linear(w, recipe + "+fast_backward" * backward, "cuda"), []
+        monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
+            seen.append(use_fast_accum), torch.zeros(len(a), b.size(1), dtype=out_dtype))[1])
+        passes(holder, x, g)
+        assert seen == [True] + [backward] * (1 if recipe.endswith("gw_hp") else 2), recipe
 
 
 # ---------------------------------------------------------------------------------------------- what nvfp4 has besides
@@ -289,28 +284,16 @@ def test_every_token_of_a_run_has_noise_of_its_own_and_a_resumed_run_ends_in_the
     assert record(parts) == record(whole)
 
 
-def test_compiled_nvfp4_learns_as_eager_does(tiny):
+def test_compiled_nvfp4_learns_as_eager_does(tiny, tmp_path, capsys):
     """Of ten blocks: were each compiled anew, for a number of its own, torch would give up at eight."""
-    tiny = replace(tiny, model=replace(tiny.model, n_layer=10))
     losses = {}
-    x = torch.randint(tiny.model.vocab_size, (2, tiny.model.n_ctx), generator=torch.Generator().manual_seed(1))
     for unit in ("off", "block"):
-        built = parallel.build(replace(tiny, fp8=FP8Config(recipe="nvfp4"), parallel=replace(tiny.parallel, compile=unit)), ALONE)
-        built.model.init_weights(1)
-        fp8.set_position(built.model, 0)
-        losses[unit] = []
-        for _ in range(4):
-            fp8.refresh_weight_copies(built.model)
-            loss = built.model(x, x).sum()
-            (loss * built.loss_scale).backward()
-            built.optimizer.step()
-            built.optimizer.zero_grad()
-            losses[unit].append(loss.item())
-        fp8.refresh_weight_copies(built.model)
-        with torch.no_grad():
-            assert built.model(x, x).sum().isfinite()
-    assert losses["block"][0] == pytest.approx(losses["off"][0], rel=0.02)
-    assert all(some[-1] < some[0] for some in losses.values())
+        config = replace(tiny, run=unit, steps=4, model=replace(tiny.model, n_layer=10), fp8=FP8Config(recipe="nvfp4"),
+                         parallel=replace(tiny.parallel, compile=unit))
+        assert call_train(capsys, config, tmp_path).returncode == 0
+        losses[unit] = [row["loss"] for row in rows(config)]
+    assert losses["block"] == pytest.approx(losses["off"], rel=0.02) and losses["block"] != losses["off"]
+    assert all(some[-1] < some[0] for some in losses.values()) and np.isfinite(summary(config)["loss_as_trained"])
 
 
 # ---------------------------------------------------------------------------------------------------------- whole models
