@@ -25,8 +25,7 @@ def quiet(rng, loss=3.0, norm=1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
-def always(before):
-    """There is a checkpoint of fewer steps."""
+def always(before):     # there is a checkpoint of fewer steps
     return True
 
 
@@ -179,14 +178,10 @@ def tensors_of(model):
     return weights | {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
 
 
-def strict(path):
-    return json.loads(path.read_text(), parse_constant=pytest.fail)
-
-
 def examine(folder, model, x, y, tensors=None):
     text = diagnose(model, tensors or tensors_of(model), x, y, 41, "loss nan", folder, True)
     assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
-    return text, strict(folder / "diagnosis.json")
+    return text, json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
 
 
 def bad(counts):

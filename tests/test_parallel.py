@@ -72,37 +72,32 @@ def same(a, b) -> bool:
 # ----------------------------------------------------------------------------------------------------- one process alone
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "mxfp8"])      # all of them: on two ranks, below
-def test_recomputation_changes_no_bit_and_no_name_and_nothing_that_a_probe_sees(tiny, recipe, tmp_path):
-    seen = []
+def test_recomputation_runs_a_block_twice_and_changes_no_bit_no_name_and_nothing_that_a_probe_sees(tiny, recipe, tmp_path):
+    """Without attention, which is kept; of a block its input alone is. A pass without gradients is not recomputed."""
+    seen, counts = [], []
     for recompute in (False, True):
-        built = build(tiny, fp8_config=FP8Config(recipe=recipe), recompute=recompute)
-        took = step(built)
-        built.optimizer.zero_grad()
-        Probe(path := tmp_path / f"{recompute}.jsonl", built.model, fp8.recipes(built.layers, 1.0), 64)(1, *tokens(0), 1.0)
-        seen.append((took, [name for name, _ in built.model.named_modules()], path.read_text()))
-    assert same(seen[0][0], seen[1][0]) and seen[0][1:] == seen[1][1:]
-    assert ('"gradient"' in seen[0][2]) is (recipe != "off")
-
-
-def test_a_recomputed_block_runs_twice_a_step_without_attention_and_keeps_its_input_alone(tiny):
-    """A pass without gradients is not recomputed."""
-    seen = []
-    for recompute in (False, True):
-        built, calls, sizes = build(tiny, model={"loss_chunk": 16}, recompute=recompute), [], []
+        built = build(tiny, fp8_config=FP8Config(recipe=recipe), model={"loss_chunk": 16}, recompute=recompute)
+        calls, sizes = [], []
 
         class Spy(TorchDispatchMode):
             def __torch_dispatch__(self, op, types, args=(), kwargs=None, calls=calls):
                 calls.append("attention") if op in parallel.ATTENTION else None
                 return op(*args, **(kwargs or {}))
 
-        for block in built.model.layers:
-            block.attn.register_forward_hook(lambda *_, calls=calls: calls.append("block"))
+        hooks = [block.attn.register_forward_hook(lambda *_, calls=calls: calls.append("block")) for block in built.model.layers]
         with Spy(), torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
-            step(built)
+            took = step(built)
         with torch.no_grad():
             built.model(torch.zeros(1, 32, dtype=torch.long))
-        seen.append((calls.count("block"), calls.count("attention"), sum(sizes)))   # kept, those of checkpointed regions aside
-    assert [counts[:2] for counts in seen] == [(4, 2), (6, 2)] and seen[1][2] < seen[0][2] / 2
+        counts.append((calls.count("block"), calls.count("attention"), sum(sizes)))  # kept, those of checkpointed regions aside
+        for hook in hooks:
+            hook.remove()
+        built.optimizer.zero_grad()
+        Probe(path := tmp_path / f"{recompute}.jsonl", built.model, fp8.recipes(built.layers, 1.0), 64)(1, *tokens(0), 1.0)
+        seen.append((took, [name for name, _ in built.model.named_modules()], path.read_text()))
+    assert same(seen[0][0], seen[1][0]) and seen[0][1:] == seen[1][1:]
+    assert ('"gradient"' in seen[0][2]) is (recipe != "off")
+    assert [count[:2] for count in counts] == [(4, 2), (6, 2)] and counts[1][2] < counts[0][2] / 2
 
 
 @pytest.mark.parametrize("unit, recompute", [("model", True), ("block", False), ("off", False)])
@@ -133,12 +128,9 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch
     config = replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in changes.items()})
     with pytest.raises(UserError, match=told):
         parallel.start(config)
-
-
-def test_shards_that_torchao_would_not_pad_are_refused(tiny):
-    world = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
+    three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
     with pytest.raises(UserError, match=r"32 rows of layers.0.attn.out.weight do not divide among 3 ranks"):
-        build(tiny, world, GATHERED, {"n_ffn": 96})
+        build(tiny, three, GATHERED, {"n_ffn": 96})     # torchao would not pad them
 
 
 # ------------------------------------------------------------------------------------------------- what two ranks do
@@ -258,15 +250,10 @@ def ranks(tiny, shared):
     return SimpleNamespace(whole=whole, halves=halves, one=one, **json.loads((shared / "seen.json").read_text()))
 
 
-def test_sharded_it_is_the_same_bits_as_unsharded(ranks):
-    """Also with weights that stay gathered, and in replicas."""
+def test_sharded_replicated_recomputed_or_kept_gathered_it_is_the_same_bits(ranks):
     assert all(map(all, ranks.unsharded)) and all(len(equal) > 10 for equal in ranks.unsharded)
-
-
-def test_sharded_recomputation_and_weights_kept_gathered_change_no_bit(ranks):
     assert ranks.same == dict.fromkeys(SHARDED, [True, True, True])
     assert ranks.gathered[0] == ranks.gathered[1]
-
 
 
 def test_two_compiled_fp8_ranks_agree_with_eager_ones(ranks):
