@@ -101,7 +101,7 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     failed = [row for row in rows(config, "event") if row["event"] == "save_failed"]
     assert len(failed) >= 3 and all("No space left" in row["reason"] and "GiB are free" in row["reason"] for row in failed)
     first = saved_steps(config)
-    said = refused([1], config, "checkpoint.every=1", limit=(resource.RLIMIT_FSIZE, 300_000))
+    said = refused([1], config, "checkpoint.every=1", faults=[f"limit:{resource.RLIMIT_FSIZE}:300_000"])
     assert "3 saves in a row have failed" in said
     assert saved_steps(config) == first, "the older checkpoints stay"
     assert_same(config, whole)
