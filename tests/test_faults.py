@@ -284,18 +284,6 @@ def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt,
     assert saved_steps(config)
 
 
-def test_two_runs_of_one_folder_are_one_too_many(base, whole):
-    config = replace(base, run="twice")
-    first = faults.start(config)
-    first.wait_until(1)
-    first.signal(signal.SIGSTOP)    # or it may be done before the second one looks
-    told = refused([2], config)
-    first.signal(signal.SIGCONT)
-    assert f"process {first.pids[0]} on host" in told
-    assert first.wait() == [0], first.output
-    assert record(config) == record(whole)
-
-
 # -------------------------------------------------------------------------------------------------------------- branches
 
 LONG, SHORT, FORK = 12, 8, 6        # steps of the trunk, of its branch, and where it leaves: (1 - 0.25) * 8

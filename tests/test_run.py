@@ -184,19 +184,21 @@ def hold(run_dir, is_held):
     time.sleep(60)
 
 
-def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, monkeypatch, capsys):
+def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tiny, tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
-    run_dir, is_held = tmp_path / "run", faults.FORKS.Event()
-    first = faults.FORKS.Process(target=hold, args=(run_dir, is_held))
+    is_held = faults.FORKS.Event()
+    first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
     first.start()
     assert is_held.wait(60)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"process {first.pid} on host"):
+    with monkeypatch.context() as patch:
         patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
-        lock_folder(run_dir)
+        refused = call_train(capsys, tiny, tmp_path)
+    assert refused.returncode == 2 and f"process {first.pid} on host" in refused.stderr
+    assert not list(tiny.run_dir.glob("*.json*")), "it has written nothing"
     first.kill()        # a run that is about to end is waited for
-    lock_folder(run_dir).close()
+    lock_folder(tiny.run_dir).close()
     monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
-    lock_folder(run_dir).close()
+    lock_folder(tiny.run_dir).close()
     assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 

@@ -119,18 +119,15 @@ def test_the_rank_to_blame_is_named_by_the_others_with_exit_code_1(jobs, name, r
         assert name == "stop_keeper" or f"pid {jobs[name].pids[1]})" in out
 
 
-def test_stacks_and_the_last_collectives_are_written(jobs):
+def test_stacks_and_the_last_collectives_are_written_and_a_job_that_was_suspended_as_a_whole_goes_on(jobs):
     folder = jobs["stuck"].folder
     assert "where_it_is_stuck" in (folder / "stacks/rank_1.txt").read_text()
     assert "all_reduce" in (folder / "stacks/rank_0.txt").read_text()
     assert "where_it_is_stuck" in jobs["stuck"].ranks[1][1], "on stderr too"
     entries = json.loads((folder / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
     assert len(entries) >= 5 and all("reduce" in entry["profiling_name"] for entry in entries)
-
-
-def test_a_job_that_was_suspended_as_a_whole_goes_on_and_leaves_nothing(jobs):
     assert jobs["suspend"].ranks == [(0, ""), (0, "")]
-    assert [path.name for path in jobs["suspend"].folder.iterdir()] == ["config.json"]
+    assert [path.name for path in jobs["suspend"].folder.iterdir()] == ["config.json"], "that one leaves nothing"
 
 
 @pytest.mark.parametrize("is_run", [True, False])
