@@ -119,6 +119,9 @@ def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
     free = ["data.dir=x", "data.micro_batch=auto", "data.max_epochs=3", "model.loss_chunk=64", "run=b", "out=c", "eval.every=2",
             "parallel.recompute=true"]
     assert apply_overrides(tiny, free).identity() == tiny.identity() and apply_overrides(tiny, free).accumulation(4) == 4
+    kernels = [apply_overrides(tiny, ["fp8.recipe=tensorwise", "fp8.kernels=true", f"fp8.scaling={how}"]) for how in (
+        "current", "delayed")]
+    assert [one.identity().get("fp8.scaling") for one in kernels] == [None, "delayed"], "a key that came later"
     for change in ("seed=1", "optim.eps=1e-9", "model.qk_norm=true", "fp8.recipe=rowwise", "data.tokens_per_step=256", "steps=7",
                    "data.mixture=web:1", "start_from=o/r/checkpoints/step_00000002"):
         other = apply_overrides(tiny, [change])

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from runtime import fp8, parallel
-from runtime.checkpoint import latest
 from runtime.config import FP8Config
 from tests import faults
 from tests.conftest import call_train
@@ -186,12 +185,3 @@ def test_a_spike_is_a_row_and_the_loss_stays_finite(delayed, tmp_path, capsys, m
     assert event["step"] == 5 and event["tensors"] == ["layers.0.attn.qkv.x"]
     assert state(delayed)["layers.0.attn.qkv.x"][4] == 15 and state(delayed)["layers.1.attn.qkv.x"][4] == 0
     assert all(row["loss"] < 10 for row in faults.rows(delayed))
-
-
-def test_a_run_of_current_scaling_has_todays_keys_and_no_state(tiny, delayed, tmp_path, capsys):
-    current = replace(delayed, fp8=replace(DELAYED, scaling="current"))
-    assert "fp8.scaling" not in current.identity() and delayed.identity()["fp8.scaling"] == "delayed"
-    assert call_train(capsys, current, tmp_path).returncode == 0
-    assert "fp8_scales" not in json.loads((latest(current.run_dir) / "manifest.json").read_text())["state"]
-    refused = call_train(capsys, delayed, tmp_path)
-    assert refused.returncode == 2 and "fp8.scaling was None, now delayed" in refused.stderr

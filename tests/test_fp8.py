@@ -26,8 +26,7 @@ E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"
 LARGEST = {E4M3: 448.0, E5M2: 57344.0, E2M1: 6.0}
 NAMES = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
 KINDS = ["random", "opposed", "heavy", "zero", "outlier"]
-GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
-CANDIDATES = (TW, "rowwise", "rowwise_with_gw_hp")       # of auto, in the tests of its choice
+GPU = "NVIDIA H100 80GB HBM3"
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 

@@ -6,7 +6,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,14 +38,13 @@ def filled(settings=SMALL, steps=64):
 
 def run(settings, steps, values, sickening=(), every=8):
     """A run as train.py has it: `values(sick, data_step)` gives the factors of loss and norm; the updates on the data steps
-    `sickening` damage the weights. Returns its verdicts, which data each surviving step saw, and the guard."""
+    `sickening` damage the weights. Returns its verdicts and the guard."""
     guard, rng, step, moved_on, sick = Guard(settings), random.Random(0), 0, 0, False
-    saved, verdicts, data = {}, [], {}
+    saved, verdicts = {}, []
     while step < steps and STOP not in verdicts:
         loss, norm = values(sick, step + moved_on)
         verdict = guard.judge(step, *quiet(rng, 3.0 * loss, norm), lambda before, saved=saved: any(s < before for s in saved))
         verdicts.append(verdict)
-        data[step] = step + moved_on
         sick = sick or verdict in (OK, SPIKE) and step + moved_on in sickening
         step += 1
         if verdict is ROLLBACK:
@@ -57,7 +55,7 @@ def run(settings, steps, values, sickening=(), every=8):
             moved_on, step = moved_on + step - to, to
         elif step % every == 0:
             saved[step] = sick, json.dumps(guard.state(), allow_nan=False)
-    return SimpleNamespace(verdicts=verdicts, data=data, guard=guard, sick=sick, count=verdicts.count)
+    return verdicts, guard
 
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.08, 0.9])
@@ -127,12 +125,12 @@ def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there
     *((lambda sick, step, factor=factor: (factor if step >= 60 else 1, 1), (), (1, 6, 1, 0)) for factor in (1.5, 2, 10)),
     (lambda sick, step: (1, 9.0 if step >= 60 else 1), (), (1, 3, 0, 0))])       # large gradients at a normal loss
 def test_a_shift_of_the_data_is_accepted_and_what_a_rollback_does_not_cure_ends_the_run(values, sickening, counts):
-    done = run(SMALL, 300, values, sickening)
+    verdicts, guard = run(SMALL, 300, values, sickening)
     if counts is None:
-        assert done.verdicts[-1] is STOP and done.count(ROLLBACK) == 2 and done.count(SPIKE) == 0
+        assert verdicts[-1] is STOP and verdicts.count(ROLLBACK) == 2 and verdicts.count(SPIKE) == 0
     else:
-        assert tuple(map(done.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and done.verdicts[-200:] == [OK] * 200
-        assert done.guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
+        assert tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and verdicts[-200:] == [OK] * 200
+        assert guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
 
 
 def test_a_slow_rise_and_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():

@@ -205,7 +205,7 @@ def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
             model(x[rows, :1], cache=other)
 
 
-def test_init_depends_on_the_seed_and_on_the_name_alone():
+def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():
     a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not any(torch.equal(a[name], other[name]) for name in a if "norm" not in name)
@@ -214,9 +214,16 @@ def test_init_depends_on_the_seed_and_on_the_name_alone():
     assert all(torch.equal(a[name], deeper[name]) for name in same)     # neither order nor depth moves a draw
     assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
     assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
-    model, state = GPT(TINY), torch.get_rng_state()
+    with torch.device("meta"):
+        model = GPT(TINY, compute_dtype=torch.float32)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.head.weight is not model.wte.weight        # what makes tie() necessary
+    state, x = torch.get_rng_state(), tokens(TINY)
     model.init_weights(1)
     assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    assert model.head.weight is model.wte.weight and torch.equal(model(x), build(TINY)(x))
+    assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
 
 
 @pytest.mark.parametrize("n_layer", [1, 8])
@@ -231,18 +238,6 @@ def test_init_scales(n_layer):
         n = p.numel()
         assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name      # 4 standard errors
         assert abs(p.mean().item()) < 4 * std / math.sqrt(n), name
-
-
-def test_meta_to_empty_to_init_gives_the_same_model_with_its_head_tied():
-    direct, x = build(TINY), tokens(TINY)
-    with torch.device("meta"):
-        model = GPT(TINY, compute_dtype=torch.float32)
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    assert model.head.weight is not model.wte.weight        # what makes tie() necessary
-    model.init_weights(1)
-    assert model.head.weight is model.wte.weight and torch.equal(model(x), direct(x))
-    assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -281,13 +276,9 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
         "flops_per_token_6n_nonembed": 6 * nonembed, "flops_per_token_attn": attention,
         "flops_per_token_attn_causal": attention // 2, "flops_per_token": 6 * matmul + attention,
         "flops_per_token_causal": 6 * matmul + attention // 2}
-
-
-def test_flops_equal_what_torch_counts():
-    config = replace(TINY, n_ctx=32)
-    model, x, y = build(config), tokens(config), tokens(config, seed=1)
+    model, x = build(replace(config, n_ctx=32)), tokens(config, T=32)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(x, y).sum().backward()
+        model(x, x).sum().backward()
     assert counter.get_total_flops() == pytest.approx(model.counts()["flops_per_token"] * x.numel(), rel=1e-9)
 
 

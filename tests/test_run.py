@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT
 from runtime import machine
 from runtime import run as room
-from runtime.checkpoint import load_model
+from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config
 from runtime.machine import check_device, out_of_memory
@@ -51,6 +51,7 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, cap
     assert a["loss_as_trained"] == a["loss_bf16"] != b["loss_bf16"] != b["loss_as_trained"]
     assert abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05 and abs(c["loss_bf16"] - b["loss_bf16"]) < 0.01
     assert "fp8: 8 of 9 Linears" in done.stdout and traced_steps(bf16.run_dir) == [2, 3]
+    assert "fp8_scales" not in read_manifest(latest(kernels.run_dir))["state"], "which delayed scaling alone keeps"
     saved = np.load(fp8.run_dir / "val_losses.npz")
     mean = 0.0
     for i, source in enumerate(sorted(b["sources"])):
