@@ -209,11 +209,16 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     assert threading.active_count() == threads, "the preparing thread has ended"
 
 
-def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and_ends_its_stream(folder):
-    rng = np.random.default_rng(0)
-    for path in (paths := sorted(folder.glob("*/*.bin"))):
-        for at in (0, path.stat().st_size - 1, int(rng.integers(path.stat().st_size))):
+def test_a_flipped_bit_or_another_size_of_any_file_is_found_and_named(folder):
+    """By damage() in a folder; in training, which does without hashes.npy, a bit by the rank whose share the shard is and whose
+    stream it ends, another size before anything is read."""
+    rng, files = np.random.default_rng(0), sorted((*folder.glob("*/*.bin"), *folder.glob("*/hashes.npy")))
+    for path in files:
+        content, is_shard = path.read_bytes(), path.suffix == ".bin"
+        assert list(damage(path.parent)) == []
+        for at in (0, len(content) - 1, int(rng.integers(len(content)))):
             flip_bit(path, at)
+            assert [sentence.partition(": ")[0] for sentence in damage(path.parent)] == [f"{path} is damaged"]
             found = []
             for rank in range(3):
                 data = load(folder)
@@ -224,10 +229,19 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and
                     found.append(error)
                     with pytest.raises(UserError, match="is damaged"):
                         next(data.stream(0, 6, 0, 1, "cpu"))
-            assert len(found) == 1 and f"{path} is damaged" in str(found[0])
-            assert found[0].__notes__, "train.py prints it on this rank, which may be the only one"
+            assert [f"{path} is damaged" in str(error) for error in found] == [True] * is_shard
+            assert all(error.__notes__ for error in found), "train.py prints it on this rank, which may be the only one"
             flip_bit(path, at)
-    assert len(paths) == 7
+        for other in (content[:-1], content + b"\0\0", None):
+            path.unlink()
+            if other:
+                path.write_bytes(other)
+            (sentence,) = damage(path.parent)
+            said = refusal(folder) if is_shard else load(folder) and sentence
+            assert str(path) in sentence and str(path) in said
+            assert not is_shard or f"promises {len(content)} bytes" in said
+        path.write_bytes(content)
+    assert len(files) == 10
 
 
 def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_not_lost(folder, monkeypatch):
@@ -318,25 +332,6 @@ def test_no_flipped_bit_and_no_edit_of_an_index_stays_unseen(folder):
         path.write_bytes(sound)
         conftest.write_index(folder / "a", **change)
         assert refusal(folder).startswith(f"{path} is damaged")
-
-
-@pytest.mark.parametrize("name", ["hashes.npy", "train_00001.bin", "val_00000.bin"])
-def test_damage_names_the_file_and_training_needs_whole_shards_alone(folder, name):
-    path = folder / "a" / name
-    content = path.read_bytes()
-    assert list(damage(folder / "a")) == []
-    flip_bit(path, len(content) - 1)
-    assert [sentence.partition(": ")[0] for sentence in damage(folder / "a")] == [f"{path} is damaged"]
-    for other in (content[:-1], content + b"\0\0", None):
-        path.unlink()
-        if other:
-            path.write_bytes(other)
-        (sentence,) = damage(folder / "a")
-        assert str(path) in sentence
-        if name == "hashes.npy":
-            read_index(folder / "a")
-        else:
-            assert str(path) in (said := refusal(folder)) and f"promises {len(content)} bytes" in said
 
 
 def test_only_shards_hashes_and_index_are_removed(tmp_path):

@@ -30,13 +30,13 @@ GPU = "NVIDIA H100 80GB HBM3"
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
-def build(label="off", device_type=None, head=False, **changes):
+def build(label="off", device_type=None, head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; (model, verdicts)."""
     with torch.device("meta"):
-        model = GPT(GPTConfig(**{**SIZE, **changes}))
-    layers = fp8.convert(model, replace(fp8.by_name(label), head=head), device_type=device_type)
+        model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
+    layers = fp8.convert(model, replace(fp8.by_name(label), head=head), loss_scale, device_type)
     model.to_empty(device="cpu")
-    model.init_weights(0)
+    model.init_weights(seed)
     fp8.refresh_weight_copies(model)
     return model, layers
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from model import GPT, GPTConfig
 from runtime import fp8, probe
 from runtime.checkpoint import checkpoints, seal
-from runtime.config import FP8Config, ProbeConfig
+from runtime.config import ProbeConfig
 from runtime.fp8 import Operand
 from runtime.probe import Probe, sequences, statistics
 from tests.conftest import call_train, with_recipe
 from tests.faults import record, summary
-from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, SIZE, quantised, tokens
+from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, quantised, tokens
+from tests.test_fp8 import build as build_model
 from tests.test_model import reference_frequencies, rms, turn
 
 SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
@@ -26,11 +26,7 @@ SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
 
 def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
     """A model, its recipes by layer, and a batch; weights of a size that makes attention and SwiGLU do something."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
-    layers = fp8.convert(model, FP8Config(recipe=recipe, head=head), SCALE)
-    model.to_empty(device="cpu")
-    model.init_weights(seed)
+    model, layers = build_model(recipe, head=head, dtype=dtype, loss_scale=SCALE, seed=seed, **changes)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "qkv" in name or "gate_up" in name:
