@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -343,7 +341,10 @@ while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do
     SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!)
 done
-printf '%s\\n' "${pids[@]}" > "$STUBS/pids"
+if [ -n "${WARN:-}" ]; then        # that the time is nearly over, to each task
+    until ls "$WARN"/checkpoints/step_* > "$STUBS/saved" 2>&1; do sleep 0.05; done
+    kill -USR1 "${pids[@]}"
+fi
 code=0
 for pid in "${pids[@]}"; do
     wait "$pid"; c=$?; ((c > code)) && code=$c
@@ -378,12 +379,12 @@ def slurm(tiny, tmp_path):
 
 
 def submit(slurm, task="exit 0", *arguments, **env):
-    """Runs the job script to its end; returns its exit code, its errors, what srun and scontrol were asked for."""
+    """Runs the job script to its end; returns its exit code, what it says, what srun and scontrol were asked for."""
     calls = slurm.stubs / "calls"
     calls.write_text("")
     done = subprocess.run(["bash", ROOT / "slurm.sh", *(arguments or (slurm.file,))], cwd=ROOT, capture_output=True, text=True,
-                          env={**slurm.env, "RUN": str(slurm.config.run_dir), "TASK": task, **env}, timeout=120)
-    return done.returncode, done.stderr, calls.read_text().splitlines()
+                          env={**slurm.env, "RUN": str(slurm.config.run_dir), "TASK": task, **env}, timeout=240)
+    return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
 
 def test_each_task_learns_its_rank_and_the_settings_arrive_whole(slurm):
@@ -423,25 +424,11 @@ def test_warned_the_real_train_py_saves_and_is_requeued(slurm, tiny):
     """Two gloo ranks; SIGUSR1 to both, as Slurm sends it."""
     write_config(replace(slurm.config, steps=10_000, checkpoint=replace(tiny.checkpoint, every=4),
                          data=replace(tiny.data, max_epochs=1000)), slurm.file)
-    slurm.env |= {"PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid())}      # the port follows from it
-    run_dir = slurm.config.run_dir
-    job = subprocess.Popen(["bash", ROOT / "slurm.sh", slurm.file], cwd=ROOT, env=slurm.env, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        while not list(run_dir.glob("checkpoints/step_*")):
-            assert job.poll() is None, job.stdout.read()
-            time.sleep(0.05)
-        for pid in (slurm.stubs / "pids").read_text().split():
-            os.kill(int(pid), signal.SIGUSR1)
-        out = job.communicate(timeout=240)[0]
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    assert job.returncode == 0 and "requeued" in out, out
+    job = str(os.getpid())      # the port follows from it
+    code, out, calls = submit(slurm, PYTHON=sys.executable, SLURM_JOB_ID=job, WARN=str(slurm.config.run_dir))
+    assert code == 0 and "requeued" in out and f"scontrol requeue {job}" in calls, out
     stopped = int(re.search(r"stopped on request at step (\d+)", out)[1])
-    assert (run_dir / f"checkpoints/step_{stopped:08}/DONE").exists()
-    assert f"scontrol requeue {os.getpid()}" in (slurm.stubs / "calls").read_text()
+    assert (slurm.config.run_dir / f"checkpoints/step_{stopped:08}/DONE").exists()
 
 
 if __name__ == "__main__":
