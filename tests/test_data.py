@@ -1,4 +1,5 @@
-"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json."""
+"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json; prompts
+and responses, from prepare_data.py to evaluation."""
 
 import itertools
 import json
@@ -6,19 +7,26 @@ import random
 import threading
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from eval import held_out
 from model import GPTConfig
+from prepare_data import main
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
+from runtime.run import save_sequence_losses
 from runtime.shards import damage, read_index, remove_shards
+from runtime.tokenizer import load_tokenizer
 from tests import conftest
 from tests.faults import flip_bit
+from tests.test_prepare import local, split_of
+from tests.text_files import some_documents, write_tokenizer
 
 SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
 OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
@@ -42,12 +50,17 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def load(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24, sha=SHA):
-    return open_data(Config(
-        run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens),
-        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=VOCAB),
-        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer="./some/folder",
-                        tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs)), sha)
+def config_of(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24,
+              tokenizer="./some/folder", vocab_size=VOCAB):
+    return Config(
+        run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens), out=f"{folder}/../out",
+        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=vocab_size),
+        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer=tokenizer,
+                        tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs))
+
+
+def load(*args, **kwargs):
+    return open_data(config_of(*args, **kwargs), SHA)
 
 
 def refusal(folder, *args, **kwargs):
@@ -340,3 +353,47 @@ def test_only_shards_hashes_and_index_are_removed(tmp_path):
         (tmp_path / name).touch()
     remove_shards(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == foreign
+
+
+# ----------------------------------------------------------------------------------------------- prompts and responses
+
+PAIRS = list(zip(some_documents(60, 3), some_documents(60, 4), strict=True))
+# The same two texts parted elsewhere are another pair; an empty prompt is one too; rows without a response are none.
+PAIRS += [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("abc", " \n"), ("", ""), PAIRS[0], (PAIRS[1][0], "other")]
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
+def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
+    name, file = str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind, tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": p, "response": r}) + "\n" for i, (p, r) in enumerate(PAIRS)))
+    assert local(file, out=tmp_path / "data", name="chat", tokenizer=name, instruct="true", val_share=0.3) == 0
+    tok, index = load_tokenizer(name), read_index(tmp_path / "data/chat")
+    assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
+    expected = {split: SimpleNamespace(ids=[], targets=[], bytes=0, documents=0) for split in ("train", "val")}
+    for prompt, response in dict.fromkeys(pair for pair in PAIRS if pair[1].strip()):
+        first, *rest = tok.prefix
+        head, tail = [*rest, *tok.encode(prompt).tolist()], tok.encode(response).tolist()
+        of = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
+        of.ids += [first, *head, *tail]
+        of.targets += [True, *[False] * len(head), *[True] * len(tail)]
+        of.bytes, of.documents = of.bytes + len(response.encode()), of.documents + 1
+    for split, of in expected.items():
+        raw = np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4")
+        assert (raw & ~MASK).tolist() == of.ids and (raw < MASK).tolist() == of.targets
+        assert (index.splits[split].text_bytes, index.splits[split].documents) == (of.bytes, of.documents)
+    assert main(["--show", str(tmp_path / "data")]) == 0
+    assert "the responses and the ends of documents" in capsys.readouterr().out
+
+    config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=80, tokenizer=name, vocab_size=tok.vocab_size)
+    val = open_data(config, tok.sha256).val("chat")
+    _, y = val.batch(0, len(val))
+    assert val.targets.tolist() == (y != -100).sum(1).tolist() and val.tokens == val.targets.sum() < len(val) * N_CTX
+    assert val.text_bytes == round(val.tokens * expected["val"].bytes / sum(expected["val"].targets))
+    losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
+    save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
+    assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
+    ((_, *texts),) = held_out._sources(str(config.run_dir))
+    found = held_out._pick(*texts, 999, "seed", lambda text: text)
+    assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}
