@@ -224,13 +224,11 @@ def main(argv: list[str]) -> int:
 def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, launcher: list[str]) -> None:
     """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
     gc.freeze()     # what was imported stays shared with the other runs
-    while os.getpgrp() != (leader or os.getpid()):
-        try:
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError):      # the leader may have told of a mistake already and ended
+        if leader:
+            wait_for(lambda: os.getpgid(leader) == leader)
             os.setpgid(0, leader)
-        except OSError:             # the leader has no group yet, or has already told of a mistake and ended
-            if not os.path.exists(f"/proc/{leader}"):
-                os.setpgid(0, 0)
-                break
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
