@@ -175,35 +175,6 @@ def test_identities_change_with_what_they_name(folder):
         assert identities()[at] != one[at]
 
 
-def test_context_of_a_masked_source_is_no_target(tmp_path):
-    """Every batch and validation window against the arrays that were written; three windows of context alone."""
-    rng, splits, wanted, n_targets = np.random.default_rng(0), {}, {}, {}
-    for split, n in ("train", 200 * N_CTX + 3), ("val", 12 * N_CTX + 5):
-        ids, is_context = rng.integers(0, VOCAB, n, dtype=np.uint32), np.repeat(rng.random(n // 4 + 1) < 0.5, 4)[:n]
-        is_context[-3 * N_CTX - 3:] = True
-        splits[split], n_targets[split] = [np.where(is_context, ids | MASK, ids)], int((~is_context).sum())
-        targets = np.where(is_context, -100, ids.astype(int))
-        for start in range(0, n - N_CTX, N_CTX):
-            wanted[tuple(ids[start:start + N_CTX])] = targets[start + 1:start + N_CTX + 1].tolist()
-    conftest.write_shards(tmp_path / "chat", splits, 3, **OURS, is_masked=True)
-    data = load(tmp_path, {"chat": 1}, steps=25)
-    for step in range(25):
-        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
-        assert all(wanted[tuple(a.tolist())] == b.tolist() for x, y in batches for a, b in zip(x, y, strict=True))
-        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
-    val = load(tmp_path, {"chat": 1}, eval_tokens=10**6).val("chat")
-    x, y = val.batch(0, len(val))
-    assert [wanted[tuple(row.tolist())] for row in x] == y.tolist() and val.targets.tolist() == (y != -100).sum(1).tolist()
-    assert val.tokens == val.targets.sum() and val.targets[-1] == 0
-    assert val.text_bytes == round(val.tokens * 3 * (12 * N_CTX + 5) / n_targets["val"])
-    conftest.write_index(tmp_path / "chat", is_masked=False)     # a mark is no token id
-    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+"):
-        read(load(tmp_path, {"chat": 1}, steps=25), 25)
-    splits["val"][0] |= MASK
-    conftest.write_shards(tmp_path / "prompts", splits, **OURS, is_masked=True)
-    assert "prompts has 101 val tokens" in refusal(tmp_path, {"prompts": 1})
-
-
 # --------------------------------------------------------------------------------------------------- stream and damage
 
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
@@ -377,17 +348,26 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
         of.ids += [first, *head, *tail]
         of.targets += [True, *[False] * len(head), *[True] * len(tail)]
         of.bytes, of.documents = of.bytes + len(response.encode()), of.documents + 1
+    windows = []
     for split, of in expected.items():
         raw = np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4")
         assert (raw & ~MASK).tolist() == of.ids and (raw < MASK).tolist() == of.targets
         assert (index.splits[split].text_bytes, index.splits[split].documents) == (of.bytes, of.documents)
+        targets = np.where(of.targets, of.ids, -100).tolist()
+        windows += [(of.ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(targets) - N_CTX, N_CTX)]
     assert main(["--show", str(tmp_path / "data")]) == 0
     assert "the responses and the ends of documents" in capsys.readouterr().out
 
-    config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=80, tokenizer=name, vocab_size=tok.vocab_size)
-    val = open_data(config, tok.sha256).val("chat")
-    _, y = val.batch(0, len(val))
-    assert val.targets.tolist() == (y != -100).sum(1).tolist() and val.tokens == val.targets.sum() < len(val) * N_CTX
+    config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=10**6, tokenizer=name, vocab_size=tok.vocab_size)
+    data = open_data(config, tok.sha256)
+    val = data.val("chat")
+    for step in range(6):
+        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
+        assert all((a.tolist(), b.tolist()) in windows for x, y in batches for a, b in zip(x, y, strict=True))
+        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
+    x, y = val.batch(0, len(val))
+    assert all((a.tolist(), b.tolist()) in windows for a, b in zip(x, y, strict=True))
+    assert val.targets.tolist() == (y != -100).sum(1).tolist() and 0 in val.targets and val.tokens == val.targets.sum()
     assert val.text_bytes == round(val.tokens * expected["val"].bytes / sum(expected["val"].targets))
     losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
     save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
@@ -397,3 +377,9 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     ((_, *texts),) = held_out._sources(str(config.run_dir))
     found = held_out._pick(*texts, 999, "seed", lambda text: text)
     assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}
+    conftest.write_index(tmp_path / "data/chat", is_masked=False)     # a mark is no token id
+    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+"):
+        read(open_data(config, tok.sha256), 6)
+    only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
+    conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
+    assert "prompts has 101 val tokens" in refusal(tmp_path, {"prompts": 1})
