@@ -89,29 +89,17 @@ def test_hits_and_false_alarms_on_norms_with_heavy_tails():
     assert hit >= 59 and false <= 2, (hit, false)
 
 
-def test_skip_rollback_stop():
-    """Checkpoints are asked for only at the end of a row: the answer waits for a save under way and for all ranks."""
-    guard, asked = filled(), []
-    for _ in range(2):
-        kept = guard.state()
-        assert [guard.judge(64 + i, math.nan, 1.0, lambda before: asked.append(before) or True)
-                for i in range(4)] == [SKIP] * 3 + [ROLLBACK]
-        assert guard.suspect_since == 64
-        guard.rolled_back(kept)
-        assert guard.suspect_since is None and guard.consecutive == 0
-    assert [guard.judge(64, math.nan, 1.0, asked.append) for _ in range(4)] == [SKIP] * 3 + [STOP]
-    assert "loss nan" in guard.reason and "guard.rollbacks=2" in guard.reason
-    assert (guard.skipped, guard.rollbacks, guard.consecutive) == (12, 2, 4) and asked == [64, 64]
-
-
 @pytest.mark.parametrize("mode, has_checkpoint, verdict, said", [
     ("act", True, ROLLBACK, ""), ("act", False, STOP, "no checkpoint from before step 80"), ("log", True, STOP, "guard.mode=log"),
     ("off", True, STOP, "guard.mode=off")])
 def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there_is_a_way(mode, has_checkpoint, verdict, said):
-    guard = filled(replace(SMALL, mode=mode))
+    guard, asked = filled(replace(SMALL, mode=mode)), []
     not_finite = (math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)
-    assert [guard.judge(80 + i, *not_finite[i], lambda before: has_checkpoint) for i in range(4)] == [SKIP] * 3 + [verdict]
+    assert [guard.judge(80 + i, *not_finite[i], lambda before: asked.append(before) or has_checkpoint)
+            for i in range(4)] == [SKIP] * 3 + [verdict]
+    assert asked == [80] * (mode == "act"), "only at the end of a row: the answer waits for a save under way and for all ranks"
     assert "gradient norm inf" in guard.reason and said in guard.reason
+    assert (guard.skipped, guard.consecutive, guard.suspect_since) == (4, 4, 80)
     guard = filled(replace(SMALL, mode=mode))
     assert guard.judge(79, 0.0, 0.0, always) is OK
     assert guard.reject_validation(80, "validation loss nan", lambda before: has_checkpoint) is verdict

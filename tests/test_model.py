@@ -46,8 +46,9 @@ def tokens(config, B=2, T=None, seed=0):
     return torch.randint(config.vocab_size, (B, T or config.n_ctx), generator=generator)
 
 
-def reference_logits(model, x):
-    """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py."""
+def reference_logits(model, x, seen=None):
+    """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To a list `seen` each block adds
+    its attention logits (B, H, T, T), without the mask, and the inputs of its last Linear (B, T, F)."""
     c = model.config
     w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
     (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.n_embd // c.n_head
@@ -61,12 +62,16 @@ def reference_logits(model, x):
             q, k = rms(q, block["attn.q_norm.weight"], c.norm_eps), rms(k, block["attn.k_norm.weight"], c.norm_eps)
         k, v = (np.repeat(part, H // K, axis=1) for part in (k, v))
         scores = turn(q, frequencies) @ turn(k, frequencies).swapaxes(2, 3) / math.sqrt(D)      # (B, H, T, T)
+        unmasked = scores.copy()
         scores[..., *np.triu_indices(T, 1)] = -np.inf
         p = np.exp(scores - scores.max(-1, keepdims=True))
         out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(B, T, H * D)
         h = h + out @ block["attn.out.weight"].T
         gate, up = np.split(rms(h, block["norm2.weight"], c.norm_eps) @ block["mlp.gate_up.weight"].T, 2, axis=-1)
-        h = h + (gate / (1 + np.exp(-gate)) * up) @ block["mlp.down.weight"].T
+        swiglu = gate / (1 + np.exp(-gate)) * up
+        h = h + swiglu @ block["mlp.down.weight"].T
+        if seen is not None:
+            seen.append((unmasked, swiglu))
     return rms(h, w["norm.weight"], c.norm_eps) @ w["wte.weight" if c.tied else "head.weight"].T
 
 

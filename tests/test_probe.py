@@ -19,7 +19,7 @@ from tests.conftest import call_train, with_recipe
 from tests.faults import record, summary
 from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, quantised, tokens
 from tests.test_fp8 import build as build_model
-from tests.test_model import reference_frequencies, rms, turn
+from tests.test_model import reference_logits
 
 SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
 
@@ -122,41 +122,19 @@ def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path
     assert row["activation"]["amax"] == model.hidden(x)[0].abs().max().item()
 
 
-def naive_logits(model, block, h):
-    """q k / sqrt(D) of a sequence's normed inputs h (T, C), all heads (H, T, T), in fp64, RoPE as complex multiplication."""
-    c, attn, frequencies = model.config, block.attn, reference_frequencies(model.config)
-    qkv = h.double().numpy() @ attn.qkv.weight.detach().double().numpy().T
-
-    def head(at, norm):
-        v = qkv[:, at * c.head_size:(at + 1) * c.head_size]
-        return turn(v if norm is None else rms(v, norm.weight.detach().double().numpy(), c.norm_eps), frequencies)
-
-    H = c.n_head
-    return torch.from_numpy(np.stack([head(i, attn.q_norm) @ head(H + i * c.kv_heads // H, attn.k_norm).T for i in range(H)])
-                            / math.sqrt(c.head_size))
-
-
 @pytest.mark.parametrize("at_once, changes", [(2**24, {}), (100, {"n_head": 4, "n_kv_head": 2}),
                                               (100, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
 def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "LOGITS_AT_ONCE", at_once)
     model, recipes, x, y = build(dtype=torch.float32, seed=4, **changes)
-    inputs, mlp_inputs = [], []
-    for block in model.layers:
-        block.norm1.register_forward_hook(lambda m, i, out: inputs.append(out.detach()[0]))
-        block.norm2.register_forward_hook(lambda m, i, out: mlp_inputs.append(out.detach()))
-    model(x, y)
-    rows = probed(tmp_path, model, recipes, x, y)
+    rows, blocks, masked = probed(tmp_path, model, recipes, x, y), [], 0
+    reference_logits(model, x, blocks)
     assert [(row["kind"], row["step"], row["block"]) for row in rows] == [("block", 7, 0), ("block", 7, 1)]
-    masked = 0
-    for row, block, h, m in zip(rows, model.layers, inputs[:2], mlp_inputs[:2], strict=True):
-        logits = naive_logits(model, block, h)
-        masked += logits.diagonal(1, 1, 2).max() > 1.001 * logits.tril().max()      # of the next token
-        assert row["attention_logit_max"] == pytest.approx(logits.tril().max().item(), rel=1e-4)
-        gate, up = (m.double() @ block.mlp.gate_up.weight.detach().double().T).chunk(2, -1)
-        swiglu = gate * torch.sigmoid(gate) * up
-        assert row["swiglu_amax"] == pytest.approx(swiglu.abs().max().item(), rel=1e-4)
-        assert row["swiglu_rms"] == pytest.approx(swiglu.square().mean().sqrt().item(), rel=1e-4)
+    for row, (logits, swiglu) in zip(rows, blocks, strict=True):        # attention's of the first sequence
+        masked += np.diagonal(logits[0], 1, 1, 2).max() > 1.001 * np.tril(logits[0]).max()      # of the next token
+        assert row["attention_logit_max"] == pytest.approx(np.tril(logits[0]).max(), rel=1e-4)
+        assert row["swiglu_amax"] == pytest.approx(np.abs(swiglu).max(), rel=1e-4)
+        assert row["swiglu_rms"] == pytest.approx(np.sqrt(np.square(swiglu).mean()), rel=1e-4)
     assert masked or changes, "the first case must show whether the mask is there"
 
 
