@@ -13,8 +13,7 @@ import torch
 
 from runtime.config import GuardConfig
 from runtime.guard import Guard, Verdict, diagnose
-from tests.test_fp8 import build as build_model
-from tests.test_fp8 import tokens
+from tests.test_fp8 import build, tokens
 
 SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP = Verdict
@@ -155,30 +154,22 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
     assert seen >= {"off": {OK, SKIP}, "log": {OK, SKIP, SPIKE}, "act": set(Verdict)}[mode]
 
 
-def build(label="off", **changes):
-    return build_model(label, **changes)[0], *tokens()
-
-
-def tensors_of(model):
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    return weights | {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
-
-
-def examine(folder, model, x, y, tensors=None):
-    text = diagnose(model, tensors or tensors_of(model), x, y, 41, "loss nan", folder, True)
+def examine(folder, model, x, y, **spoilt):
+    """What diagnose() says and writes, and the names of what is not finite by kind; spoilt: other moments."""
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()} | spoilt
+    text = diagnose(model, tensors, x, y, 41, "loss nan", folder, True)
     assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
-    return text, json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
-
-
-def bad(counts):
-    return {name: c["not_finite"] for name, c in counts.items() if c["not_finite"]}
+    found = json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
+    return text, found, {kind: {name: c["not_finite"] for name, c in found[kind].items() if c["not_finite"]}
+                         for kind in ("weights", "moments", "gradients", "modules")}
 
 
 @pytest.mark.parametrize("label, changes", [("off", {}), ("tensorwise", {}), ("off", {"loss_chunk": 16})])
 def test_a_sound_model_is_called_sound(tmp_path, label, changes):
-    model, x, y = build(label, **changes)
+    model, (x, y) = build(label, **changes)[0], tokens()
     model(x, y).sum().backward()
-    text, found = examine(tmp_path, model, x, y)
+    text, found, _ = examine(tmp_path, model, x, y)
     assert (found["step"], found["reason"], found["problems"]) == (41, "loss nan", []) and "computed anew, are finite" in text
     assert found["weights"] == found["gradients"] == {
         name: {"values": p.numel(), "not_finite": 0} for name, p in model.named_parameters()}
@@ -186,31 +177,31 @@ def test_a_sound_model_is_called_sound(tmp_path, label, changes):
     assert found["modules"]["head"] == {"values": 4 * 32 * 384, "not_finite": 0}
 
 
+@torch.no_grad()
 def test_weights_moments_and_gradients_that_are_not_finite_and_overflows_are_named(tmp_path):
     for recipe, spoilt in (("off", 4 * 32), ("tensorwise", 4 * 32 * 192)):      # tensorwise, one NaN spoils all
-        model, x, y = build(recipe)
-        with torch.no_grad():
-            model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-        text, found = examine(tmp_path, model, x, y)
+        model = build(recipe)[0]
+        model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
+        text, _, bad = examine(tmp_path, model, *tokens())
         assert "layers.1.mlp.gate_up.weight: 1 of 12,288 values" in text and f"layers.1.mlp.gate_up ({spoilt:,} of " in text
-        assert bad(found["modules"])["layers.1.mlp.gate_up"] == spoilt
-    model, x, y = build()
-    with torch.no_grad():
-        model.layers[0].attn.out.weight.fill_(3e38)
-    text, found = examine(tmp_path, model, x, y)
-    assert not bad(found["weights"]) and next(iter(bad(found["modules"]))) == "layers.0.attn.out" and "layers.0.attn.out" in text
-    model, x, y = build()
-    model(x, y).sum().backward()
-    tensors = tensors_of(model)
-    tensors["optim.wte.weight.exp_avg"].view(-1)[:2] = torch.tensor([math.nan, -math.inf])
+        assert bad["modules"]["layers.1.mlp.gate_up"] == spoilt
+    model = build()[0]
+    model.layers[0].attn.out.weight.fill_(3e38)
+    text, _, bad = examine(tmp_path, model, *tokens())
+    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "layers.0.attn.out" in text
+    model = build()[0]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    moments = torch.zeros_like(model.wte.weight)
+    moments.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
-    _, found = examine(tmp_path, model, x, y, tensors)
-    assert bad(found["moments"]) == {"wte.weight.exp_avg": 2} and bad(found["gradients"]) == {"layers.0.attn.qkv.weight": 7}
+    _, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
+    assert bad["moments"] == {"wte.weight.exp_avg": 2} and bad["gradients"] == {"layers.0.attn.qkv.weight": 7}
 
 
 def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
-    model, x, y = build()
-    text, found = examine(tmp_path, model, x + 10**6, y)
+    model, (x, y) = build()[0], tokens()
+    text, found, _ = examine(tmp_path, model, x + 10**6, y)
     assert len(found["problems"]) == 1 and "IndexError" in found["problems"][0] and found["problems"][0] in text
     assert len(found["weights"]) == 14
     text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True)

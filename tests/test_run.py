@@ -25,7 +25,7 @@ from runtime import machine
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError, UserError
-from runtime.config import FP8Config
+from runtime.config import CheckpointConfig, FP8Config
 from runtime.log import pair_id
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
@@ -108,7 +108,13 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
-def test_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(tiny, own_data, tmp_path, capsys):
+def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
+        tiny, own_data, tmp_path, capsys):
+    spoilt = replace(tiny, run="spoilt", data=replace(tiny.data, dir=str(own_data)), checkpoint=CheckpointConfig(every=1))
+    faults.flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
+    refused = call_train(capsys, spoilt, tmp_path, "steps=2")
+    assert refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
+    assert not (spoilt.run_dir / "summary.json").exists() and not list(spoilt.run_dir.glob("checkpoints/step_*"))
     os.remove(own_data / "code/train_00000.bin")
     for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
                           (f"data.dir={own_data}", "train_00000.bin is missing")):
