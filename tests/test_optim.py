@@ -81,8 +81,6 @@ def test_updates_against_the_equations_in_fp64_with_decay_of_matrices_only(kind,
     assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {7.0}
 
 
-# ---------------------------------------------------------------------------------------------------------------------- Muon
-
 def test_newton_schulz_gives_the_singular_vectors_and_work_is_dealt_evenly():
     torch.manual_seed(1)
     for shape in (64, 16), (16, 64), (32, 32):

@@ -226,20 +226,16 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
     assert not tried.fp8.all_gather and device == torch.device("cuda", 0)
 
 
-class InTheChild:
-    """A config that does this in the process which it is sent to."""
-    def __init__(self, *call):
-        self.call = call
-
-    def __reduce__(self):
-        return self.call[0], self.call[1:]
+class Killer:
+    def __reduce__(self):       # a config that ends the process which it is sent to
+        return signal.raise_signal, (signal.SIGKILL,)
 
 
 def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
     vast = replace(tiny, model=replace(tiny.model, n_embd=2**16, n_ffn=2**18, n_layer=64))      # 15 TB of weights
     refused = with_recipe(tiny, "tensorwise")
     refused = replace(refused, fp8=replace(refused.fp8, skip=("nothing",)))     # no micro-batch mends it
-    for config, error, told in ((InTheChild(signal.raise_signal, signal.SIGKILL), MemoryError, None), (vast, MemoryError, None),
+    for config, error, told in ((Killer(), MemoryError, None), (vast, MemoryError, None),
                                 (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "ended with AttributeError")):
         with pytest.raises(error, match=told):
             try_one(config, CPU)
