@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from model_reference import build_rough
 
 from eval import sample
 from eval.from_hf import write_checkpoint
@@ -18,6 +17,7 @@ from runtime.config import Config, DataConfig, FP8Config, OptimConfig
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
 from tests.conftest import encode_document
+from tests.test_model import build_rough
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
 BYTES = load_tokenizer("byte")

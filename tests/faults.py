@@ -1,18 +1,40 @@
-"""Start, kill, resume and compare real runs of train.py: what the tests of faults are made of.
+"""Start, kill, resume and compare real runs of train.py: what the tests of faults are made of; and the faults that are built in.
 
 A run is a process, or one per rank, forked off one that has imported train.py already, in a process group of its own; kill()
-takes the whole group, as the end of a machine would.
+takes the whole group, as the end of a machine would. `python -m tests.faults FAULT ... CONFIG.py section.key=value ...` is one
+rank of it. A fault is a name and numbers, joined by colons. Steps count from 1 and are steps of the data: what is injected
+belongs to the tokens, so a run that goes over the same tokens again meets it again.
+
+    kill_in_save:STEP:N         SIGKILL to the process group before the N-th change that the save of STEP makes on disk
+    fail_in_save:STEP:N:COUNT   "No space left on device" from that change and those after it, COUNT in all; on one rank: :RANK
+    fail_load:RANK              one rank alone cannot read what a checkpoint holds
+    trace_data:FILE             appends step and SHA-256 of each micro-batch that is trained on to FILE.<rank>
+    scale_loss:FIRST:LAST:FACTOR    the loss, and with it its gradient, times FACTOR on the data of these steps; nan is a factor
+    nan_gradient:STEP:RANK      one element of one gradient on one rank is NaN
+    nan_weight:STEP:RANK        one element of one weight on one rank is NaN from the update of this step on
+    omit_update:STEP            the optimizer is not called at this step: what a skipped step should amount to
+    signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm; not after a restart
+    slow_steps:SECONDS          each step takes so much longer
+    move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
+    limit:RESOURCE:N            of a resource of this process, by its number, no more than N
 """
 
 import contextlib
+import errno
+import faulthandler
+import gc
 import hashlib
 import itertools
 import json
+import math
 import multiprocessing
 import os
+import re
+import resource
 import shutil
 import signal
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -20,34 +42,39 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.run import main as torchrun
+from torch.distributed.tensor import DTensor
 
+import train
+from runtime.checkpoint import TensorReader
 from runtime.config import Config
+from runtime.data import Data
 from runtime.rows import read_rows
-from tests import faulty_train
+from runtime.run import Run as TrainingRun
+from tests.changes import on_change
 from tests.conftest import write_config
 
 HANG_S = 300        # a run that is silent so long on a loaded machine hangs; its stacks are in its log
 COUNT = itertools.count(1)
 FORKS = multiprocessing.get_context("forkserver")       # imports what follows once: that takes longer than a test's runs do
-FORKS.set_forkserver_preload(["tests.faulty_train", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
+FORKS.set_forkserver_preload(["tests.faults", "runtime.watchdog", "torch._dynamo", "torch._inductor.codegen.triton",
                               "torchao.float8.float8_linear_utils"])
 
 
-def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, limit: tuple[int, int] | None = None,
-          restarts: int | None = None) -> "Run":
-    """train.py with `overrides`, as `ranks` processes; limit: a resource and how much of it. With `restarts` the one
-    process is the genuine torchrun, and two ranks, which import everything themselves, are its own processes."""
+def start(config: Config, *overrides: str, faults: list[str] = (), ranks: int = 1, restarts: int | None = None) -> "Run":
+    """train.py with `overrides`, as `ranks` processes. With `restarts` the one process is the genuine torchrun, and two ranks,
+    which import everything themselves, are its own processes."""
     log = Path(config.out).with_name("logs") / f"{next(COUNT):03d}_{config.run}.log"
     log.parent.mkdir(exist_ok=True)
     argv = [*faults, str(write_config(config, log.with_suffix(".py"))), *overrides]
     launcher = [] if restarts is None else ["--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}",
-                                            "--monitor-interval=0.1", "-m", "tests.faulty_train"]
+                                            "--monitor-interval=0.1", "-m", "tests.faults"]
     processes = []
     env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for rank in range(ranks):
         own = env | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        processes.append(FORKS.Process(target=faulty_train.start_rank, args=(
-            argv, own, log, processes[0].pid if rank else 0, limit, launcher)))
+        processes.append(FORKS.Process(target=start_rank, args=(
+            argv, own, log, processes[0].pid if rank else 0, launcher)))
         processes[-1].start()
     return Run(processes, log, config)
 
@@ -76,12 +103,10 @@ class Run:
         return [process.exitcode for process in self.processes]
 
     def wait_until(self, condition, timeout: float = HANG_S) -> None:
-        """Return as soon as condition() holds. Fails where the run ends before."""
-        wait_for(lambda: condition() or not self.is_running(), timeout, lambda: self.output[-4000:])
-        assert condition(), f"ended before: {self.output[-4000:]}"
-
-    def wait_for_step(self, step: int) -> None:
-        self.wait_until(lambda: last_step(self.config) >= step)
+        """Return as soon as condition() holds; fails where the run ends before. Of a number: as soon as that step is done."""
+        holds = condition if callable(condition) else lambda: last_step(self.config) >= condition
+        wait_for(lambda: holds() or not self.is_running(), timeout)
+        assert holds(), f"ended before: {self.output[-4000:]}"
 
     def is_running(self) -> bool:
         return any(process.exitcode is None for process in self.processes)
@@ -105,20 +130,16 @@ def children(pid: int) -> list[int]:
     return []
 
 
-def newest_tensors(config: Config) -> dict[str, torch.Tensor]:
-    """Every weight and moment of the newest checkpoint, read by DCP itself rather than by the code under test."""
+def digest(config: Config) -> str:
+    """SHA-256 over every weight and moment of the newest checkpoint, and its step; read by DCP rather than by the code under
+    test."""
     reader = dcp.FileSystemReader(max(p.parent for p in (config.run_dir / "checkpoints").glob("step_*/DONE")))
     tensors = {name: torch.zeros(of.size, dtype=of.properties.dtype)
                for name, of in reader.read_metadata().state_dict_metadata.items()}
     with warnings.catch_warnings(action="ignore"):      # one process is no mistake
         dcp.load(tensors, storage_reader=reader, no_dist=True)
-    return tensors
-
-
-def digest(config: Config) -> str:
-    """SHA-256 over every weight and moment of the newest checkpoint, and its step."""
     hash = hashlib.sha256(str(saved_steps(config)[-1]).encode())
-    for name, tensor in sorted(newest_tensors(config).items()):
+    for name, tensor in sorted(tensors.items()):
         hash.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + tensor.numpy().tobytes())
     return hash.hexdigest()
 
@@ -161,10 +182,6 @@ def back_to(config: Config, step: int) -> None:
             shutil.rmtree(path)
 
 
-def is_finished(config: Config) -> bool:
-    return (config.run_dir / "summary.json").exists()
-
-
 def leftovers(config: Config) -> list[str]:
     """What no finished run has in its checkpoints folder: temporary names of any kind."""
     return sorted(p.name for p in (config.run_dir / "checkpoints").glob("*") if not p.name.startswith(("step_", "bad_")))
@@ -177,11 +194,11 @@ def flip_bit(file: Path, at: int) -> None:
     file.write_bytes(data)
 
 
-def wait_for(condition: Callable, seconds: float = 120, told: Callable = str):
-    """What condition() returns as soon as it is true; told(): more to say where it never is."""
+def wait_for(condition: Callable, seconds: float = 120):
+    """What condition() returns as soon as it is true."""
     end = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < end, told()
+        assert time.monotonic() < end
         time.sleep(0.005)
     return value
 
@@ -190,3 +207,139 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+# ------------------------------------------------------------------------------------- in the run's own process
+
+def main(argv: list[str]) -> int:
+    split = next(i for i, argument in enumerate(argv) if argument.endswith(".py"))
+    faults = Faults() if split else None
+    for fault in argv[:split]:
+        name, *arguments = fault.split(":")
+        getattr(faults, name)(*(argument if "/" in argument else float(argument) for argument in arguments))
+    sys.argv = ["train.py", *argv[split:]]
+    return train.main(sys.argv[1:])
+
+
+def start_rank(argv: list[str], env: dict[str, str], log: Path, leader: int, launcher: list[str]) -> None:
+    """Become one rank in a process just forked, in the process group of `leader` (0: its own); or torchrun, by `launcher`."""
+    gc.freeze()     # what was imported stays shared with the other runs
+    os.setpgid(0, 0)
+    with contextlib.suppress(OSError):      # the leader may have told of a mistake already and ended
+        if leader:
+            wait_for(lambda: os.getpgid(leader) == leader)
+            os.setpgid(0, leader)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.chdir(Path(__file__).resolve().parents[1])
+    os.environ.update(env)
+    torch.set_num_threads(1)
+    faulthandler.enable(2)
+    sys.exit(torchrun([*launcher, *argv]) if launcher else main(argv))
+
+
+class Faults:
+    """Calls what is registered for the places of a step: `in_loss`, functions (step, losses, tokens) -> losses of every forward
+    pass that is trained on; `before_norm`, functions (step, run), once a step."""
+
+    def __init__(self):
+        self.rank, self.run, self.in_loss, self.before_norm = int(os.environ.get("RANK", 0)), None, [], []
+        open_run, clip = TrainingRun.__init__, train.parallel.clip_gradients
+
+        def opened(run, *rest):
+            open_run(run, *rest)
+            self.run = run
+            run.model.register_forward_hook(forwarded)
+
+        def forwarded(model, inputs, losses):
+            for call in self.in_loss if torch.is_grad_enabled() else ():
+                losses = call(self.step(), losses, inputs[0])
+            return losses
+
+        def clip_injected(*arguments):
+            for call in self.before_norm:
+                call(self.step(), self.run)
+            return clip(*arguments)
+
+        TrainingRun.__init__, train.parallel.clip_gradients = opened, clip_injected
+
+    def step(self) -> int:
+        return self.run.progress.step + self.run.progress.data_offset + 1
+
+    def at_step(self, step: float, rank: float, call: Callable) -> None:
+        self.before_norm.append(lambda now, run: call(run) if (now, self.rank) == (step, rank) else None)
+
+    def scale_loss(self, first: float, last: float, factor: float) -> None:
+        self.in_loss.append(lambda step, losses, x: losses * factor if first <= step <= last else losses)
+
+    def trace_data(self, file: str) -> None:
+        def call(step, losses, x):
+            with open(f"{file}.{self.rank}", "a") as out:
+                print(step, hashlib.sha256(x.numpy().tobytes()).hexdigest(), file=out)
+            return losses
+        self.in_loss.append(call)
+
+    def nan_gradient(self, at: float, on: float) -> None:
+        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].grad))
+
+    def nan_weight(self, at: float, on: float) -> None:
+        self.at_step(at, on, lambda run: _spoil(list(run.model.parameters())[-1].data))     # an update leaves NaN
+
+    def omit_update(self, at: float) -> None:
+        self.at_step(at, self.rank, lambda run: setattr(run.optimizer, "step", lambda: delattr(run.optimizer, "step")))
+
+    def signal_in_step(self, at: float, on: float, number: float) -> None:
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+            self.at_step(at, on, lambda run: os.kill(os.getpid(), int(number)))
+
+    def slow_steps(self, seconds: float) -> None:
+        self.before_norm.append(lambda step, run: time.sleep(seconds))
+
+    def move_data(self, at: float, by: float) -> None:
+        batch = Data.batch
+        Data.batch = lambda data, step, *rest: batch(data, step + (int(by) if step + 1 >= at else 0), *rest)
+
+    def limit(self, what: float, most: float) -> None:
+        resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY))
+
+    def kill_in_save(self, step: float, n: float) -> None:
+        def call(count, change):
+            if count == n:
+                os.killpg(0, signal.SIGKILL)
+                time.sleep(60)      # the signal is on its way
+        on_change(_of_save(step), call)
+
+    def fail_in_save(self, step: float, n: float, many: float, on: float | None = None) -> None:
+        def call(count, change):
+            if on in (None, self.rank) and n <= count < n + many and not change.startswith(("remove", "rmdir")):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), change.split(" ", 1)[1])
+        on_change(_of_save(step), call)
+
+    def fail_load(self, on: float) -> None:
+        def read_data(*_):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if on == self.rank:
+            TensorReader.read_data = read_data
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    """The first element on this rank becomes NaN."""
+    tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    getattr(tensor, "_tensor", tensor).view(-1)[0] = math.nan       # _tensor: of a weight that is gathered as float8
+
+
+def _of_save(step: float):
+    """Whether a change is the save of `step`'s: from the first that names the step to the last before a later one's."""
+    at = [0]
+
+    def is_counted(path: str) -> bool:
+        if "/checkpoints" not in path:
+            return False
+        at[0] = max(at[0], *map(int, re.findall(r"step_(\d{8})", path)), 0)
+        return at[0] == step
+    return is_counted
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,24 +1,31 @@
-"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json."""
+"""Tests of runtime/data.py and runtime/shards.py: the order of tokens, batches, validation, damage, index.json; prompts
+and responses, from prepare_data.py to evaluation."""
 
 import itertools
 import json
 import random
 import threading
-from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from eval import held_out
 from model import GPTConfig
+from prepare_data import main
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
 from runtime.data import open_data, permute, schedule, shares
+from runtime.run import save_sequence_losses
 from runtime.shards import damage, read_index, remove_shards
+from runtime.tokenizer import load_tokenizer
 from tests import conftest
 from tests.faults import flip_bit
+from tests.test_prepare import local, split_of
+from tests.text_files import some_documents, write_tokenizer
 
 SHA, N_CTX, VOCAB, MASK = "0123abcd", 8, 60_000, np.uint32(2**31)
 OURS = {"tokenizer": "folder", "tokenizer_sha256": SHA, "vocab_size": VOCAB}
@@ -42,12 +49,17 @@ def folder(tmp_path):
     return tmp_path / "data"
 
 
-def load(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24, sha=SHA):
-    return open_data(Config(
-        run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens),
-        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=VOCAB),
-        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer="./some/folder",
-                        tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs)), sha)
+def config_of(folder, mixture=None, *, steps=6, micro_batch=2, sequences=8, seed=1, max_epochs=50.0, eval_tokens=24,
+              tokenizer="./some/folder", vocab_size=VOCAB):
+    return Config(
+        run="t", steps=steps, seed=seed, optim=OptimConfig(lr=1e-3), eval=EvalConfig(tokens=eval_tokens), out=f"{folder}/../out",
+        model=GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=N_CTX, vocab_size=vocab_size),
+        data=DataConfig(dir=str(folder), mixture=mixture or {"a": 0.5, "b": 0.2, "c": 0.3}, tokenizer=tokenizer,
+                        tokens_per_step=sequences * N_CTX, micro_batch=micro_batch, max_epochs=max_epochs))
+
+
+def load(*args, **kwargs):
+    return open_data(config_of(*args, **kwargs), SHA)
 
 
 def refusal(folder, *args, **kwargs):
@@ -94,12 +106,6 @@ def test_weights_hold_to_within_one_sequence_at_every_prefix(mixture):
         assert abs(rounded - share) < Fraction(1, 2**20)
 
 
-def test_the_order_of_the_first_release_stays(folder):
-    """A run that was begun by an older version goes on with the same tokens; printed by commit 4385f5b."""
-    assert read(load(folder), 1) == [1096, 3080, 1185, 2024, 1201, 3008, 1152, 2008]
-    assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
-
-
 def test_ranks_share_a_step_whatever_their_number(folder):
     """A step's sequences are the same on 1, 2 and 4 ranks, in micro-batches of 2 or 4: consecutive tokens, their successors."""
     data = load(folder)
@@ -118,7 +124,10 @@ def test_ranks_share_a_step_whatever_their_number(folder):
 
 @pytest.mark.parametrize("mixture", [{"a": 0.5, "b": 0.2, "c": 0.3}, {"a": 0.501, "b": 0.2, "c": 0.299}])
 def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_does(folder, mixture):
-    """A rollback moves the data on. The second mixture's period is longer than the short run."""
+    """A rollback moves the data on. The second mixture's period is longer than the short run. A run that was begun by an older
+    version goes on with the same tokens, too: as printed by commit 4385f5b."""
+    assert read(load(folder), 1) == [1096, 3080, 1185, 2024, 1201, 3008, 1152, 2008]
+    assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
     short, whole = load(folder, mixture, steps=2), read(load(folder, mixture, steps=40), 40)
     assert all(read(short, 40, step) == whole[8 * step:] for step in (0, 1, 2, 7, 39)) and short.planned.sum() == 2 * 8
 
@@ -165,35 +174,6 @@ def test_identities_change_with_what_they_name(folder):
         assert identities()[at] != one[at]
 
 
-def test_context_of_a_masked_source_is_no_target(tmp_path):
-    """Every batch and validation window against the arrays that were written; three windows of context alone."""
-    rng, splits, wanted, n_targets = np.random.default_rng(0), {}, {}, {}
-    for split, n in ("train", 200 * N_CTX + 3), ("val", 12 * N_CTX + 5):
-        ids, is_context = rng.integers(0, VOCAB, n, dtype=np.uint32), np.repeat(rng.random(n // 4 + 1) < 0.5, 4)[:n]
-        is_context[-3 * N_CTX - 3:] = True
-        splits[split], n_targets[split] = [np.where(is_context, ids | MASK, ids)], int((~is_context).sum())
-        targets = np.where(is_context, -100, ids.astype(int))
-        for start in range(0, n - N_CTX, N_CTX):
-            wanted[tuple(ids[start:start + N_CTX])] = targets[start + 1:start + N_CTX + 1].tolist()
-    conftest.write_shards(tmp_path / "chat", splits, 3, **OURS, is_masked=True)
-    data = load(tmp_path, {"chat": 1}, steps=25)
-    for step in range(25):
-        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
-        assert all(wanted[tuple(a.tolist())] == b.tolist() for x, y in batches for a, b in zip(x, y, strict=True))
-        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
-    val = load(tmp_path, {"chat": 1}, eval_tokens=10**6).val("chat")
-    x, y = val.batch(0, len(val))
-    assert [wanted[tuple(row.tolist())] for row in x] == y.tolist() and val.targets.tolist() == (y != -100).sum(1).tolist()
-    assert val.tokens == val.targets.sum() and val.targets[-1] == 0
-    assert val.text_bytes == round(val.tokens * 3 * (12 * N_CTX + 5) / n_targets["val"])
-    conftest.write_index(tmp_path / "chat", is_masked=False)     # a mark is no token id
-    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+"):
-        read(load(tmp_path, {"chat": 1}, steps=25), 25)
-    splits["val"][0] |= MASK
-    conftest.write_shards(tmp_path / "prompts", splits, **OURS, is_masked=True)
-    assert "prompts has 101 val tokens" in refusal(tmp_path, {"prompts": 1})
-
-
 # --------------------------------------------------------------------------------------------------- stream and damage
 
 def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
@@ -212,11 +192,16 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     assert threading.active_count() == threads, "the preparing thread has ended"
 
 
-def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and_ends_its_stream(folder):
-    rng = np.random.default_rng(0)
-    for path in (paths := sorted(folder.glob("*/*.bin"))):
-        for at in (0, path.stat().st_size - 1, int(rng.integers(path.stat().st_size))):
+def test_a_flipped_bit_or_another_size_of_any_file_is_found_and_named(folder):
+    """By damage() in a folder; in training, which does without hashes.npy, a bit by the rank whose share the shard is and whose
+    stream it ends, another size before anything is read."""
+    rng, files = np.random.default_rng(0), sorted((*folder.glob("*/*.bin"), *folder.glob("*/hashes.npy")))
+    for path in files:
+        content, is_shard = path.read_bytes(), path.suffix == ".bin"
+        assert list(damage(path.parent)) == []
+        for at in (0, len(content) - 1, int(rng.integers(len(content)))):
             flip_bit(path, at)
+            assert [sentence.partition(": ")[0] for sentence in damage(path.parent)] == [f"{path} is damaged"]
             found = []
             for rank in range(3):
                 data = load(folder)
@@ -227,10 +212,19 @@ def test_one_flipped_bit_in_any_shard_is_found_by_the_rank_whose_share_it_is_and
                     found.append(error)
                     with pytest.raises(UserError, match="is damaged"):
                         next(data.stream(0, 6, 0, 1, "cpu"))
-            assert len(found) == 1 and f"{path} is damaged" in str(found[0])
-            assert found[0].__notes__, "train.py prints it on this rank, which may be the only one"
+            assert [f"{path} is damaged" in str(error) for error in found] == [True] * is_shard
+            assert all(error.__notes__ for error in found), "train.py prints it on this rank, which may be the only one"
             flip_bit(path, at)
-    assert len(paths) == 7
+        for other in (content[:-1], content + b"\0\0", None):
+            path.unlink()
+            if other:
+                path.write_bytes(other)
+            (sentence,) = damage(path.parent)
+            said = refusal(folder) if is_shard else load(folder) and sentence
+            assert str(path) in sentence and str(path) in said
+            assert not is_shard or f"promises {len(content)} bytes" in said
+        path.write_bytes(content)
+    assert len(files) == 10
 
 
 def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_not_lost(folder, monkeypatch):
@@ -245,16 +239,6 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
     for ends in lambda: next(data.stream(0, 6, 0, 1, "cpu")), data.verified:
         with pytest.raises(KeyError):       # it does not pass as sound
             ends()
-
-
-def test_training_finds_one_flipped_bit_and_keeps_nothing_learned_from_it(tiny, own_data, tmp_path, capsys):
-    """The run ends with the file's name before its first checkpoint."""
-    short = replace(tiny, steps=2, checkpoint=replace(tiny.checkpoint, every=1),
-                    data=replace(tiny.data, dir=str(own_data)))
-    flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
-    refused = conftest.call_train(capsys, short, tmp_path)
-    assert refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
-    assert not (short.run_dir / "summary.json").exists() and not list(short.run_dir.glob("checkpoints/step_*"))
 
 
 # -------------------------------------------------------------------------------------------------------------- refusals
@@ -272,18 +256,13 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
 
 
-@pytest.mark.parametrize("changes, told", [
-    ({"tokenizer": "gpt2"}, "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder"),
-    ({"tokenizer_sha256": "ffff"}, "tokenizer=folder (ffff...), but data.tokenizer=./some/folder"),
-    ({"vocab_size": VOCAB + 1}, "ids below 60001, but model.vocab_size=60000")])
-def test_shards_of_another_tokenizer_are_refused(folder, changes, told):
-    conftest.write_index(folder / "b", **changes)
-    assert told in refusal(folder)
-
-
-def test_a_source_that_is_not_there_or_unfinished_is_refused(folder):
-    said = refusal(folder, {"a": 1, "ghost": 1})
-    assert f"there is no {folder / 'ghost/index.json'} ({folder} holds a, b, c)" in said
+def test_shards_of_another_tokenizer_and_a_source_that_is_not_there_or_unfinished_are_refused(folder):
+    for changes, told in (({"tokenizer": "gpt2"}, "tokenizer=gpt2 (0123abcd...), but data.tokenizer=./some/folder"),
+                          ({"tokenizer_sha256": "ffff"}, "tokenizer=folder (ffff...), but data.tokenizer=./some/folder"),
+                          ({"vocab_size": VOCAB + 1}, "ids below 60001, but model.vocab_size=60000")):
+        conftest.write_index(folder / "b", **{**OURS, **changes})
+        assert told in refusal(folder)
+    assert f"there is no {folder / 'ghost/index.json'} ({folder} holds a, b, c)" in refusal(folder, {"a": 1, "ghost": 1})
     (folder / "ghost/parts").mkdir(parents=True)
     assert "ghost is unfinished" in refusal(folder, {"ghost": 1})
 
@@ -328,28 +307,68 @@ def test_no_flipped_bit_and_no_edit_of_an_index_stays_unseen(folder):
         assert refusal(folder).startswith(f"{path} is damaged")
 
 
-@pytest.mark.parametrize("name", ["hashes.npy", "train_00001.bin", "val_00000.bin"])
-def test_damage_names_the_file_and_training_needs_whole_shards_alone(folder, name):
-    path = folder / "a" / name
-    content = path.read_bytes()
-    assert list(damage(folder / "a")) == []
-    flip_bit(path, len(content) - 1)
-    assert [sentence.partition(": ")[0] for sentence in damage(folder / "a")] == [f"{path} is damaged"]
-    for other in (content[:-1], content + b"\0\0", None):
-        path.unlink()
-        if other:
-            path.write_bytes(other)
-        (sentence,) = damage(folder / "a")
-        assert str(path) in sentence
-        if name == "hashes.npy":
-            read_index(folder / "a")
-        else:
-            assert str(path) in (said := refusal(folder)) and f"promises {len(content)} bytes" in said
-
-
 def test_only_shards_hashes_and_index_are_removed(tmp_path):
     foreign = ["my_hashes.npy", "my_train_00000.bin", "notes.txt", "train.bin", "train_1.bin"]
     for name in ["train_00002.bin.tmp", "hashes.npy", "val_00000.bin", *foreign]:
         (tmp_path / name).touch()
     remove_shards(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == foreign
+
+
+# ----------------------------------------------------------------------------------------------- prompts and responses
+
+PAIRS = list(zip(some_documents(60, 3), some_documents(60, 4), strict=True))
+# The same two texts parted elsewhere are another pair; an empty prompt is one too; rows without a response are none.
+PAIRS += [("ab", "c"), ("a", "bc"), ("", "abc"), ("abc", ""), ("abc", " \n"), ("", ""), PAIRS[0], (PAIRS[1][0], "other")]
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "folder"])
+def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
+    name, file = str(write_tokenizer(tmp_path / "tokenizer")) if kind == "folder" else kind, tmp_path / "chat.jsonl"
+    file.write_text("".join(json.dumps({"id": i, "prompt": p, "response": r}) + "\n" for i, (p, r) in enumerate(PAIRS)))
+    assert local(file, out=tmp_path / "data", name="chat", tokenizer=name, instruct="true", val_share=0.3) == 0
+    tok, index = load_tokenizer(name), read_index(tmp_path / "data/chat")
+    assert index.is_masked and index.dtype == "<u4" and index.duplicates == {"chat": 1} and index.empty == 3
+    expected = {split: SimpleNamespace(ids=[], targets=[], bytes=0, documents=0) for split in ("train", "val")}
+    for prompt, response in dict.fromkeys(pair for pair in PAIRS if pair[1].strip()):
+        first, *rest = tok.prefix
+        head, tail = [*rest, *tok.encode(prompt).tolist()], tok.encode(response).tolist()
+        of = expected[split_of(f"{prompt}\0{response}".encode(), 3000)]
+        of.ids += [first, *head, *tail]
+        of.targets += [True, *[False] * len(head), *[True] * len(tail)]
+        of.bytes, of.documents = of.bytes + len(response.encode()), of.documents + 1
+    windows = []
+    for split, of in expected.items():
+        raw = np.fromfile(tmp_path / f"data/chat/{split}_00000.bin", "<u4")
+        assert (raw & ~MASK).tolist() == of.ids and (raw < MASK).tolist() == of.targets
+        assert (index.splits[split].text_bytes, index.splits[split].documents) == (of.bytes, of.documents)
+        targets = np.where(of.targets, of.ids, -100).tolist()
+        windows += [(of.ids[at:at + N_CTX], targets[at + 1:at + N_CTX + 1]) for at in range(0, len(targets) - N_CTX, N_CTX)]
+    assert main(["--show", str(tmp_path / "data")]) == 0
+    assert "the responses and the ends of documents" in capsys.readouterr().out
+
+    config = config_of(tmp_path / "data", {"chat": 1}, eval_tokens=10**6, tokenizer=name, vocab_size=tok.vocab_size)
+    data = open_data(config, tok.sha256)
+    val = data.val("chat")
+    for step in range(6):
+        batches = [data.batch(step, micro, rank, 2) for micro in range(2) for rank in range(2)]
+        assert all((a.tolist(), b.tolist()) in windows for x, y in batches for a, b in zip(x, y, strict=True))
+        assert data.targets(step) == sum(int((y != -100).sum()) for _, y in batches) < 8 * N_CTX
+    x, y = val.batch(0, len(val))
+    assert all((a.tolist(), b.tolist()) in windows for a, b in zip(x, y, strict=True))
+    assert val.targets.tolist() == (y != -100).sum(1).tolist() and 0 in val.targets and val.tokens == val.targets.sum()
+    assert val.text_bytes == round(val.tokens * expected["val"].bytes / sum(expected["val"].targets))
+    losses = SimpleNamespace(sequences={"chat": np.arange(len(val), dtype=float)}, targets={"chat": val.targets})
+    save_sequence_losses(tmp_path / "val_losses.npz", losses, losses)
+    assert np.load(tmp_path / "val_losses.npz")["n_tokens"].tolist() == val.targets.tolist()
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    (config.run_dir / "config.json").write_text(json.dumps(config.to_dict()))
+    ((_, *texts),) = held_out._sources(str(config.run_dir))
+    found = held_out._pick(*texts, 999, "seed", lambda text: text)
+    assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}
+    conftest.write_index(tmp_path / "data/chat", is_masked=False)     # a mark is no token id
+    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+"):
+        read(open_data(config, tok.sha256), 6)
+    only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
+    conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)
+    assert "prompts has 101 val tokens" in refusal(tmp_path, {"prompts": 1})

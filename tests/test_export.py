@@ -10,7 +10,6 @@ import pytest
 import torch
 from eval_runs import documents, generate, write_run
 from huggingface_hub import ModelCard
-from model_reference import tokens
 from safetensors import safe_open
 
 from eval import export
@@ -21,6 +20,7 @@ from runtime.checkpoint import checkpoints, load_model
 from runtime.config import FP8Config
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT
+from tests.test_model import tokens
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
 VARIANTS = {

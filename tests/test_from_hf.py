@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_reference import TINY, build_rough
 from tiny_llama import make_llama, read_llama
 
 import prepare_data
@@ -26,6 +25,7 @@ from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConf
 from runtime.data import open_data
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import call_train
+from tests.test_model import TINY, build_rough
 from tests.text_files import write_tokenizer
 
 # Sizes and position encoding as the published files state them.

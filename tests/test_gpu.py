@@ -313,7 +313,7 @@ def test_a_step_on_a_gpu_waits_for_it_once(tiny, tmp_path, capsys, monkeypatch):
     within, config, seen = watched_steps(monkeypatch), replace(tiny, steps=8, parallel=replace(tiny.parallel, compile=True)), []
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *rest: seen.append((within["step"], str(message)))
+        warnings.showwarning = lambda message, *rest: seen.append((within[0], str(message)))
         torch.cuda.set_sync_debug_mode("warn")
         try:
             assert call_train(capsys, config, tmp_path).returncode == 0

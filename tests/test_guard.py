@@ -6,7 +6,6 @@ import json
 import math
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +13,7 @@ import torch
 
 from runtime.config import GuardConfig
 from runtime.guard import Guard, Verdict, diagnose
-from tests.test_fp8 import build as build_model
-from tests.test_fp8 import tokens
+from tests.test_fp8 import build, tokens
 
 SMALL = GuardConfig(window=16, skips=4, rollbacks=2)
 OK, SPIKE, SKIP, ROLLBACK, STOP = Verdict
@@ -25,8 +23,7 @@ def quiet(rng, loss=3.0, norm=1.0):
     return loss * math.exp(rng.gauss(0, 0.01)), norm * math.exp(rng.gauss(0, 0.05))
 
 
-def always(before):
-    """There is a checkpoint of fewer steps."""
+def always(before):     # there is a checkpoint of fewer steps
     return True
 
 
@@ -40,14 +37,13 @@ def filled(settings=SMALL, steps=64):
 
 def run(settings, steps, values, sickening=(), every=8):
     """A run as train.py has it: `values(sick, data_step)` gives the factors of loss and norm; the updates on the data steps
-    `sickening` damage the weights. Returns its verdicts, which data each surviving step saw, and the guard."""
+    `sickening` damage the weights. Returns its verdicts and the guard."""
     guard, rng, step, moved_on, sick = Guard(settings), random.Random(0), 0, 0, False
-    saved, verdicts, data = {}, [], {}
+    saved, verdicts = {}, []
     while step < steps and STOP not in verdicts:
         loss, norm = values(sick, step + moved_on)
         verdict = guard.judge(step, *quiet(rng, 3.0 * loss, norm), lambda before, saved=saved: any(s < before for s in saved))
         verdicts.append(verdict)
-        data[step] = step + moved_on
         sick = sick or verdict in (OK, SPIKE) and step + moved_on in sickening
         step += 1
         if verdict is ROLLBACK:
@@ -58,7 +54,7 @@ def run(settings, steps, values, sickening=(), every=8):
             moved_on, step = moved_on + step - to, to
         elif step % every == 0:
             saved[step] = sick, json.dumps(guard.state(), allow_nan=False)
-    return SimpleNamespace(verdicts=verdicts, data=data, guard=guard, sick=sick, count=verdicts.count)
+    return verdicts, guard
 
 
 @pytest.mark.parametrize("loss_scatter", [0.0, 0.04, 0.08, 0.9])
@@ -92,29 +88,17 @@ def test_hits_and_false_alarms_on_norms_with_heavy_tails():
     assert hit >= 59 and false <= 2, (hit, false)
 
 
-def test_skip_rollback_stop():
-    """Checkpoints are asked for only at the end of a row: the answer waits for a save under way and for all ranks."""
-    guard, asked = filled(), []
-    for _ in range(2):
-        kept = guard.state()
-        assert [guard.judge(64 + i, math.nan, 1.0, lambda before: asked.append(before) or True)
-                for i in range(4)] == [SKIP] * 3 + [ROLLBACK]
-        assert guard.suspect_since == 64
-        guard.rolled_back(kept)
-        assert guard.suspect_since is None and guard.consecutive == 0
-    assert [guard.judge(64, math.nan, 1.0, asked.append) for _ in range(4)] == [SKIP] * 3 + [STOP]
-    assert "loss nan" in guard.reason and "guard.rollbacks=2" in guard.reason
-    assert (guard.skipped, guard.rollbacks, guard.consecutive) == (12, 2, 4) and asked == [64, 64]
-
-
 @pytest.mark.parametrize("mode, has_checkpoint, verdict, said", [
     ("act", True, ROLLBACK, ""), ("act", False, STOP, "no checkpoint from before step 80"), ("log", True, STOP, "guard.mode=log"),
     ("off", True, STOP, "guard.mode=off")])
 def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there_is_a_way(mode, has_checkpoint, verdict, said):
-    guard = filled(replace(SMALL, mode=mode))
+    guard, asked = filled(replace(SMALL, mode=mode)), []
     not_finite = (math.nan, 1.0), (-math.inf, 1.0), (2.0, math.nan), (1.0, math.inf)
-    assert [guard.judge(80 + i, *not_finite[i], lambda before: has_checkpoint) for i in range(4)] == [SKIP] * 3 + [verdict]
+    assert [guard.judge(80 + i, *not_finite[i], lambda before: asked.append(before) or has_checkpoint)
+            for i in range(4)] == [SKIP] * 3 + [verdict]
+    assert asked == [80] * (mode == "act"), "only at the end of a row: the answer waits for a save under way and for all ranks"
     assert "gradient norm inf" in guard.reason and said in guard.reason
+    assert (guard.skipped, guard.consecutive, guard.suspect_since) == (4, 4, 80)
     guard = filled(replace(SMALL, mode=mode))
     assert guard.judge(79, 0.0, 0.0, always) is OK
     assert guard.reject_validation(80, "validation loss nan", lambda before: has_checkpoint) is verdict
@@ -128,12 +112,12 @@ def test_what_is_not_finite_is_skipped_in_every_mode_and_rolled_back_where_there
     *((lambda sick, step, factor=factor: (factor if step >= 60 else 1, 1), (), (1, 6, 1, 0)) for factor in (1.5, 2, 10)),
     (lambda sick, step: (1, 9.0 if step >= 60 else 1), (), (1, 3, 0, 0))])       # large gradients at a normal loss
 def test_a_shift_of_the_data_is_accepted_and_what_a_rollback_does_not_cure_ends_the_run(values, sickening, counts):
-    done = run(SMALL, 300, values, sickening)
+    verdicts, guard = run(SMALL, 300, values, sickening)
     if counts is None:
-        assert done.verdicts[-1] is STOP and done.count(ROLLBACK) == 2 and done.count(SPIKE) == 0
+        assert verdicts[-1] is STOP and verdicts.count(ROLLBACK) == 2 and verdicts.count(SPIKE) == 0
     else:
-        assert tuple(map(done.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and done.verdicts[-200:] == [OK] * 200
-        assert done.guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
+        assert tuple(map(verdicts.count, (SPIKE, SKIP, ROLLBACK, STOP))) == counts and verdicts[-200:] == [OK] * 200
+        assert guard.judge(300, 3000.0, 1000.0, always) is SKIP, "and the new level is guarded"
 
 
 def test_a_slow_rise_and_the_first_steps_are_no_spike_and_log_mode_follows_a_shift():
@@ -170,34 +154,22 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
     assert seen >= {"off": {OK, SKIP}, "log": {OK, SKIP, SPIKE}, "act": set(Verdict)}[mode]
 
 
-def build(label="off", **changes):
-    return build_model(label, **changes)[0], *tokens()
-
-
-def tensors_of(model):
-    weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    return weights | {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
-
-
-def strict(path):
-    return json.loads(path.read_text(), parse_constant=pytest.fail)
-
-
-def examine(folder, model, x, y, tensors=None):
-    text = diagnose(model, tensors or tensors_of(model), x, y, 41, "loss nan", folder, True)
+def examine(folder, model, x, y, **spoilt):
+    """What diagnose() says and writes, and the names of what is not finite by kind; spoilt: other moments."""
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()} | spoilt
+    text = diagnose(model, tensors, x, y, 41, "loss nan", folder, True)
     assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
-    return text, strict(folder / "diagnosis.json")
-
-
-def bad(counts):
-    return {name: c["not_finite"] for name, c in counts.items() if c["not_finite"]}
+    found = json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
+    return text, found, {kind: {name: c["not_finite"] for name, c in found[kind].items() if c["not_finite"]}
+                         for kind in ("weights", "moments", "gradients", "modules")}
 
 
 @pytest.mark.parametrize("label, changes", [("off", {}), ("tensorwise", {}), ("off", {"loss_chunk": 16})])
 def test_a_sound_model_is_called_sound(tmp_path, label, changes):
-    model, x, y = build(label, **changes)
+    model, (x, y) = build(label, **changes)[0], tokens()
     model(x, y).sum().backward()
-    text, found = examine(tmp_path, model, x, y)
+    text, found, _ = examine(tmp_path, model, x, y)
     assert (found["step"], found["reason"], found["problems"]) == (41, "loss nan", []) and "computed anew, are finite" in text
     assert found["weights"] == found["gradients"] == {
         name: {"values": p.numel(), "not_finite": 0} for name, p in model.named_parameters()}
@@ -205,31 +177,31 @@ def test_a_sound_model_is_called_sound(tmp_path, label, changes):
     assert found["modules"]["head"] == {"values": 4 * 32 * 384, "not_finite": 0}
 
 
+@torch.no_grad()
 def test_weights_moments_and_gradients_that_are_not_finite_and_overflows_are_named(tmp_path):
     for recipe, spoilt in (("off", 4 * 32), ("tensorwise", 4 * 32 * 192)):      # tensorwise, one NaN spoils all
-        model, x, y = build(recipe)
-        with torch.no_grad():
-            model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-        text, found = examine(tmp_path, model, x, y)
+        model = build(recipe)[0]
+        model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
+        text, _, bad = examine(tmp_path, model, *tokens())
         assert "layers.1.mlp.gate_up.weight: 1 of 12,288 values" in text and f"layers.1.mlp.gate_up ({spoilt:,} of " in text
-        assert bad(found["modules"])["layers.1.mlp.gate_up"] == spoilt
-    model, x, y = build()
-    with torch.no_grad():
-        model.layers[0].attn.out.weight.fill_(3e38)
-    text, found = examine(tmp_path, model, x, y)
-    assert not bad(found["weights"]) and next(iter(bad(found["modules"]))) == "layers.0.attn.out" and "layers.0.attn.out" in text
-    model, x, y = build()
-    model(x, y).sum().backward()
-    tensors = tensors_of(model)
-    tensors["optim.wte.weight.exp_avg"].view(-1)[:2] = torch.tensor([math.nan, -math.inf])
+        assert bad["modules"]["layers.1.mlp.gate_up"] == spoilt
+    model = build()[0]
+    model.layers[0].attn.out.weight.fill_(3e38)
+    text, _, bad = examine(tmp_path, model, *tokens())
+    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "layers.0.attn.out" in text
+    model = build()[0]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    moments = torch.zeros_like(model.wte.weight)
+    moments.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
-    _, found = examine(tmp_path, model, x, y, tensors)
-    assert bad(found["moments"]) == {"wte.weight.exp_avg": 2} and bad(found["gradients"]) == {"layers.0.attn.qkv.weight": 7}
+    _, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
+    assert bad["moments"] == {"wte.weight.exp_avg": 2} and bad["gradients"] == {"layers.0.attn.qkv.weight": 7}
 
 
 def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
-    model, x, y = build()
-    text, found = examine(tmp_path, model, x + 10**6, y)
+    model, (x, y) = build()[0], tokens()
+    text, found, _ = examine(tmp_path, model, x + 10**6, y)
     assert len(found["problems"]) == 1 and "IndexError" in found["problems"][0] and found["problems"][0] in text
     assert len(found["weights"]) == 14
     text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True)

@@ -7,10 +7,100 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model_reference import TINY, VARIANTS, build, build_rough, reference_logits, tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPT, GPTConfig, KVCache, RMSNorm
+
+TINY = GPTConfig(n_layer=3, n_head=4, n_embd=48, n_ffn=80, n_ctx=24, vocab_size=200)
+VARIANTS = {
+    "plain": TINY,
+    "untied": replace(TINY, tied=False),
+    "gqa": replace(TINY, n_kv_head=2),
+    "one_kv_head": replace(TINY, n_kv_head=1),
+    "qk_norm": replace(TINY, qk_norm=True),
+    "llama3_rope": replace(TINY, rope_theta=500.0, rope_factor=8.0, rope_original_ctx=16),
+    "everything": replace(TINY, tied=False, n_kv_head=2, qk_norm=True, rope_theta=300.0, rope_factor=4.0,
+                          rope_original_ctx=16, norm_eps=1e-3),
+}
+
+
+def build(config, seed=1, compute_dtype=torch.float32):
+    model = GPT(config, compute_dtype=compute_dtype)
+    model.init_weights(seed)
+    return model
+
+
+def build_rough(config, seed=1, compute_dtype=torch.float32):
+    """With weights large enough for every path to matter, and norm weights that are not ones."""
+    model = build(config, seed, compute_dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(1 + 0.3 * noise if "norm" in name else noise * (1.5 if "wte" in name or "head" in name else 0.25))
+    return model
+
+
+def tokens(config, B=2, T=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (B, T or config.n_ctx), generator=generator)
+
+
+def reference_logits(model, x, seen=None):
+    """Logits (B, T, V) from the published equations, in float64, sharing no code with model.py. To a list `seen` each block adds
+    its attention logits (B, H, T, T), without the mask, and the inputs of its last Linear (B, T, F)."""
+    c = model.config
+    w = {name: p.detach().double().numpy() for name, p in model.named_parameters()}
+    (B, T), H, K, D = x.shape, c.n_head, c.n_kv_head or c.n_head, c.n_embd // c.n_head
+    h, frequencies = w["wte.weight"][x.numpy()], reference_frequencies(c)                       # (B, T, C)
+    for i in range(c.n_layer):
+        block = {n.removeprefix(f"layers.{i}."): v for n, v in w.items() if n.startswith(f"layers.{i}.")}
+        heads = rms(h, block["norm1.weight"], c.norm_eps) @ block["attn.qkv.weight"].T
+        heads = heads.reshape(B, T, H + 2 * K, D).swapaxes(1, 2)                                # (B, H + 2 K, T, D)
+        q, k, v = np.split(heads, [H, H + K], axis=1)
+        if c.qk_norm:
+            q, k = rms(q, block["attn.q_norm.weight"], c.norm_eps), rms(k, block["attn.k_norm.weight"], c.norm_eps)
+        k, v = (np.repeat(part, H // K, axis=1) for part in (k, v))
+        scores = turn(q, frequencies) @ turn(k, frequencies).swapaxes(2, 3) / math.sqrt(D)      # (B, H, T, T)
+        unmasked = scores.copy()
+        scores[..., *np.triu_indices(T, 1)] = -np.inf
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        out = (p / p.sum(-1, keepdims=True) @ v).swapaxes(1, 2).reshape(B, T, H * D)
+        h = h + out @ block["attn.out.weight"].T
+        gate, up = np.split(rms(h, block["norm2.weight"], c.norm_eps) @ block["mlp.gate_up.weight"].T, 2, axis=-1)
+        swiglu = gate / (1 + np.exp(-gate)) * up
+        h = h + swiglu @ block["mlp.down.weight"].T
+        if seen is not None:
+            seen.append((unmasked, swiglu))
+    return rms(h, w["norm.weight"], c.norm_eps) @ w["wte.weight" if c.tied else "head.weight"].T
+
+
+def rms(x, weight, eps):
+    return x / np.sqrt((x ** 2).mean(-1, keepdims=True) + eps) * weight
+
+
+def turn(x, frequencies):
+    """Channels i and i + D/2 of position t are a complex number that turns by t * frequencies[i]; x (..., T, D)."""
+    first, second = np.split(x, 2, axis=-1)
+    turned = (first + 1j * second) * np.exp(1j * np.outer(np.arange(x.shape[-2]), frequencies))
+    return np.concatenate((turned.real, turned.imag), axis=-1)
+
+
+def reference_frequencies(c):
+    """Llama 3.1's rule pair by pair, as published: by wavelength, three cases."""
+    D = c.n_embd // c.n_head
+    out = []
+    for i in range(D // 2):
+        frequency = c.rope_theta ** (-2 * i / D)
+        if c.rope_factor is not None:
+            wavelength = 2 * math.pi / frequency
+            if wavelength > c.rope_original_ctx / c.rope_low_freq:
+                frequency /= c.rope_factor
+            elif wavelength >= c.rope_original_ctx / c.rope_high_freq:
+                smooth = (c.rope_original_ctx / wavelength - c.rope_low_freq) / (c.rope_high_freq - c.rope_low_freq)
+                frequency = (1 - smooth) * frequency / c.rope_factor + smooth * frequency
+        out.append(frequency)
+    return np.array(out)
 
 
 def cross_entropy64(logits, y):
@@ -120,7 +210,7 @@ def test_decoding_with_the_cache_equals_the_full_forward_pass(name):
             model(x[rows, :1], cache=other)
 
 
-def test_init_depends_on_the_seed_and_on_the_name_alone():
+def test_init_depends_on_the_seed_and_on_the_name_alone_and_by_way_of_meta_too():
     a, b, other = (dict(build(TINY, seed).named_parameters()) for seed in (1, 1, 2))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert not any(torch.equal(a[name], other[name]) for name in a if "norm" not in name)
@@ -129,9 +219,16 @@ def test_init_depends_on_the_seed_and_on_the_name_alone():
     assert all(torch.equal(a[name], deeper[name]) for name in same)     # neither order nor depth moves a draw
     assert not torch.equal(deeper["head.weight"], deeper["wte.weight"])
     assert not torch.equal(a["layers.0.attn.qkv.weight"], a["layers.1.attn.qkv.weight"])
-    model, state = GPT(TINY), torch.get_rng_state()
+    with torch.device("meta"):
+        model = GPT(TINY, compute_dtype=torch.float32)
+    assert all(p.is_meta for p in model.parameters())
+    model.to_empty(device="cpu")
+    assert model.head.weight is not model.wte.weight        # what makes tie() necessary
+    state, x = torch.get_rng_state(), tokens(TINY)
     model.init_weights(1)
     assert torch.equal(torch.get_rng_state(), state), "the global generator is left alone"
+    assert model.head.weight is model.wte.weight and torch.equal(model(x), build(TINY)(x))
+    assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
 
 
 @pytest.mark.parametrize("n_layer", [1, 8])
@@ -146,18 +243,6 @@ def test_init_scales(n_layer):
         n = p.numel()
         assert p.std().item() == pytest.approx(std, rel=4 / math.sqrt(2 * n)), name      # 4 standard errors
         assert abs(p.mean().item()) < 4 * std / math.sqrt(n), name
-
-
-def test_meta_to_empty_to_init_gives_the_same_model_with_its_head_tied():
-    direct, x = build(TINY), tokens(TINY)
-    with torch.device("meta"):
-        model = GPT(TINY, compute_dtype=torch.float32)
-    assert all(p.is_meta for p in model.parameters())
-    model.to_empty(device="cpu")
-    assert model.head.weight is not model.wte.weight        # what makes tie() necessary
-    model.init_weights(1)
-    assert model.head.weight is model.wte.weight and torch.equal(model(x), direct(x))
-    assert model.state_dict().keys() == {*dict(model.named_parameters()), "head.weight"}, "no RoPE tables"
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -196,13 +281,9 @@ def test_counts_agree_with_hand_formulas(name, n_layer, vocab_size, multiple, V)
         "flops_per_token_6n_nonembed": 6 * nonembed, "flops_per_token_attn": attention,
         "flops_per_token_attn_causal": attention // 2, "flops_per_token": 6 * matmul + attention,
         "flops_per_token_causal": 6 * matmul + attention // 2}
-
-
-def test_flops_equal_what_torch_counts():
-    config = replace(TINY, n_ctx=32)
-    model, x, y = build(config), tokens(config), tokens(config, seed=1)
+    model, x = build(replace(config, n_ctx=32)), tokens(config, T=32)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(x, y).sum().backward()
+        model(x, x).sum().backward()
     assert counter.get_total_flops() == pytest.approx(model.counts()["flops_per_token"] * x.numel(), rel=1e-9)
 
 

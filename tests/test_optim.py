@@ -1,15 +1,21 @@
-"""Learning rates by hand, AdamW against its equations in fp64, gradients that add up over micro-batches."""
+"""Learning rates by hand, AdamW and Muon against their equations in fp64, gradients that add up; Muon over shards and resumed."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from model import GPT, GPTConfig
-from runtime import fp8, optim
+from runtime import fp8, optim, parallel
 from runtime.config import FP8Config, OptimConfig
-from runtime.parallel import World, build
+from tests.conftest import call_train
+from tests.faults import back_to, record, rows, summary
+from tests.test_faults import finish
 
 
 def rates(steps, **changes):
@@ -25,35 +31,54 @@ def test_schedules_by_hand():
     assert all(0 < lr <= 1 for schedule in ("cosine", "wsd") for steps in (1, 2, 7) for lr in rates(steps, schedule=schedule))
 
 
-@pytest.mark.parametrize("filled", [False, True])       # fill_state() makes what AdamW makes at its first step
-def test_adamw_against_the_equations_with_decay_of_matrices_only(filled):
-    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, n_ffn=16, n_ctx=8, vocab_size=100))
+MODEL = GPTConfig(n_layer=1, n_head=4, n_kv_head=2, n_embd=32, n_ffn=48, n_ctx=8, vocab_size=100)
+C = OptimConfig(lr=0.01, kind="muon", momentum=0.7, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6)
+
+
+@pytest.mark.parametrize("kind, filled", [("adamw", False), ("adamw", True), ("muon", True)])
+def test_updates_against_the_equations_in_fp64_with_decay_of_matrices_only(kind, filled):
+    """fill_state() makes what AdamW makes at its first step. Muon part by part: momentum, Nesterov's step, five iterations."""
+    model = GPT(MODEL)
     model.init_weights(0)
-    c = OptimConfig(lr=0.01, weight_decay=0.1, beta1=0.8, beta2=0.9, eps=1e-6)
-    optimizer = optim.build_optimizer(model, c)
+    optimizer = optim.build_optimizer(model, replace(C, kind=kind))
     if filled:
         optim.fill_state(optimizer)
-    expected = {name: (p.detach().double(), 0.0, 0.0) for name, p in model.named_parameters()}
+    parts = optim.muon_parts(model) if kind == "muon" else {}
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    expected = {name: (w, torch.zeros_like(w), 0.0) for name, w in before.items()}
     for t in range(1, 4):
-        lr = optim.set_learning_rate(optimizer, t, 10, c)
+        lr = optim.set_learning_rate(optimizer, t, 10, C)
         torch.manual_seed(t)
         for name, p in model.named_parameters():
             p.grad = torch.randn(p.shape)
-            w, m, v = expected[name]
-            g = p.grad.double()
-            m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
-            w = w * (1.0 if "norm" in name else 1 - lr * 0.1) - lr * (m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-6)
-            expected[name] = w, m, v
+            (w, m, v), g, step = expected[name], p.grad.double(), []
+            if p in parts:
+                m = 0.7 * m + 0.3 * g
+                for x in (0.3 * g + 0.7 * m).split(list(parts[p])):
+                    size, x = max(x.shape), x / x.norm()
+                    for _ in range(5):
+                        x = 3.4445 * x - 4.7750 * x @ x.T @ x + 2.0315 * x @ x.T @ x @ x.T @ x
+                    step.append(0.2 * size**0.5 * x)
+            else:
+                m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g**2
+                step.append((m / (1 - 0.8**t)) / ((v / (1 - 0.9**t)).sqrt() + 1e-6))
+            expected[name] = w * (1 if "norm" in name else 1 - lr * 0.1) - lr * torch.cat(step), m, v
         versions = [p._version for p in model.parameters()]
         optimizer.step()
         assert all(p._version > old for p, old in zip(model.parameters(), versions, strict=True)), "FP8 copies become stale"
     moments = optim.state_tensors(optimizer, model)
-    assert moments.keys() == {f"{name}.{key}" for name in expected for key in ("exp_avg", "exp_avg_sq")}
     for name, p in model.named_parameters():
-        for got, want in zip((p, moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"]), expected[name], strict=True):
-            assert torch.allclose(got.double(), want, atol=1e-7), name
+        due, *states = expected[name]
+        if p in parts:
+            assert 0 < (p - due).norm() < 0.05 * (due - before[name]).norm(), "BF16's roundings"
+        else:
+            assert torch.allclose(p.double(), due, atol=1e-7), name
+        for key, state in zip(["momentum"] if p in parts else ["exp_avg", "exp_avg_sq"], states, strict=False):
+            assert torch.allclose(moments.pop(f"{name}.{key}").double(), state, atol=1e-7), name
+    assert not moments and len(parts) == 4 * (kind == "muon")
+    assert {(n, p.shape[1]) for p, rows in parts.items() for n in rows} == {(32, 32), (16, 32), (48, 32), (32, 48)} or not parts
     optim.set_updates(optimizer, 7)
-    assert {float(state["step"]) for state in optimizer.state.values()} == {7.0}
+    assert {float(state["step"]) for state in optimizer.state.values() if "step" in state} == {7.0}
 
 
 @pytest.mark.parametrize("settings, compiled", [
@@ -65,11 +90,11 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, mon
                           test_utils=("test_schema", "test_faketensor"))
     if compiled == "off":
         monkeypatch.setattr(fp8, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors))
-    world, two = World(0, 0, 1, torch.device("cpu")), 2 * tiny.data.micro_batch * tiny.model.n_ctx
+    world, two = parallel.World(0, 0, 1, torch.device("cpu")), 2 * tiny.data.micro_batch * tiny.model.n_ctx
     config = replace(tiny, fp8=FP8Config(**settings), data=replace(tiny.data, tokens_per_step=two),
                      parallel=replace(tiny.parallel, compile=compiled))
     plain = replace(config, data=replace(config.data, tokens_per_step=two // 2))
-    (model, alone) = models = [build(one, world).model for one in (config, plain)]
+    (model, alone) = models = [parallel.build(one, world).model for one in (config, plain)]
     for one in models:
         one.init_weights(0)
         fp8.refresh_weight_copies(one)
@@ -91,3 +116,91 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, mon
         assert len(calls) == 2 * 2 * len(lasting), "a product that is added behind its matmul"
         with pytest.raises(AssertionError, match="zero_gradients"):
             model(*batches[0])
+
+
+def test_newton_schulz_gives_the_singular_vectors_and_work_is_dealt_evenly():
+    torch.manual_seed(1)
+    for shape in (64, 16), (16, 64), (32, 32):
+        u, _, v = torch.linalg.svd(torch.randn(shape, dtype=torch.float64), full_matrices=False)
+        matrix = u * torch.linspace(0.1, 1, min(shape), dtype=torch.float64) @ v
+        found = u.T @ optim.orthogonalised(matrix.float()).double() @ v.T     # diagonal where the singular vectors are the same
+        values = torch.diagonal(found)
+        assert ((values > 0.6) & (values < 1.3)).all() and (found - torch.diag(values)).abs().max() < 0.05
+    with torch.device("meta"):
+        parts = optim.muon_parts(GPT(GPTConfig(n_layer=28, n_head=16, n_embd=2048, n_ffn=5632)))
+    costs = [optim.newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()]
+    square = 5 * 6 * 2048**3        # by hand: three products of 2 x 2048^3
+    assert costs[:2] == [3 * square, square] and costs[2] == 2 * costs[3] == 2 * 5 * (4 * 2048**2 * 5632 + 2 * 2048**3)
+    for ranks, most in ((1, 1), (3, 1.01), (8, 1.03), (64, 1.5)):
+        owners = optim.deal(costs, ranks)
+        sums = [sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) for rank in range(ranks)]
+        assert sum(sums) == sum(costs) and max(sums) <= most * sum(costs) / ranks, ranks
+
+
+def test_a_resumed_run_ends_in_the_same_bits_and_two_ranks_train_what_one_process_trains(tiny, tmp_path, capsys):
+    config = replace(tiny, optim=replace(tiny.optim, kind="muon"))
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    whole = record(config)
+    back_to(config, 3)
+    assert call_train(capsys, config, tmp_path).returncode == 0
+    assert record(config) == whole and whole["trajectory"][-1][2] < whole["trajectory"][0][2]
+    refused = call_train(capsys, replace(config, optim=replace(config.optim, kind="adamw")), tmp_path)
+    assert (refused.returncode, "optim.kind was muon" in refused.stderr) == (2, True)
+    assert summary(config)["optimizer"] == "Muon"
+    two = finish(replace(config, run="two"), ranks=2)
+    for one, other in zip(rows(config), rows(two), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=2e-3)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=2e-2)
+
+
+LAYOUTS = (1, 2), (1, 3), (2, 2), (4, 1)      # replicas x shards: three shards of 32 rows are not equal
+
+
+def test_a_matrix_has_one_owner_and_the_bits_of_one_process(tmp_path):
+    mp.spawn(ranks_of_muon, (str(tmp_path),), nprocs=4)
+    for replicas, shards in LAYOUTS:
+        seen = torch.load(tmp_path / f"{replicas}x{shards}.pt")
+        assert sum(seen["parts"]) == 7 and len(seen["parts"]) == replicas * shards
+        assert seen["parts"] == [0, 0, 7, 0] if replicas == 4 else max(seen["parts"]) < 5
+        assert seen["found"].keys() == seen["due"].keys()
+        for name, due in seen["due"].items():   # AdamW's last values of a shard are rounded by other instructions
+            is_muons = name.startswith("layers") and "norm" not in name
+            torch.testing.assert_close(seen["found"][name], due, rtol=0 if is_muons else 1e-6, atol=0 if is_muons else 1e-7)
+
+
+def ranks_of_muon(rank, folder):
+    """Two updates of a sharded model and of a whole one by the same gradients; rank 0 keeps both and how many each rank did."""
+    torch.set_num_threads(1)
+    calls, compute = [], optim.orthogonalised
+    optim.orthogonalised = lambda matrix: calls.append(1) or compute(matrix)
+    for replicas, shards in LAYOUTS:
+        if rank >= (size := replicas * shards):
+            continue
+        path = f"{folder}/{replicas}x{shards}"
+        dist.init_process_group("gloo", store=dist.FileStore(path, size), rank=rank, world_size=size)
+        mesh, seen = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")), {}
+        world = parallel.World(rank, rank, size, torch.device("cpu"), mesh)
+        if replicas == 4:
+            optim.deal = lambda costs, ranks: [2] * len(costs)      # three ranks have nothing to do
+        for kind in "found", "due":
+            model = GPT(MODEL)
+            model.init_weights(0)
+            if kind == "found":
+                parallel.shard(model, world)
+            optimizer = optim.build_optimizer(model, C)
+            optim.fill_state(optimizer)
+            torch.manual_seed(1)
+            for _ in range(2):
+                calls.clear()
+                for p in model.parameters():
+                    p.grad = torch.randn(p.shape)
+                    if isinstance(p, DTensor):
+                        p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+                optimizer.step()
+            if kind == "found":
+                seen["parts"] = [int(n) for n in parallel.all_concatenate(torch.tensor(float(len(calls))), world)]
+            tensors = {name: p.detach() for name, p in model.named_parameters()} | optim.state_tensors(optimizer, model)
+            seen[kind] = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+        if world.is_main:
+            torch.save(seen, f"{path}.pt")
+        dist.destroy_process_group()

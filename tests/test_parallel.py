@@ -6,10 +6,8 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,37 +70,32 @@ def same(a, b) -> bool:
 # ----------------------------------------------------------------------------------------------------- one process alone
 
 @pytest.mark.parametrize("recipe", ["off", "tensorwise", "mxfp8"])      # all of them: on two ranks, below
-def test_recomputation_changes_no_bit_and_no_name_and_nothing_that_a_probe_sees(tiny, recipe, tmp_path):
-    seen = []
+def test_recomputation_runs_a_block_twice_and_changes_no_bit_no_name_and_nothing_that_a_probe_sees(tiny, recipe, tmp_path):
+    """Without attention, which is kept; of a block its input alone is. A pass without gradients is not recomputed."""
+    seen, counts = [], []
     for recompute in (False, True):
-        built = build(tiny, fp8_config=FP8Config(recipe=recipe), recompute=recompute)
-        took = step(built)
-        fp8.zero_gradients(built.model)
-        Probe(path := tmp_path / f"{recompute}.jsonl", built.model, fp8.recipes(built.layers, 1.0), 64)(1, *tokens(0), 1.0)
-        seen.append((took, [name for name, _ in built.model.named_modules()], path.read_text()))
-    assert same(seen[0][0], seen[1][0]) and seen[0][1:] == seen[1][1:]
-    assert ('"gradient"' in seen[0][2]) is (recipe != "off")
-
-
-def test_a_recomputed_block_runs_twice_a_step_without_attention_and_keeps_its_input_alone(tiny):
-    """A pass without gradients is not recomputed."""
-    seen = []
-    for recompute in (False, True):
-        built, calls, sizes = build(tiny, model={"loss_chunk": 16}, recompute=recompute), [], []
+        built = build(tiny, fp8_config=FP8Config(recipe=recipe), model={"loss_chunk": 16}, recompute=recompute)
+        calls, sizes = [], []
 
         class Spy(TorchDispatchMode):
             def __torch_dispatch__(self, op, types, args=(), kwargs=None, calls=calls):
                 calls.append("attention") if op in parallel.ATTENTION else None
                 return op(*args, **(kwargs or {}))
 
-        for block in built.model.layers:
-            block.attn.register_forward_hook(lambda *_, calls=calls: calls.append("block"))
+        hooks = [block.attn.register_forward_hook(lambda *_, calls=calls: calls.append("block")) for block in built.model.layers]
         with Spy(), torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
-            step(built)
+            took = step(built)
         with torch.no_grad():
             built.model(torch.zeros(1, 32, dtype=torch.long))
-        seen.append((calls.count("block"), calls.count("attention"), sum(sizes)))   # kept, those of checkpointed regions aside
-    assert [counts[:2] for counts in seen] == [(4, 2), (6, 2)] and seen[1][2] < seen[0][2] / 2
+        counts.append((calls.count("block"), calls.count("attention"), sum(sizes)))  # kept, those of checkpointed regions aside
+        for hook in hooks:
+            hook.remove()
+        fp8.zero_gradients(built.model)
+        Probe(path := tmp_path / f"{recompute}.jsonl", built.model, fp8.recipes(built.layers, 1.0), 64)(1, *tokens(0), 1.0)
+        seen.append((took, [name for name, _ in built.model.named_modules()], path.read_text()))
+    assert same(seen[0][0], seen[1][0]) and seen[0][1:] == seen[1][1:]
+    assert ('"gradient"' in seen[0][2]) is (recipe != "off")
+    assert [count[:2] for count in counts] == [(4, 2), (6, 2)] and counts[1][2] < counts[0][2] / 2
 
 
 @pytest.mark.parametrize("unit, recompute", [("model", True), ("block", False), ("off", False)])
@@ -133,12 +126,9 @@ def test_what_does_not_fit_the_ranks_or_the_machine_is_refused(tiny, monkeypatch
     config = replace(config, **{name: replace(getattr(config, name), **fields) for name, fields in changes.items()})
     with pytest.raises(UserError, match=told):
         parallel.start(config)
-
-
-def test_shards_that_torchao_would_not_pad_are_refused(tiny):
-    world = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
+    three = SimpleNamespace(size=3, device=torch.device("cpu"), mesh={"shard": SimpleNamespace(size=lambda: 3)})
     with pytest.raises(UserError, match=r"32 rows of layers.0.attn.out.weight do not divide among 3 ranks"):
-        build(tiny, world, GATHERED, {"n_ffn": 96})
+        build(tiny, three, GATHERED, {"n_ffn": 96})     # torchao would not pad them
 
 
 # ------------------------------------------------------------------------------------------------- what two ranks do
@@ -258,15 +248,10 @@ def ranks(tiny, shared):
     return SimpleNamespace(whole=whole, halves=halves, one=one, **json.loads((shared / "seen.json").read_text()))
 
 
-def test_sharded_it_is_the_same_bits_as_unsharded(ranks):
-    """Also with weights that stay gathered, and in replicas."""
+def test_sharded_replicated_recomputed_or_kept_gathered_it_is_the_same_bits(ranks):
     assert all(map(all, ranks.unsharded)) and all(len(equal) > 10 for equal in ranks.unsharded)
-
-
-def test_sharded_recomputation_and_weights_kept_gathered_change_no_bit(ranks):
     assert ranks.same == dict.fromkeys(SHARDED, [True, True, True])
     assert ranks.gathered[0] == ranks.gathered[1]
-
 
 
 def test_two_compiled_fp8_ranks_agree_with_eager_ones(ranks):
@@ -356,7 +341,10 @@ while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do
     SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & pids+=($!)
 done
-printf '%s\\n' "${pids[@]}" > "$STUBS/pids"
+if [ -n "${WARN:-}" ]; then        # that the time is nearly over, to each task
+    until ls "$WARN"/checkpoints/step_* > "$STUBS/saved" 2>&1; do sleep 0.05; done
+    kill -USR1 "${pids[@]}"
+fi
 code=0
 for pid in "${pids[@]}"; do
     wait "$pid"; c=$?; ((c > code)) && code=$c
@@ -391,12 +379,12 @@ def slurm(tiny, tmp_path):
 
 
 def submit(slurm, task="exit 0", *arguments, **env):
-    """Runs the job script to its end; returns its exit code, its errors, what srun and scontrol were asked for."""
+    """Runs the job script to its end; returns its exit code, what it says, what srun and scontrol were asked for."""
     calls = slurm.stubs / "calls"
     calls.write_text("")
     done = subprocess.run(["bash", ROOT / "slurm.sh", *(arguments or (slurm.file,))], cwd=ROOT, capture_output=True, text=True,
-                          env={**slurm.env, "RUN": str(slurm.config.run_dir), "TASK": task, **env}, timeout=120)
-    return done.returncode, done.stderr, calls.read_text().splitlines()
+                          env={**slurm.env, "RUN": str(slurm.config.run_dir), "TASK": task, **env}, timeout=240)
+    return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
 
 def test_each_task_learns_its_rank_and_the_settings_arrive_whole(slurm):
@@ -436,25 +424,11 @@ def test_warned_the_real_train_py_saves_and_is_requeued(slurm, tiny):
     """Two gloo ranks; SIGUSR1 to both, as Slurm sends it."""
     write_config(replace(slurm.config, steps=10_000, checkpoint=replace(tiny.checkpoint, every=4),
                          data=replace(tiny.data, max_epochs=1000)), slurm.file)
-    slurm.env |= {"PYTHON": sys.executable, "SLURM_JOB_ID": str(os.getpid())}      # the port follows from it
-    run_dir = slurm.config.run_dir
-    job = subprocess.Popen(["bash", ROOT / "slurm.sh", slurm.file], cwd=ROOT, env=slurm.env, stdout=subprocess.PIPE,
-                           stderr=subprocess.STDOUT, text=True, start_new_session=True)
-    try:
-        while not list(run_dir.glob("checkpoints/step_*")):
-            assert job.poll() is None, job.stdout.read()
-            time.sleep(0.05)
-        for pid in (slurm.stubs / "pids").read_text().split():
-            os.kill(int(pid), signal.SIGUSR1)
-        out = job.communicate(timeout=240)[0]
-    finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-    assert job.returncode == 0 and "requeued" in out, out
+    job = str(os.getpid())      # the port follows from it
+    code, out, calls = submit(slurm, PYTHON=sys.executable, SLURM_JOB_ID=job, WARN=str(slurm.config.run_dir))
+    assert code == 0 and "requeued" in out and f"scontrol requeue {job}" in calls, out
     stopped = int(re.search(r"stopped on request at step (\d+)", out)[1])
-    assert (run_dir / f"checkpoints/step_{stopped:08}/DONE").exists()
-    assert f"scontrol requeue {os.getpid()}" in (slurm.stubs / "calls").read_text()
+    assert (slurm.config.run_dir / f"checkpoints/step_{stopped:08}/DONE").exists()
 
 
 if __name__ == "__main__":

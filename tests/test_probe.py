@@ -8,27 +8,25 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from model_reference import reference_frequencies, rms, turn
 from torch._dynamo.utils import counters
 
-from model import GPT, GPTConfig
 from runtime import fp8, probe
 from runtime.checkpoint import checkpoints, seal
-from runtime.config import FP8Config, ProbeConfig
+from runtime.config import ProbeConfig
 from runtime.fp8 import Operand
 from runtime.probe import Probe, sequences, statistics
 from tests.conftest import call_train, with_recipe
 from tests.faults import record, summary
-from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, SIZE, quantised, tokens
+from tests.test_fp8 import E4M3, LARGEST, NAMES, OPERANDS, RECIPES, quantised, tokens
+from tests.test_fp8 import build as build_model
+from tests.test_model import reference_logits
 
 SCALE = 1 / 2048        # of the loss, as in a run with steps of 2,048 tokens
+
+
 def build(recipe="off", dtype=torch.bfloat16, seed=0, head=False, **changes):
     """A model, its recipes by layer, and a batch; weights of a size that makes attention and SwiGLU do something."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
-    layers = fp8.convert(model, FP8Config(recipe=recipe, head=head), SCALE)
-    model.to_empty(device="cpu")
-    model.init_weights(seed)
+    model, layers = build_model(recipe, head=head, dtype=dtype, loss_scale=SCALE, seed=seed, **changes)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "qkv" in name or "gate_up" in name:
@@ -124,41 +122,19 @@ def test_a_head_in_chunks_is_measured_once_and_only_by_ranks_that_write(tmp_path
     assert row["activation"]["amax"] == model.hidden(x)[0].abs().max().item()
 
 
-def naive_logits(model, block, h):
-    """q k / sqrt(D) of a sequence's normed inputs h (T, C), all heads (H, T, T), in fp64, RoPE as complex multiplication."""
-    c, attn, frequencies = model.config, block.attn, reference_frequencies(model.config)
-    qkv = h.double().numpy() @ attn.qkv.weight.detach().double().numpy().T
-
-    def head(at, norm):
-        v = qkv[:, at * c.head_size:(at + 1) * c.head_size]
-        return turn(v if norm is None else rms(v, norm.weight.detach().double().numpy(), c.norm_eps), frequencies)
-
-    H = c.n_head
-    return torch.from_numpy(np.stack([head(i, attn.q_norm) @ head(H + i * c.kv_heads // H, attn.k_norm).T for i in range(H)])
-                            / math.sqrt(c.head_size))
-
-
 @pytest.mark.parametrize("at_once, changes", [(2**24, {}), (100, {"n_head": 4, "n_kv_head": 2}),
                                               (100, {"n_head": 4, "n_kv_head": 1, "qk_norm": True})])
 def test_block_rows_against_a_naive_computation(changes, at_once, tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "LOGITS_AT_ONCE", at_once)
     model, recipes, x, y = build(dtype=torch.float32, seed=4, **changes)
-    inputs, mlp_inputs = [], []
-    for block in model.layers:
-        block.norm1.register_forward_hook(lambda m, i, out: inputs.append(out.detach()[0]))
-        block.norm2.register_forward_hook(lambda m, i, out: mlp_inputs.append(out.detach()))
-    model(x, y)
-    rows = probed(tmp_path, model, recipes, x, y)
+    rows, blocks, masked = probed(tmp_path, model, recipes, x, y), [], 0
+    reference_logits(model, x, blocks)
     assert [(row["kind"], row["step"], row["block"]) for row in rows] == [("block", 7, 0), ("block", 7, 1)]
-    masked = 0
-    for row, block, h, m in zip(rows, model.layers, inputs[:2], mlp_inputs[:2], strict=True):
-        logits = naive_logits(model, block, h)
-        masked += logits.diagonal(1, 1, 2).max() > 1.001 * logits.tril().max()      # of the next token
-        assert row["attention_logit_max"] == pytest.approx(logits.tril().max().item(), rel=1e-4)
-        gate, up = (m.double() @ block.mlp.gate_up.weight.detach().double().T).chunk(2, -1)
-        swiglu = gate * torch.sigmoid(gate) * up
-        assert row["swiglu_amax"] == pytest.approx(swiglu.abs().max().item(), rel=1e-4)
-        assert row["swiglu_rms"] == pytest.approx(swiglu.square().mean().sqrt().item(), rel=1e-4)
+    for row, (logits, swiglu) in zip(rows, blocks, strict=True):        # attention's of the first sequence
+        masked += np.diagonal(logits[0], 1, 1, 2).max() > 1.001 * np.tril(logits[0]).max()      # of the next token
+        assert row["attention_logit_max"] == pytest.approx(np.tril(logits[0]).max(), rel=1e-4)
+        assert row["swiglu_amax"] == pytest.approx(np.abs(swiglu).max(), rel=1e-4)
+        assert row["swiglu_rms"] == pytest.approx(np.sqrt(np.square(swiglu).mean()), rel=1e-4)
     assert masked or changes, "the first case must show whether the mask is there"
 
 
@@ -213,26 +189,21 @@ def test_a_compiled_model_is_not_compiled_again(tmp_path):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
-@pytest.mark.parametrize("recipe", ["off", "cscale"])
-def test_training_is_the_same_bits_with_and_without(recipe, tiny, tmp_path, capsys, monkeypatch):
+def test_training_is_the_same_bits_with_and_without(tiny, tmp_path, capsys, monkeypatch):
     """Four micro-batches a step; the summary has the time that the probes took, a resumed run's too."""
     scales = []
     monkeypatch.setattr(Probe, "__call__", lambda self, *args, real=Probe.__call__: scales.append(args[-1]) or real(self, *args))
-    plain = with_recipe(tiny, recipe, run="plain")
+    plain = with_recipe(tiny, "cscale", run="plain")
     looked = replace(plain, run="looked", probe=ProbeConfig(every=2, tokens=64))
     assert {call_train(capsys, c, tmp_path).returncode for c in (plain, looked)} == {0}
     assert scales == [1 / 512] * 3, "training's own"
-    a, b = record(plain), record(looked)
-    assert a == b and not (plain.run_dir / "probe.jsonl").exists()
-    kinds = ["linear"] * (0 if recipe == "off" else 8) + ["block"] * 2
-    rows = read(looked.run_dir / "probe.jsonl")
+    assert record(plain) == record(looked) and not (plain.run_dir / "probe.jsonl").exists()
+    rows, kinds = read(looked.run_dir / "probe.jsonl"), ["linear"] * 8 + ["block"] * 2
     assert [(row["step"], row["kind"]) for row in rows] == [(step, kind) for step in (2, 4, 6) for kind in kinds]
     a, b = map(summary, (plain, looked))
     assert (a["probe_s"], a["probe_share"]) == (0.0, 0.0) and a["pair_id"] == b["pair_id"]
     assert b["probe_share"] == pytest.approx(b["probe_s"] / b["wall_s"]) and 0 < b["probe_share"] < 1
-    assert b["precision"]["layers_recipes"] == {row["layer"]: recipe for row in rows if row["kind"] == "linear"}
-    if recipe == "off":
-        return
+    assert b["precision"]["layers_recipes"] == {row["layer"]: "cscale" for row in rows if row["kind"] == "linear"}
     (looked.run_dir / "summary.json").unlink()
     checkpoint = checkpoints(looked.run_dir)[-1]
     content = json.loads((checkpoint / "manifest.json").read_text())

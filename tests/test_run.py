@@ -23,9 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import GPT
 from runtime import machine
 from runtime import run as room
-from runtime.checkpoint import load_model
+from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError, UserError
-from runtime.config import FP8Config
+from runtime.config import CheckpointConfig, FP8Config
+from runtime.log import pair_id
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
 from runtime.tokenizer import keep_tokenizer, tokenizer_of
@@ -33,10 +34,11 @@ from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import call_train, with_recipe, write_source
 from tests.faults import summary
+from tests.test_log import traced_steps
 
 
 def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, capsys):
-    bf16, fp8 = replace(tiny, run="a"), with_recipe(tiny, "tensorwise", run="b")
+    bf16, fp8 = replace(tiny, run="a", profile="2:3"), with_recipe(tiny, "tensorwise", run="b")
     kernels = replace(fp8, run="c", fp8=replace(fp8.fp8, kernels=True))
     for config in (bf16, kernels, fp8):
         done = call_train(capsys, config, tmp_path)
@@ -49,7 +51,8 @@ def test_a_pair_sees_the_same_tokens_and_the_summary_says_so(tiny, tmp_path, cap
     assert (a["params_fp8"], len(b["precision"]["layers_converted"]), list(b["precision"]["layers_skipped"])) == (0, 8, ["head"])
     assert a["loss_as_trained"] == a["loss_bf16"] != b["loss_bf16"] != b["loss_as_trained"]
     assert abs(a["loss_bf16"] - b["loss_bf16"]) < 0.05 and abs(c["loss_bf16"] - b["loss_bf16"]) < 0.01
-    assert "fp8: 8 of 9 Linears" in done.stdout
+    assert "fp8: 8 of 9 Linears" in done.stdout and traced_steps(bf16.run_dir) == [2, 3]
+    assert "fp8_scales" not in read_manifest(latest(kernels.run_dir))["state"], "which delayed scaling alone keeps"
     saved = np.load(fp8.run_dir / "val_losses.npz")
     mean = 0.0
     for i, source in enumerate(sorted(b["sources"])):
@@ -105,13 +108,26 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
-def test_settings_that_cannot_be_get_a_sentence_and_nothing_is_written(tiny, own_data, tmp_path, capsys):
+def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
+        tiny, own_data, tmp_path, capsys):
+    spoilt = replace(tiny, run="spoilt", data=replace(tiny.data, dir=str(own_data)), checkpoint=CheckpointConfig(every=1))
+    faults.flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
+    refused = call_train(capsys, spoilt, tmp_path, "steps=2")
+    assert refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
+    assert not (spoilt.run_dir / "summary.json").exists() and not list(spoilt.run_dir.glob("checkpoints/step_*"))
     os.remove(own_data / "code/train_00000.bin")
     for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
                           (f"data.dir={own_data}", "train_00000.bin is missing")):
         done = call_train(capsys, tiny, tmp_path, setting)
         assert (done.returncode, "Traceback" in done.stderr) == (2, False) and told in done.stderr, done.stderr
         assert not tiny.run_dir.exists()
+    assert not is_finished(tiny)
+    lock_folder(tiny.run_dir).close()
+    (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
+    assert not is_finished(tiny)
+    (tiny.run_dir / "thesis.tex").touch()
+    with pytest.raises(UserError, match="holds no run"):
+        is_finished(tiny)
 
 
 @pytest.mark.parametrize("before, after, label", [("tensorwise", "off", "tensorwise"), ("off", "tensorwise", "bf16")])
@@ -120,34 +136,31 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, tmp_path, capsys, b
     trunk = replace(tiny, run="trunk", steps=8, optim=wsd, fp8=FP8Config(recipe=before),
                     checkpoint=replace(tiny.checkpoint, every=None, at=(4,)))
     assert call_train(capsys, trunk, tmp_path).returncode == 0
-    shorter = replace(trunk, steps=6, optim=replace(wsd, warmup_share=1 / 3, decay_share=1 / 3),
-                      start_from=f"{trunk.run_dir}/checkpoints/step_00000004", checkpoint=replace(tiny.checkpoint, every=1))
-    branches = {name: replace(shorter, run=name, fp8=fp8)
-                for name, fp8 in (("same", trunk.fp8), ("other", FP8Config(recipe=after)))}
-    for branch in branches.values():
-        assert call_train(capsys, branch, tmp_path).returncode == 0
-    losses = {name: [row["loss"] for row in faults.rows(branch)] for name, branch in branches.items()}
-    assert losses["same"] != losses["other"] and losses["other"] == pytest.approx(losses["same"], rel=0.02)
+    branch = replace(trunk, run="branch", steps=6, optim=replace(wsd, warmup_share=1 / 3, decay_share=1 / 3),
+                     start_from=f"{trunk.run_dir}/checkpoints/step_00000004", checkpoint=replace(tiny.checkpoint, every=1))
+    switched = replace(branch, fp8=FP8Config(recipe=after))
     if before != "off":
-        refused = call_train(capsys, replace(shorter, run="partial", fp8=replace(trunk.fp8, skip=("attn.out",))), tmp_path)
+        refused = call_train(capsys, replace(branch, fp8=replace(trunk.fp8, skip=("attn.out",))), tmp_path)
         assert (refused.returncode, "fp8.skip was" in refused.stderr) == (2, True), "another choice of Linears is no switch"
-    other = branches["other"]
-    faults.back_to(other, 5)        # the label outlives a resume
-    assert call_train(capsys, other, tmp_path).returncode == 0
-    same, switched = map(summary, branches.values())
-    assert (same["precision"]["switched_from"], switched["precision"]["switched_from"]) == (None, label)
-    assert same["pair_id"] == switched["pair_id"], "a pair: all but the precision is equal"
-    assert [row["loss"] for row in faults.rows(other)] == losses["other"]
+    assert call_train(capsys, switched, tmp_path).returncode == 0
+    losses = [row["loss"] for row in faults.rows(switched)]
+    unswitched = [row["loss"] for row in faults.rows(trunk)][4:6]       # at a slightly higher learning rate
+    assert losses != unswitched and losses == pytest.approx(unswitched, rel=0.02)
+    faults.back_to(switched, 5)     # the label outlives a resume
+    assert call_train(capsys, switched, tmp_path).returncode == 0
+    assert [summary(config)["precision"]["switched_from"] for config in (trunk, switched)] == [None, label]
+    assert summary(switched)["pair_id"] == pair_id(branch), "a pair: all but the precision is equal"
+    assert [row["loss"] for row in faults.rows(switched)] == losses
 
 
 def watched_steps(monkeypatch):
-    """{"step": number of the step that train.py is in, from its first micro-batch to its log line, else None}."""
-    at, beat = {"step": None}, Watchdog.at
+    """[number of the step that train.py is in, from its first micro-batch to its log line, else None]."""
+    at, beat = [None], Watchdog.at
 
-    def spy(self, what, step, *args, **kwargs):
-        at["step"] = step if what.startswith("reading") else None if what == "after the step" else at["step"]
+    def noted(self, what, step, *args, **kwargs):
+        at[0] = step if what.startswith("reading") else None if what == "after the step" else at[0]
         return beat(self, what, step, *args, **kwargs)
-    monkeypatch.setattr(Watchdog, "at", spy)
+    monkeypatch.setattr(Watchdog, "at", noted)
     return at
 
 
@@ -157,22 +170,16 @@ READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, monkeypatch, capsys):
     """Reads by Python's calls, and by what torch calls beneath its functions."""
-    seen, frozen, within = [], [], watched_steps(monkeypatch)
+    seen, frozen, at = [], [], watched_steps(monkeypatch)
 
-    def note(name):
-        if name in READS and within["step"] is not None:
-            seen.append((within["step"], name))
+    def called(self, func, types, args=(), kwargs=None):
+        name = func._schema.name if hasattr(func, "_schema") else getattr(func, "__name__", "")
+        if name in READS and at[0] is not None:
+            seen.append((at[0], name))
+        return func(*args, **(kwargs or {}))
 
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            note(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    class Operators(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            note(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
+    Functions = type("Functions", (TorchFunctionMode,), {"__torch_function__": called})
+    Operators = type("Operators", (TorchDispatchMode,), {"__torch_dispatch__": called})
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(seen)))
     with Functions(), Operators():
         done = call_train(capsys, tiny, tmp_path)
@@ -188,30 +195,22 @@ def hold(run_dir, is_held):
     time.sleep(60)
 
 
-def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tmp_path, monkeypatch, capsys):
+def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tiny, tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
-    run_dir, is_held = tmp_path / "run", faults.FORKS.Event()
-    first = faults.FORKS.Process(target=hold, args=(run_dir, is_held))
+    is_held = faults.FORKS.Event()
+    first = faults.FORKS.Process(target=hold, args=(tiny.run_dir, is_held))
     first.start()
     assert is_held.wait(60)
-    with monkeypatch.context() as patch, pytest.raises(UserError, match=f"process {first.pid} on host"):
+    with monkeypatch.context() as patch:
         patch.setattr(room, "LOCK_TIMEOUT_S", 0.2)
-        lock_folder(run_dir)
+        refused = call_train(capsys, tiny, tmp_path)
+    assert refused.returncode == 2 and f"process {first.pid} on host" in refused.stderr
+    assert not list(tiny.run_dir.glob("*.json*")), "it has written nothing"
     first.kill()        # a run that is about to end is waited for
-    lock_folder(run_dir).close()
-    monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
-    lock_folder(run_dir).close()
-    assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
-
-
-def test_a_folder_that_is_no_run_is_left_alone(tiny):
-    assert not is_finished(tiny)
     lock_folder(tiny.run_dir).close()
-    (tiny.run_dir / ".config.json.tmp").write_text("{")     # as a kill before config.json leaves it
-    assert not is_finished(tiny)
-    (tiny.run_dir / "thesis.tex").touch()
-    with pytest.raises(UserError, match="holds no run"):
-        is_finished(tiny)
+    monkeypatch.setattr(fcntl, "lockf", lambda *_: exec("raise OSError(errno.ENOLCK, 'No locks available')"))
+    lock_folder(tiny.run_dir).close()
+    assert "No locks available" in capsys.readouterr().out, "said, and the run goes on"
 
 
 def test_a_run_keeps_a_copy_of_a_tokenizer_that_is_a_folder(tmp_path):
@@ -275,6 +274,7 @@ def test_errors_that_mean_memory_get_a_sentence_of_settings_that_the_config_acce
 
 def test_a_run_limited_in_memory_says_so_before_it_writes_anything(tiny):
     """RLIMIT_AS, as a batch system sets it, and a model that outgrows it."""
-    run = faults.start(tiny, "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768", limit=(resource.RLIMIT_AS, 20 * 2**30))
+    size = "model.n_layer=8", "model.n_embd=8192", "model.n_ffn=32768"
+    run = faults.start(tiny, *size, faults=[f"limit:{resource.RLIMIT_AS}:{20 * 2**30}"])
     assert run.wait() == [1] and not tiny.run_dir.exists(), run.output
     assert "Traceback" not in run.output and "train.py: out of memory on rank 0 (cpu)" in run.output
