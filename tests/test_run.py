@@ -10,6 +10,7 @@ import gc
 import os
 import resource
 import shutil
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -21,11 +22,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from model import GPT
-from runtime import machine
+from runtime import machine, shards
 from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, FP8Config
+from runtime.data import Data
 from runtime.log import pair_id
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
@@ -109,12 +111,17 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
 
 
 def test_damaged_data_and_settings_that_cannot_be_get_a_sentence_and_a_folder_that_is_no_run_is_left_alone(
-        tiny, own_data, tmp_path, capsys):
+        tiny, own_data, tmp_path, capsys, monkeypatch):
+    """Damage is looked for in the background; a checkpoint that is due before all is hashed waits for it."""
+    is_due, look, verified, saves = threading.Event(), shards.shard_damage, Data.verified, []
+    monkeypatch.setattr(shards, "shard_damage", lambda shard: look(shard) if is_due.wait(60) else None)
+    monkeypatch.setattr(Data, "verified", lambda data: is_due.set() or verified(data))
+    monkeypatch.setattr(room.Saver, "save", lambda *args: saves.append(args))
     spoilt = replace(tiny, run="spoilt", data=replace(tiny.data, dir=str(own_data)), checkpoint=CheckpointConfig(every=1))
     faults.flip_bit(own_data / "code/val_00000.bin", 1552)      # the lowest bit of a token
     refused = call_train(capsys, spoilt, tmp_path, "steps=2")
-    assert refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
-    assert not (spoilt.run_dir / "summary.json").exists() and not list(spoilt.run_dir.glob("checkpoints/step_*"))
+    assert not saves and refused.returncode == 2 and "code/val_00000.bin is damaged" in refused.stderr
+    assert not (spoilt.run_dir / "summary.json").exists()
     os.remove(own_data / "code/train_00000.bin")
     for setting, told in (("out=/proc/nowhere", "out="), ("out=/dev/null/x", "Not a directory"), ("steps=200", "data.max_epochs"),
                           (f"data.dir={own_data}", "train_00000.bin is missing")):
