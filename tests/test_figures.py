@@ -9,11 +9,11 @@ import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
-from scaling_runs import legend, write_ladder, write_run
+from scaling_runs import legend, surface, write_branches, write_ladder, write_run
 
 from runtime.cli import UserError
 from scaling import figures
-from scaling.figures import STYLES, draw, drawn, joined, law_lines, render, smooth, styles, write_with
+from scaling.figures import STYLES, draw, drawn, joined, law_lines, render, styles, write_with
 from scaling.fit import fit_group, fit_points
 from scaling.laws import Points
 from scaling.pairs import pairs
@@ -25,18 +25,9 @@ SIZES, RATIOS = (53e6, 124e6, 257e6, 360e6), (5, 10, 20, 40)
 LARGE = (1.54e9, 30.8e9)
 
 
-def write_branches(folder):
-    """Pairs of warm-up-stable-decay runs: a trunk to the largest ratio, a branch from it at each smaller one."""
-    for N, recipe, ratio in itertools.product(map(int, SIZES), ("bf16", "tensorwise"), RATIOS):
-        trunk, luck = f"{N}_{recipe}", 1 + 6e-4 * np.random.default_rng([N, ratio]).normal()
-        lineage = {} if ratio == RATIOS[-1] else {"parent_run": trunk, "parent_step": ratio}
-        write_run(folder / (f"{trunk}_x{ratio}" if lineage else trunk), recipe=recipe, params=N, tokens=ratio * N,
-                  loss=law(N, ratio * N) * luck, gap=0.006 * (N / SIZES[0])**-0.3 * (recipe != "bf16"), **lineage)
-
-
 def held_out(gap=0.0, is_there=False, width=0.02):
     N, D = LARGE
-    loss = law(N, D) + gap
+    loss = surface(N, D) + gap
     prediction = SimpleNamespace(loss=loss, low=(1 - width) * loss, high=(1 + width) * loss)
     return (SimpleNamespace(name="gpt1p5b", N=N, D=D, C=6.6 * N * D, loss=1.004 * loss if is_there else None,
                             prediction=prediction),)
@@ -63,9 +54,9 @@ def five_recipes(folder):
 
 
 def one_size(folder):
-    for seed in range(3):
-        write_run(folder / f"b{seed}", seed=seed, loss=2.5 + 0.003 * seed, curve=False)
-        write_run(folder / f"f{seed}", seed=seed, loss=2.5 + 0.003 * seed, recipe="tensorwise", gap=-0.002, curve=False)
+    for seed, recipe in itertools.product(range(3), ("bf16", "tensorwise")):
+        write_run(folder / f"{recipe}{seed}", seed=seed, loss=2.5 + 0.003 * seed, recipe=recipe,
+                  gap=-0.002 * (recipe != "bf16"), curve=False)
     return study(folder)
 
 
@@ -101,9 +92,7 @@ def ladder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def branches(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("branches")
-    write_branches(folder)
-    return study(folder)
+    return study(write_branches(tmp_path_factory.mktemp("branches"), sizes=[*map(int, SIZES)], seeds=(1,), noise=2e-4))
 
 
 def caption(figure):
@@ -245,11 +234,12 @@ def test_precisions_stay_apart_for_colour_blind_readers(matrix):
     assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
 
 
-def test_a_recipe_has_one_style_in_every_figure():
-    for names in (["bf16", "auto", "tensorwise"], ["tensorwise", "own", "bf16"], ["bf16", "rowwise"]):
-        looks = dict(zip(names, styles(names), strict=True))
-        assert looks["bf16"]["color"] == "#0072B2" and looks.get("tensorwise", STYLES[1]) is STYLES[1]
-        assert len({style["color"] for style in looks.values()}) == len(names)
+@pytest.mark.parametrize("names", [["bf16", "auto", "tensorwise"], ["tensorwise", "own", "bf16"],
+                                   ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]])
+def test_a_recipe_has_one_style_in_every_figure(names):
+    looks = dict(zip(names, styles(names), strict=True))
+    assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
+    assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
 
 
 def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
@@ -261,14 +251,6 @@ def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
     assert (tmp_path / "out/figure.svg").read_bytes() == render(draw(*given), "svg") and dict(matplotlib.rcParams) == before
     with pytest.raises(UserError, match="cannot be written"):
         write_with(tmp_path / "out/law.json", "figure", figure, {})
-
-
-def test_smoothing_and_few_values():
-    x = np.arange(1.0, 2001.0)
-    smooth_x, smooth_y = smooth(x, 3 * x)
-    assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and len(smooth(x[:0], x[:0])[0]) == 0
-    assert figures._few(np.array([5.0, 5.01, 20.0, 20.1, 40.0])) == pytest.approx([5.005, 20.05, 40.0])
-    assert figures._few(np.geomspace(1.1, 160, 100)) == [1.0, 10.0, 100.0]
 
 
 def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
@@ -285,8 +267,3 @@ def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     assert joined(group, "C", N) == []
     group.headline = "chinchilla"
     assert joined(group, "D", N) == []
-
-
-def test_as_many_recipes_as_a_study_has_are_told_apart():
-    names = ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]
-    assert len({(style["color"], style["marker"]) for style in figures.styles(names)}) == len(names)
