@@ -1,5 +1,6 @@
 """Resampled intervals agree with refits and cover when branches share their run's luck; misfits and choices are shown."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -178,6 +179,9 @@ def early(extra, sd=3e-3, seed=0):
 
 
 def test_early_points_off_the_law_are_named_and_left_out_beside_it():
+    for seed, sd in itertools.product(range(5), (1e-3, 5e-3, 2e-2)):    # noise of any size is no lack of fit: neighbours show it
+        points = early(0.0, sd, seed)
+        assert lack_of_fit(fitted(points), points) is None
     points = early(0.3)
     found = lack_of_fit(fitted(points), points)
     ratio = points.D / points.N
@@ -190,14 +194,6 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
                    np.concatenate([points.loss, points.loss * 1.004]), np.arange(2 * len(ratio)))
     repeats = lack_of_fit(fitted(twice), twice)
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
-
-
-@pytest.mark.parametrize("sd", [1e-3, 5e-3, 2e-2])
-def test_a_law_that_holds_is_not_said_to_miss(sd):
-    """Noise of any size is no lack of fit, as long as neighbours show it too."""
-    for seed in range(5):
-        points = early(0.0, sd, seed)
-        assert lack_of_fit(fitted(points), points) is None
 
 
 @published
@@ -255,7 +251,11 @@ def test_one_variable_laws_and_conventions():
     assert chosen(power, "count N as")[0]["A"] != pytest.approx(power[0]["A"], rel=1e-3)
 
 
-def test_what_cannot_be_fitted_says_why():
+def test_sizes_within_a_percent_are_one_many_are_grouped_and_what_cannot_be_fitted_says_why():
+    N = np.array([1e8, 3e8, 1.004e8, 3.02e8, 1.008e8])
+    assert [mask.tolist() for mask in room.sizes(N)] == [[True, False, True, False, True], [False, True, False, True, False]]
+    found = room.sizes(np.repeat(np.geomspace(1e7, 1e10, 37), 2))
+    assert len(found) == room.MOST_SIZES and np.sum(found, axis=0).tolist() == [1] * 74
     rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla")
     assert [row["value"] for row in chosen(rows, "drop highest")] == ["1", "3"]
     for row in chosen(rows, "leave out N"):
@@ -265,13 +265,6 @@ def test_what_cannot_be_fitted_says_why():
     N = np.geomspace(1e9, 1.2e9, 6)         # a factor beyond all numbers predicts none: law.json has null
     rows = robustness(Points(N, N, N, 3 * (N / 1e9) ** -60, np.arange(6)), "power_n")
     assert rows[-1]["A"] is None and rows[-1]["error_percent"] is None and "NaN" not in json.dumps(rows)
-
-
-def test_sizes_within_a_percent_are_one_and_many_are_grouped():
-    N = np.array([1e8, 3e8, 1.004e8, 3.02e8, 1.008e8])
-    assert [mask.tolist() for mask in room.sizes(N)] == [[True, False, True, False, True], [False, True, False, True, False]]
-    found = room.sizes(np.repeat(np.geomspace(1e7, 1e10, 37), 2))
-    assert len(found) == room.MOST_SIZES and np.sum(found, axis=0).tolist() == [1] * 74
 
 
 @published

@@ -99,18 +99,6 @@ def test_mixing_is_refused_naming_two_runs(tmp_path, key, value):
         check_comparable(read_runs([tmp_path])[0])
 
 
-def test_one_point_twice_is_refused_but_another_seed_is_not(tmp_path):
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", seed=2)
-    check_comparable(read_runs([tmp_path])[0])
-    write_run(tmp_path / "c")
-    with pytest.raises(UserError, match=r"a and .*c are one point given twice \(same recipe, params_total, tokens, seed"):
-        check_comparable(read_runs([tmp_path])[0])
-    write_run(tmp_path / "more" / "a", params=106_624)
-    with pytest.raises(UserError, match=r"a and .*more/a are one point given twice \(same run_id\): leave one out"):
-        check_comparable(read_runs([tmp_path / "a", tmp_path / "more" / "a"])[0])
-
-
 def test_what_enters_a_law(tmp_path):
     """Annealed runs that ended well, from scratch, once: a repeat is a null, what goes on with a model has more tokens."""
     write_run(tmp_path / "a")
@@ -119,11 +107,20 @@ def test_what_enters_a_law(tmp_path):
     write_run(tmp_path / "d", params=106_624, continued_from="llama31_8b")
     write_run(tmp_path / "e", repeat=1)
     records = read_runs([tmp_path])[0]
-    check_comparable(records)
+    check_comparable(records)       # another seed is another point
     for sieve, gone in ((usable, "bc"), (from_scratch, "d"), (without_repeats, "e")):
         kept, notes = sieve(records)
         assert [record.run_id for record in kept] == [name for name in "abcde" if name not in gone]
         assert [note[:12] for note in notes] == [f"left out {name}: " for name in gone]
+
+
+def test_one_point_twice_is_refused(tmp_path):
+    for name, params in (("a", 38_912), ("c", 38_912), ("more/a", 106_624)):
+        write_run(tmp_path / name, params=params)
+    for second, sentence in (("c", r"c are one point given twice \(same recipe, params_total, tokens, seed"),
+                             ("more/a", r"more/a are one point given twice \(same run_id\): leave one out")):
+        with pytest.raises(UserError, match=f"a and .*{sentence}"):
+            check_comparable(read_runs([tmp_path / "a", tmp_path / second])[0])
 
 
 def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_path):
@@ -178,15 +175,11 @@ def test_paired_gap_by_hand(tmp_path):
     assert pair.as_trained.nats == pytest.approx(0.25 * 0.3 + 0.75 * 0.2, rel=1e-12)
     assert pair.as_trained.se == pytest.approx((0.25**2 * 2 * 2 / 20**2) ** 0.5, rel=1e-12)
     assert pair.tok_per_s_ratio == pytest.approx(1.3)
-
-
-def test_standard_error_agrees_with_a_bootstrap(tmp_path):
-    write_run(tmp_path / "x", per_source=200)
-    write_run(tmp_path / "y", recipe="tensorwise", gap=0.02, per_source=200)
-    (pair,), _ = pairs(read_runs([tmp_path])[0])
-    x, y = (np.load(tmp_path / name / "val_losses.npz") for name in "xy")
-    difference = (y["bf16"] - x["bf16"]).reshape(3, 200) / 128
-    rng = np.random.default_rng(0)
+    for name, more in (("v", {}), ("w", {"recipe": "tensorwise", "gap": 0.02})):        # many sequences: as a bootstrap has it
+        write_run(tmp_path / "many" / name, per_source=200, **more)
+    (pair,), _ = pairs(read_runs([tmp_path / "many"])[0])
+    v, w = (np.load(tmp_path / "many" / name / "val_losses.npz") for name in "vw")
+    difference, rng = (w["bf16"] - v["bf16"]).reshape(3, 200) / 128, np.random.default_rng(0)
     draws = [sum(w * d[rng.integers(0, 200, 200)].mean() for w, d in zip((0.1, 0.1, 0.8), difference, strict=True))
              for _ in range(3000)]
     assert pair.in_bf16.se == pytest.approx(np.std(draws), rel=0.06)
