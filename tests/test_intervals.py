@@ -98,20 +98,14 @@ def test_the_interval_follows_the_number_of_trajectories():
     ray = Points(N, 20 * N, 120 * N**2, law(N, 20 * N), np.arange(30))
     for unidentified in (fitted(ray), fit_isoflop(ray)):
         assert with_bootstrap(unidentified, ray) is unidentified
-
-
-def test_a_law_that_rests_on_one_trajectory_is_refused():
-    """Three sizes: without any of them two are left, which do not determine E, A and alpha."""
+    # Three sizes: without any of them two are left, which do not determine E, A and alpha.
     N, D, trunk = ladder((50e6, 125e6, 350e6))
     points = Points(N, D, 6 * N * D, law(N, D) * np.exp(np.random.default_rng(0).normal(0, 1e-4, len(N))), trunk)
     assert fitted(points).identified
     result = with_bootstrap(fitted(points), points)
     assert not result.identified and result.se is None
     assert result.reason == "the law rests on single trajectories: without one of the 3 the points do not determine it"
-
-
-def test_seed_sd_is_a_floor_under_the_jackknife_too():
-    points = measured(2, 0, 1e-4, 0)
+    points = measured(2, 0, 1e-4, 0)        # the seeds' noise is a floor under the jackknife too
     low, high = (fit_chinchilla(points.N, points.D, points.loss, seed_sd=sd) for sd in (0.0, 3e-3))
     ratio = np.sqrt(jackknife(high, points)[3, 3] / jackknife(low, points)[3, 3])
     assert ratio > 0.9 * 3e-3 / low.residual_rms

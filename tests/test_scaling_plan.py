@@ -187,15 +187,6 @@ def test_the_published_range_is_that_of_the_points():
     assert len(kept) == 240 and (max(row[2] for row in kept), min(ratios), max(ratios)) == pytest.approx(EPOCH_REACH, rel=1e-3)
 
 
-@pytest.mark.parametrize("name, text", [
-    ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
-    ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
-def test_damaged_files_are_refused(tmp_path, capsys, name, text):
-    law = write_law(tmp_path)
-    (tmp_path / f"{name}.json").write_text(text)
-    assert f"{name}.json" in output(capsys, f"law={law}", code=2)
-
-
 def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify_nothing():
     three, target = (125e6, 250e6, 350e6), (1.5e9, 30e9)
     for sizes, ratios, prediction in ((three, (10, 20), 1.24), (three, (5, 10, 20), 1.04), (three, (5, 10, 20, 40), .88),
@@ -294,8 +285,14 @@ def test_the_winners_are_those_of_the_rows(capsys):
 @pytest.mark.parametrize("arguments, sentence", [
     (["hours=0"], "hours=0.0 must be a positive"), (["gpu=h10"], "no FP8 peak of that GPU"), (["gpu=a100"], "no FP8 peak"),
     (["hors=3"], "did you mean 'hours'?"), (["law=nowhere.json"], "nowhere.json cannot be read"),
-    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean")])
-def test_mistakes_are_told_in_a_sentence(capsys, monkeypatch, arguments, sentence):
+    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
+    ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
+    ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
+def test_mistakes_and_damaged_files_are_told_in_a_sentence(tmp_path, capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(ROOT)
+    if isinstance(arguments, str):      # a file of that name and content
+        law = write_law(tmp_path)
+        (tmp_path / f"{arguments}.json").write_text(sentence)
+        arguments, sentence = [f"law={law}"], f"{arguments}.json"
     key = arguments[0].split("=")[0]
     assert sentence in output(capsys, *arguments, budget=[one for one in BUDGET if not one.startswith(key + "=")], code=2)
