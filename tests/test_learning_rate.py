@@ -91,15 +91,10 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     for row in found["rates"]:
         assert row[rule] == pytest.approx(0.0061 * math.sqrt(1000 / row["N"]))
         assert row[growing] == pytest.approx(0.0061 * (1000 / row["N"]) ** 0.25)
+    for N in (h100.NONEMBED, 6_491_520, 25_402_240):        # configs/h100.py takes its rates from the smallest size's so
+        assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** learning_rate.RULES[rule], abs=1e-6)
     check, = found["checks"]
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
-
-
-def test_the_rule_of_the_configs_is_the_rule_that_is_printed():
-    """configs/h100.py takes its rates from a rate of the smallest size by the same exponent."""
-    exponent = next(iter(learning_rate.RULES.values()))
-    for N in (h100.NONEMBED, 6_491_520, 25_402_240):
-        assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** exponent, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------- runs on disk

@@ -383,24 +383,24 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
 
 
-def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
+@pytest.mark.parametrize("few, rel", [(False, 0.3), (True, 0.05)])
+def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few, rel):
+    """20 runs: a bootstrap, with its own bias in width; few runs, each its own trajectory: the fit's own t covariance."""
     N, D = (axis.ravel() for axis in np.meshgrid([5e7, 1.25e8, 2.5e8, 3.5e8], [1e9, 2e9, 4e9, 8e9, 1.6e10]))
     loss = EPOCH.loss(N, D) * np.exp(np.random.default_rng(1).normal(0, 2e-4, len(N)))
+    if few:
+        N, D, loss = (axis[[0, 1, 2, 5, 6, 7, 10, 11, 12, 4]] for axis in (N, D, loss))
 
     def log_law(_, e, a, b, alpha, beta):               # natural parameters, plain squares: noise is well below Huber's delta
         return np.log(np.exp(e) + np.exp(a) * N**-alpha + np.exp(b) * D**-beta)
-    few = [0, 1, 2, 5, 6, 7, 10, 11, 12, 4]             # few runs, each its own trajectory: the fit's own t covariance
-    for chosen, rel in ((list(range(20)), 0.3), (few, 0.05)):       # 20 runs: a bootstrap, with its own bias in width
-        (N, D, loss), kept = (axis[chosen] for axis in (N, D, loss)), (N, D, loss)
-        own, reason = pairs.own_surface(N, D, loss, np.arange(len(N)))
-        start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
-        best, covariance = curve_fit(log_law, N, np.log(loss), start)
-        s = best[4] * math.exp(best[2]) * 6e9**-best[4]
-        gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
-        assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
-        error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
-        assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
-        N, D, loss = kept
+    own, reason = pairs.own_surface(N, D, loss, np.arange(len(N)))
+    start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
+    best, covariance = curve_fit(log_law, N, np.log(loss), start)
+    s = best[4] * math.exp(best[2]) * 6e9**-best[4]
+    gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
+    assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
+    error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
+    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
 
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):

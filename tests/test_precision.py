@@ -265,19 +265,15 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     assert any(nats == pytest.approx(np.mean([0.010, 0.012, 0.015]), rel=1e-6) for _, nats, *_ in errorbars(right))
 
 
-def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path):
+def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path, capsys):
+    for gaps in ([-0.01], [2.0, 2.5]):      # few or extreme pairs
+        runs, out = write_seeds(tmp_path / f"{len(gaps)}/runs", gaps), tmp_path / f"{len(gaps)}/out"
+        assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, runs, "loss=as_trained", "--out", out)
+        assert {path.name for path in out.iterdir()} == {"precision.json", "precision.png", "precision.svg"}
+        assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))
     for recipe, *gaps in (("rowwise", 0.0004, 0.0005), ("tensorwise", 0.0002, 0.0003), ("auto", 0.0001, 0.0002)):
         write_seeds(tmp_path, gaps, recipe)
     write_run(tmp_path / "again", loss=BF16[1] + 1e-4, params=38_912, seed=1, repeat=1, curve=False)
     figure = draw_precision(analysed(tmp_path))
     assert figure.axes[0].get_ylim()[1] < 0.2 and len(figure.axes[0].patches) == 1      # of one seed; three recipes: no band
     assert legend(figure)[0].endswith("% (beyond the axis)") and legend(figure)[1].startswith("null, same seed, ±")
-
-
-@pytest.mark.parametrize("gaps", [[-0.01], [2.0, 2.5]])
-def test_few_or_extreme_pairs_are_drawn(tmp_path, capsys, gaps):
-    write_seeds(tmp_path, gaps)
-    out = tmp_path / "elsewhere"
-    assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, tmp_path, "loss=as_trained", "--out", out)
-    assert {path.name for path in out.iterdir()} == {"precision.json", "precision.png", "precision.svg"}
-    assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))
