@@ -105,7 +105,7 @@ def test_what_the_log_writes_is_what_the_figure_reads(tiny):
 
 def test_all_verdicts_and_events_are_marked_and_told_apart(tmp_path):
     figure = drawn(write(tmp_path / "run", eventful()))
-    loss = figure.axes[0]
+    loss, norm = figure.axes[:2]
     low, high = loss.get_ylim()
     assert legend(figure) == ["training", "validation", "undone", "SKIP (3)", "SPIKE (1)", "ROLLBACK (1)", "resume (2)",
                               "save failed (1)"]
@@ -113,6 +113,7 @@ def test_all_verdicts_and_events_are_marked_and_told_apart(tmp_path):
     for name, expected in {"SKIP": [(5, 2.8), (9, high), (23, high)], "SPIKE": [(30, high)], "save failed": [(12, low)],
                            "resume": [(10, low), (15, low)], "ROLLBACK": [(24, low), (24, high)]}.items():
         assert np.array(points(loss, *dynamics.MARKS[name])) == pytest.approx(np.array(sorted(expected))), name
+    assert points(norm, *dynamics.MARKS["SKIP"])[:2] == [(5, norm.get_ylim()[1]), (9, norm.get_ylim()[1])]
     for panel in figure.axes:       # each event is a line through all; an undone stretch is grey
         assert sorted(float(line.get_xdata()[0]) for line in panel.get_lines() if line.is_dashed()) == [10, 12, 15, 24]
         assert [list(line.get_xdata()) for line in panel.get_lines()
