@@ -163,13 +163,16 @@ def test_bootstrap_of_240_points():
 # --------------------------------------------------------------------------------------------------------- lack of fit
 
 
+def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
+    N, D, _ = ladder(sizes, ratios)
+    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
+    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
+
+
 def early(extra, sd=3e-3, seed=0):
     """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share `extra`."""
-    N, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10)))
-    noise = np.random.default_rng(seed).normal(0, sd, len(N))
-    D = N * ratio
-    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * (1 + extra * (ratio < 0.5)) * np.exp(noise)
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
+    points = made(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10), sd, seed)
+    return replace(points, loss=points.loss * (1 + extra * (points.D / points.N < 0.5)))
 
 
 def test_early_points_off_the_law_are_named_and_left_out_beside_it():
@@ -200,12 +203,6 @@ def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
 
 
 # ---------------------------------------------------------------------------------------------------------- robustness
-
-
-def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0):
-    N, D, _ = ladder(sizes, ratios)
-    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(0).normal(0, noise, len(N)))
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 
 
 def chosen(rows, variant):

@@ -13,7 +13,6 @@ from scipy.optimize import brentq, curve_fit
 from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
-from runtime.cli import UserError
 from scaling import pairs
 from scaling.pairs import EPOCH, HOFFMANN, Margin, Surface, estimate
 from scaling.precision import analyse
@@ -126,30 +125,6 @@ def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
     assert "copies" in pairs.fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2).reason
 
 
-def records(folder, *starts):
-    return [SimpleNamespace(folder=folder / f"r{i}", t_start=start) for i, start in enumerate(starts)]
-
-
-def write_margin(folder, **content):
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / "study.json").write_text(json.dumps({"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", **content}))
-    return folder
-
-
-def test_the_margin_counts_as_declared_only_before_the_runs(tmp_path):
-    write_margin(tmp_path)
-    before = pairs.read_margin(records(tmp_path, "2026-11-21T15:00:01Z", "2026-11-21T16:00:00Z"))
-    assert before.percent == 0.25 and before.is_declared and "before the runs" in before.source
-    late = pairs.read_margin(records(tmp_path, "2026-11-21T14:59:59Z", "2026-11-21T16:00:00+00:00"))
-    assert not late.is_declared and "after 1 of 2 runs had begun" in late.source
-    assert not pairs.read_margin(records(tmp_path, None)).is_declared
-    given = pairs.read_margin(records(tmp_path, "2026-11-21T15:00:01Z"), 0.5)
-    assert given.percent == 0.5 and not given.is_declared and "after the fact" in given.source
-    assert pairs.read_margin(records(tmp_path / "elsewhere", None)) is None
-    with pytest.raises(UserError, match="0.25, 0.5; expected one"):
-        pairs.read_margin(records(tmp_path, None) + records(write_margin(tmp_path / "b", margin_percent=0.5), None))
-
-
 # ------------------------------------------------------------------------------------------------------ pairs and nulls
 
 LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
@@ -214,7 +189,9 @@ def test_our_law_and_trend_are_of_our_count_and_published_laws_of_all_parameters
             write_run(tmp_path / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
                       params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
                       gap=0.005 * seed * (recipe != "bf16"), precision={**RECIPE, "recipe": recipe}, **lineage)
-    result = analysed(write_margin(tmp_path, params="nonembed"))
+    declared = {"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", "params": "nonembed"}
+    (tmp_path / "study.json").write_text(json.dumps(declared))
+    result = analysed(tmp_path)
     assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)

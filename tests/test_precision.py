@@ -105,6 +105,10 @@ def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, c
     assert "margin after the fact" in output and "±0.5 %" in output and not result["margin"]["is_declared"]
     output, _ = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))
     assert "margin after the fact" in output and "after 6 of 6 runs had begun" in output
+    write_seeds(tmp_path / "b", [0.0002], params=50_000, t_start=...)
+    assert not run(capsys, study(tmp_path / "b", 0.5))[1]["margin"]["is_declared"]      # nobody knows when they began
+    both = asked(capsys, precision.main, tmp_path, tmp_path / "b", f"out={tmp_path}/c", code=2)
+    assert "0.25, 0.5; expected one" in both
 
 
 def test_without_a_pair_it_says_so_and_an_old_figure_goes(tmp_path, capsys):

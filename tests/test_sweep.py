@@ -25,7 +25,7 @@ from scaling.study import ENDED, expand, state_of
 from scaling.sweep import Cost, Options, costs_of, kind_of, table
 from tests.conftest import ROOT
 from tests.scaling_runs import asked, cells
-from tests.study_cases import checkpoint, fake_sweep, finish, summaries, tiny_study
+from tests.study_cases import TRAIN, checkpoint, finish, tiny_study
 
 OPTIONS = Options(study="x", start=2.0)
 
@@ -38,8 +38,27 @@ def rows(tiny, tmp_path):
 
 @pytest.fixture
 def fake(tiny, tmp_path, monkeypatch, capsys):
-    with fake_sweep(tiny, tmp_path, monkeypatch, capsys) as call:
-        yield call
+    """sweep.main() on a tiny study whose train.py is the given text; the call returns what it printed as it ended in `code`."""
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "POLL_S", 0.02)
+    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def call(body, *arguments, code=0, began=None, **study):
+        (tmp_path / "train.py").write_text(TRAIN + body)
+        ended = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
+        told = "".join(capsys.readouterr())
+        assert ended == code, told
+        return told
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]     # sweep.main() changes them
+    yield call
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def summaries(tmp_path):
+    return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
 
 
 # -------------------------------------------------------------------------------------------------------------- the table
