@@ -47,9 +47,9 @@ def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, wor
     assert (found.mean, found.sd, found.n) == pytest.approx((mean, sd, n))
     theirs = max(ttest_1samp(values, -0.25, alternative="greater").pvalue, ttest_1samp(values, 0.25, alternative="less").pvalue)
     assert pairs.tost(found, -0.25, 0.25) == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED).startswith(words)
-    for same in ([mean], [mean] * 3):       # without spread
+    for same in ([mean], [mean] * 3, [0.0, 0.0]):       # without spread
         found = estimate(same)
-        assert found.mean == pytest.approx(mean) and found.se is found.half is found.low is pairs.tost(found, -1, 1) is None
+        assert found.mean == pytest.approx(same[0]) and found.se is found.half is found.low is pairs.tost(found, -1, 1) is None
         assert "no interval" in pairs.verdict(found, DECLARED)
 
 

@@ -185,7 +185,8 @@ def damaged(runs, shift=0, **arrays):
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
-    (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
+    (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, percent="x"), "margin"),
+    (lambda runs: study(runs, percent=None), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),

@@ -237,6 +237,16 @@ def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
         predict.freeze("big", groups_of(study), tmp_path)
 
 
+def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
+    made, names = predict.freeze("big_fp8", groups_of(study), tmp_path), predict.named_held_out([study])
+    assert names == {"big"} and predict.named_held_out([tmp_path]) == set()
+    assert predict.held_of("tensorwise", read_runs([study])[0], [made], names) == (
+        predict.Held("big_fp8", made.N, made.D, made.C, None, made),)
+    write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
+    (held,) = predict.held_of("tensorwise", read_runs([study])[0], [made], names, "loss_as_trained")
+    assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, made)
+
+
 def test_scoring(study, tmp_path):
     with pytest.raises(UserError, match="holds no prediction"):
         predict.score(tmp_path, [])

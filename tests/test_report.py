@@ -154,6 +154,7 @@ def test_steps_without_targets_have_no_loss_and_oddities_are_told(tmp_path, caps
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     found = result["runs"][0]["train_loss"]
     assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
+    assert report.spread([3.0])["sd"] is None       # of one validation; strict JSON holds no NaN
     assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
     for word in ("2 steps had a training loss of exactly 0", "1 training losses are not", "1 steps were judged", "'diverged'"):
         assert sum(word in note for note in result["notes"]) == 1
