@@ -223,7 +223,7 @@ def test_a_recipe_has_one_style_in_every_figure(names):
     assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
 
 
-def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
+def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path, monkeypatch):
     before = dict(matplotlib.rcParams)
     given = sizes_alone(tmp_path)
     figure = draw(*given)
@@ -232,6 +232,17 @@ def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path):
     assert (tmp_path / "out/figure.svg").read_bytes() == render(draw(*given), "svg") and dict(matplotlib.rcParams) == before
     with pytest.raises(UserError, match="cannot be written"):
         write_with(tmp_path / "out/law.json", "figure", figure, {})
+
+    def killed(figure, form):
+        if form == "svg":
+            raise KeyboardInterrupt
+        return b"png"
+
+    monkeypatch.setattr(figures, "render", killed)
+    with pytest.raises(KeyboardInterrupt):      # whoever finds law.json finds all of it, old or new
+        write_with(tmp_path / "out", "figure", figure, {"law.json": '{"a": 2}'})
+    assert json.loads((tmp_path / "out/law.json").read_text()) == {"a": 1}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figure.png", "figure.svg", "law.json"]
 
 
 def test_smoothing_keeps_a_line():

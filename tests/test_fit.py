@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scaling_runs import SIZES, asked, cut, declare_branches, law, strict, write_branches, write_ladder, write_run
+from scaling_runs import asked, cut, declare_branches, law, strict, write_branches, write_ladder, write_run
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
@@ -317,25 +317,6 @@ def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert asked(capsys, cli.main, *words.split(), code=2).startswith(sentence)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_killed_fit_leaves_no_half_law(tmp_path, monkeypatch):
-    """The figure is written first, law.json last, each by rename: whoever finds law.json finds all of it, old or new."""
-    write_ladder(tmp_path / "out", sizes=SIZES[:2])
-    (tmp_path / "out" / "law").mkdir()
-    (tmp_path / "out" / "law" / "law.json").write_text('{"old": 1}')
-    monkeypatch.setattr(cli, "draw", lambda *_: "figure")
-
-    def killed(figure, form):
-        if form == "svg":
-            raise KeyboardInterrupt
-        return b"png"
-
-    monkeypatch.setattr("scaling.figures.render", killed)
-    with pytest.raises(KeyboardInterrupt):
-        cli.main([str(tmp_path / "out")])
-    assert sorted(path.name for path in (tmp_path / "out" / "law").iterdir()) == ["figure.png", "law.json"]
-    assert (tmp_path / "out" / "law" / "law.json").read_text() == '{"old": 1}'
 
 
 def test_the_script_turns_blas_threads_off():

@@ -53,6 +53,11 @@ def test_each_resample_is_a_fit():
         values = [one[name] for one in fits]
         assert drawn.se[name] == pytest.approx(np.std(values, ddof=1), rel=1e-3)
         assert drawn.ci95[name] == pytest.approx(np.percentile(values, [2.5, 97.5]), rel=1e-3)
+    # Clusters are drawn whole: four copies of each point as one are that point once, the spread does not shrink by half.
+    one = alone(measured(6, 0, 2e-3, 1))
+    four = one.take(np.repeat(np.arange(len(one.N)), 4))
+    se = [bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
+    assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("make", [lambda p: fit_ray(p.C, p.loss), lambda p: fit_power(p.N, p.loss, "n"),
@@ -73,14 +78,6 @@ def test_every_form(make):
         assert drawn.ci95[name][0] - 1e-12 <= value <= drawn.ci95[name][1] + 1e-12
     if fit.form.startswith("power") is False:
         assert final.se["E"] == pytest.approx(fit.se["E"], rel=0.6)
-
-
-def test_clusters_are_drawn_whole():
-    """Four copies of each point as one cluster are that point once: the spread does not shrink by half."""
-    one = alone(measured(6, 0, 2e-3, 1))
-    four = one.take(np.repeat(np.arange(len(one.N)), 4))
-    se = [bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
-    assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
 def test_the_interval_follows_the_number_of_trajectories():
