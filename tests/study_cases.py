@@ -1,11 +1,8 @@
-"""A tiny study, and a train.py that only pretends: what the tests of the sweep share."""
+"""A tiny study, and a train.py that only pretends: what the tests of a study and of the sweep share."""
 
 import json
-import signal
-from contextlib import contextmanager
 from dataclasses import replace
 
-from scaling import sweep
 from tests.conftest import write_config
 
 # The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
@@ -60,30 +57,3 @@ def finish(row, folder, **changes):
 def checkpoint(row, folder, step):
     (folder / row.run / f"checkpoints/step_{step:08d}").mkdir(parents=True)
     (folder / row.run / f"checkpoints/step_{step:08d}/DONE").touch()
-
-
-def summaries(tmp_path):
-    return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
-
-
-@contextmanager
-def fake_sweep(tiny, tmp_path, monkeypatch, capsys):
-    """sweep.main() on a tiny study whose train.py is the given text; the call returns what it printed as it ended in `code`."""
-    monkeypatch.setattr(sweep, "ROOT", tmp_path)
-    monkeypatch.setattr(sweep, "POLL_S", 0.02)
-    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-    def call(body, *arguments, code=0, began=None, **study):
-        (tmp_path / "train.py").write_text(TRAIN + body)
-        ended = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
-        told = "".join(capsys.readouterr())
-        assert ended == code, told
-        return told
-
-    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]     # sweep.main() changes them
-    try:
-        yield call
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)

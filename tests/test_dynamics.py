@@ -2,18 +2,15 @@
 
 import json
 import math
-import subprocess
-import sys
+import re
 
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from runtime.cli import UserError
 from runtime.log import Log
 from scaling import dynamics, figures
-from tests.conftest import ROOT
 from tests.scaling_runs import asked, cells, legend
 
 LINEARS = ("attn.qkv", "attn.out", "mlp.gate_up", "mlp.down")
@@ -204,21 +201,22 @@ def test_rows_become_arrays_and_the_last_of_a_repeated_step_counts(tmp_path):
 
 
 def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
-    row = linear_row(100, 0, 0, 100)
-    row["weight"] |= {"scale": None, "error": None}
-    row["activation"] |= dict.fromkeys(("scale_min", "scale", "scale_max"))
-    path = write_rows(tmp_path / "probe.jsonl", [row, block_row(100, 0, 100, attention_logit_max=None)])
+    rows = [block_row(step, block, 300, **({"swiglu_amax": None} if (step, block) == (200, 1) else {}))
+            for step in (100, 200, 300) for block in range(12)]
+    unscaled = linear_row(300, 0, 0, 300)
+    unscaled["weight"] |= {"scale": None, "error": None}
+    unscaled["activation"] |= dict.fromkeys(("scale_min", "scale", "scale_max"))
+    path = write_rows(tmp_path / "probe.jsonl", [*rows, unscaled])
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
     probe = dynamics.read_probe(path)
-    assert np.isnan(probe.linear["weight", "scale"]).all() and np.isnan(probe.block["attention_logit_max"]).all()
+    assert np.isnan(probe.linear["weight", "scale"]).all()
     assert "no scale: these stay in BF16" in [text.get_text() for text in dynamics.draw_scales(probe, {}, "run").axes[1].texts]
-    assert dynamics.draw_outliers(probe, "run").axes and "| 0.001             | 0                 | -  " in dynamics.table(probe)
-
-
-@pytest.mark.parametrize("change", [{"step": None}, {"weight": 3}])
-def test_rows_of_other_code_are_refused(tmp_path, change):
-    with pytest.raises(UserError, match="no row of a probe"):
-        probe_of(tmp_path, [linear_row(100, 0, 0, 100), linear_row(100, 0, 0, 100) | change])
+    assert any(line[-1] == "-" for line in cells(dynamics.table(probe)))
+    logit, ratio = dynamics.draw_outliers(probe, "run").axes[:2]
+    want = [[5 + 20 * block * step / 300 for step in (100, 200, 300)] for block in range(12)]
+    assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
+    shown = np.array([line[:, 1] for line in lines_of(ratio)])
+    assert np.isnan(shown[1]).tolist() == [False, True, False] and math.isclose(shown[5][2], (8 + 2.0**5) / 0.5)
 
 
 def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
@@ -253,45 +251,30 @@ def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
     assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "1", "2"]
 
 
-def test_outliers_are_drawn_with_gaps(tmp_path):
-    rows = [block_row(step, block, 300, **({"swiglu_amax": None} if (step, block) == (200, 1) else {}))
-            for step in (100, 200, 300) for block in range(12)]
-    logit, ratio = dynamics.draw_outliers(probe_of(tmp_path, rows), "run").axes[:2]
-    want = [[5 + 20 * block * step / 300 for step in (100, 200, 300)] for block in range(12)]
-    assert np.allclose([line[:, 1] for line in lines_of(logit)], want)
-    shown = np.array([line[:, 1] for line in lines_of(ratio)])
-    assert np.isnan(shown[1]).tolist() == [False, True, False] and math.isclose(shown[5][2], (8 + 2.0**5) / 0.5)
-
-
 # ---------------------------------------------------------------------------------------------------------- the command
 
 
-def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path):
-    write_rows(tmp_path / "run/probe.jsonl", rows_of())
-    done = subprocess.run([sys.executable, "scaling/figures.py", "--fp8", str(tmp_path / "run")], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and done.stderr == ""
-    assert {path.name for path in (tmp_path / "run/figures").iterdir()} == {
-        f"fp8_{name}.{form}" for name in ("scales", "underflow", "outliers") for form in ("png", "svg")}
+ZERO = {"amax": 0, "scale_min": 1, "scale": 1, "scale_max": 1, "underflow": 0, "saturated": 0, "error": 0}
+
+
+@pytest.mark.parametrize("rows, figures_of, told", [
     # 1e-2 * 3 blocks; 1e-6 * 3 of that; 2 % + 3 * 0.1 %
-    assert ["down", "gradient", "3", "9e-06", "2.3"] in cells(done.stdout)
-
-
-def test_runs_with_little_to_show_are_drawn(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(dynamics, "render", lambda figure, form: b"")
-    write_rows(tmp_path / "b" / "probe.jsonl", [row for row in rows_of() if row["kind"] == "block"])
-    assert figures.main(["--fp8", str(tmp_path / "b")]) == 0 and "has probed no FP8 Linear" in capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "b" / "figures").iterdir()} == {"fp8_outliers.png", "fp8_outliers.svg"}
-    zero = {"amax": 0, "scale_min": 1, "scale": 1, "scale_max": 1, "underflow": 0, "saturated": 0, "error": 0}
-    row = {"kind": "linear", "step": 1, "layer": "head", "recipe": "cscale", "weight": zero, "activation": zero}
-    write_rows(tmp_path / "z" / "probe.jsonl", [row])
-    write_rows(tmp_path / "z" / "eval" / "probe_cscale.jsonl", [row])
-    assert figures.main(["--fp8", str(tmp_path / "z")]) == 0
-    assert {path.stem for path in (tmp_path / "z" / "figures").iterdir()} == {"fp8_scales", "fp8_underflow"}
+    (rows_of(), ("scales", "underflow", "outliers"), r"\| down +\| gradient +\| 3 +\| 9e-06 +\| 2.3 +\|"),
+    ([row for row in rows_of() if row["kind"] == "block"], ("outliers",), "has probed no FP8 Linear"),
+    ([{"kind": "linear", "step": 1, "layer": "head", "recipe": "cscale", "weight": ZERO, "activation": ZERO}],
+     ("scales", "underflow"), "")])
+def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys, rows, figures_of, told):
+    write_rows(tmp_path / "run/probe.jsonl", rows)
+    if rows[0].get("recipe"):
+        write_rows(tmp_path / "run/eval/probe_rowwise.jsonl", [row for row in rows if row["kind"] == "linear"])
+    assert re.search(told, asked(capsys, figures.main, "--fp8", tmp_path / "run"))
+    assert {path.name for path in (tmp_path / "run/figures").iterdir()} == {
+        f"fp8_{name}.{form}" for name in figures_of for form in ("png", "svg")}
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (["--fp8"], "run is missing"), (["--fp8", "{}", "dpi=3"], "there is no key 'dpi'"), (["{}/nowhere"], "nowhere is no folder"),
+    (["--fp8", "{}/step"], "no row of a probe"), (["--fp8", "{}/weight"], "no row of a probe"),
     (["--fp8", "{}/empty"], "has no probe.jsonl: expected the folder of a run trained with probe.every"),
     (["{}/empty"], "has no metrics.jsonl: expected the folder of a run"), (["--fp8", "{}/none"], "holds no row"),
     (["{}/none"], "has no step to draw yet"), (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])
@@ -300,5 +283,7 @@ def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):
     write(tmp_path / "run", [row(1)])
     write(tmp_path / "none", [event("resume", 3)])
     (tmp_path / "none/probe.jsonl").touch()
+    for key, value in (("step", None), ("weight", 3)):      # rows of other code
+        write_rows(tmp_path / key / "probe.jsonl", [linear_row(100, 0, 0, 100), linear_row(100, 0, 0, 100) | {key: value}])
     assert words in asked(capsys, figures.main, *(word.format(tmp_path) for word in arguments), code=2)
     assert not (tmp_path / "none/figures").exists()

@@ -1,5 +1,6 @@
 """Resampled intervals agree with refits and cover when branches share their run's luck; misfits and choices are shown."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -52,6 +53,11 @@ def test_each_resample_is_a_fit():
         values = [one[name] for one in fits]
         assert drawn.se[name] == pytest.approx(np.std(values, ddof=1), rel=1e-3)
         assert drawn.ci95[name] == pytest.approx(np.percentile(values, [2.5, 97.5]), rel=1e-3)
+    # Clusters are drawn whole: four copies of each point as one are that point once, the spread does not shrink by half.
+    one = alone(measured(6, 0, 2e-3, 1))
+    four = one.take(np.repeat(np.arange(len(one.N)), 4))
+    se = [bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
+    assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
 
 
 @pytest.mark.parametrize("make", [lambda p: fit_ray(p.C, p.loss), lambda p: fit_power(p.N, p.loss, "n"),
@@ -74,14 +80,6 @@ def test_every_form(make):
         assert final.se["E"] == pytest.approx(fit.se["E"], rel=0.6)
 
 
-def test_clusters_are_drawn_whole():
-    """Four copies of each point as one cluster are that point once: the spread does not shrink by half."""
-    one = alone(measured(6, 0, 2e-3, 1))
-    four = one.take(np.repeat(np.arange(len(one.N)), 4))
-    se = [bootstrap(fitted(one), points, 300).se["alpha"] for points in (one, four, alone(four))]
-    assert se[1] == pytest.approx(se[0], rel=1e-6) and se[2] == pytest.approx(se[0] / 2, rel=0.2)
-
-
 def test_the_interval_follows_the_number_of_trajectories():
     few, some, many = (measured(seeds, 0, 1e-3, 0) for seeds in (1, 2, 6))
     plain = fitted(few)
@@ -97,20 +95,14 @@ def test_the_interval_follows_the_number_of_trajectories():
     ray = Points(N, 20 * N, 120 * N**2, law(N, 20 * N), np.arange(30))
     for unidentified in (fitted(ray), fit_isoflop(ray)):
         assert with_bootstrap(unidentified, ray) is unidentified
-
-
-def test_a_law_that_rests_on_one_trajectory_is_refused():
-    """Three sizes: without any of them two are left, which do not determine E, A and alpha."""
+    # Three sizes: without any of them two are left, which do not determine E, A and alpha.
     N, D, trunk = ladder((50e6, 125e6, 350e6))
     points = Points(N, D, 6 * N * D, law(N, D) * np.exp(np.random.default_rng(0).normal(0, 1e-4, len(N))), trunk)
     assert fitted(points).identified
     result = with_bootstrap(fitted(points), points)
     assert not result.identified and result.se is None
     assert result.reason == "the law rests on single trajectories: without one of the 3 the points do not determine it"
-
-
-def test_seed_sd_is_a_floor_under_the_jackknife_too():
-    points = measured(2, 0, 1e-4, 0)
+    points = measured(2, 0, 1e-4, 0)        # the seeds' noise is a floor under the jackknife too
     low, high = (fit_chinchilla(points.N, points.D, points.loss, seed_sd=sd) for sd in (0.0, 3e-3))
     ratio = np.sqrt(jackknife(high, points)[3, 3] / jackknife(low, points)[3, 3])
     assert ratio > 0.9 * 3e-3 / low.residual_rms
@@ -168,16 +160,22 @@ def test_bootstrap_of_240_points():
 # --------------------------------------------------------------------------------------------------------- lack of fit
 
 
-def early(extra, sd=3e-3, seed=0):
-    """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share `extra`."""
-    N, ratio = (x.ravel() for x in np.meshgrid(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10)))
-    noise = np.random.default_rng(seed).normal(0, sd, len(N))
-    D = N * ratio
-    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * (1 + extra * (ratio < 0.5)) * np.exp(noise)
+def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
+    N, D, _ = ladder(sizes, ratios)
+    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
     return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 
 
+def early(extra, sd=3e-3, seed=0):
+    """Points at .02 to 350 tokens per parameter, the earliest of them above the law by the share `extra`."""
+    points = made(np.geomspace(5e6, 9e8, 12), np.geomspace(0.02, 350, 10), sd, seed)
+    return replace(points, loss=points.loss * (1 + extra * (points.D / points.N < 0.5)))
+
+
 def test_early_points_off_the_law_are_named_and_left_out_beside_it():
+    for seed, sd in itertools.product(range(5), (1e-3, 5e-3, 2e-2)):    # noise of any size is no lack of fit: neighbours show it
+        points = early(0.0, sd, seed)
+        assert lack_of_fit(fitted(points), points) is None
     points = early(0.3)
     found = lack_of_fit(fitted(points), points)
     ratio = points.D / points.N
@@ -192,14 +190,6 @@ def test_early_points_off_the_law_are_named_and_left_out_beside_it():
     assert repeats["noise_of"] == "repeats" and repeats["noise"] == pytest.approx(0.004 / np.sqrt(2), rel=0.01)
 
 
-@pytest.mark.parametrize("sd", [1e-3, 5e-3, 2e-2])
-def test_a_law_that_holds_is_not_said_to_miss(sd):
-    """Noise of any size is no lack of fit, as long as neighbours show it too."""
-    for seed in range(5):
-        points = early(0.0, sd, seed)
-        assert lack_of_fit(fitted(points), points) is None
-
-
 @published
 def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
     points, kept = chinchilla_points(), chinchilla_points(5)
@@ -210,12 +200,6 @@ def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
 
 
 # ---------------------------------------------------------------------------------------------------------- robustness
-
-
-def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0):
-    N, D, _ = ladder(sizes, ratios)
-    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(0).normal(0, noise, len(N)))
-    return Points(N, D, 6 * N * D, loss, np.arange(len(N)))
 
 
 def chosen(rows, variant):
@@ -255,7 +239,11 @@ def test_one_variable_laws_and_conventions():
     assert chosen(power, "count N as")[0]["A"] != pytest.approx(power[0]["A"], rel=1e-3)
 
 
-def test_what_cannot_be_fitted_says_why():
+def test_sizes_within_a_percent_are_one_many_are_grouped_and_what_cannot_be_fitted_says_why():
+    N = np.array([1e8, 3e8, 1.004e8, 3.02e8, 1.008e8])
+    assert [mask.tolist() for mask in room.sizes(N)] == [[True, False, True, False, True], [False, True, False, True, False]]
+    found = room.sizes(np.repeat(np.geomspace(1e7, 1e10, 37), 2))
+    assert len(found) == room.MOST_SIZES and np.sum(found, axis=0).tolist() == [1] * 74
     rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla")
     assert [row["value"] for row in chosen(rows, "drop highest")] == ["1", "3"]
     for row in chosen(rows, "leave out N"):
@@ -265,13 +253,6 @@ def test_what_cannot_be_fitted_says_why():
     N = np.geomspace(1e9, 1.2e9, 6)         # a factor beyond all numbers predicts none: law.json has null
     rows = robustness(Points(N, N, N, 3 * (N / 1e9) ** -60, np.arange(6)), "power_n")
     assert rows[-1]["A"] is None and rows[-1]["error_percent"] is None and "NaN" not in json.dumps(rows)
-
-
-def test_sizes_within_a_percent_are_one_and_many_are_grouped():
-    N = np.array([1e8, 3e8, 1.004e8, 3.02e8, 1.008e8])
-    assert [mask.tolist() for mask in room.sizes(N)] == [[True, False, True, False, True], [False, True, False, True, False]]
-    found = room.sizes(np.repeat(np.geomspace(1e7, 1e10, 37), 2))
-    assert len(found) == room.MOST_SIZES and np.sum(found, axis=0).tolist() == [1] * 74
 
 
 @published

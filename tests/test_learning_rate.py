@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from configs import h100
 from scaling import learning_rate
 from scaling.learning_rate import Trial, analyse, main, tables
 from tests.scaling_runs import asked, strict, write_run
@@ -40,18 +41,18 @@ def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best):
     assert f"Optimum {best:.3g}" in tables(found) and re.search(r"\| 0.064 +\| +\| +\| 31 +\| 3 +\| diverged", tables(found))
 
 
-def test_where_the_curve_is_no_parabola_the_wider_fit_says_how_well_the_optimum_is_known():
+def test_what_is_no_parabola_is_told_by_the_wider_fit_and_what_is_far_or_diverged_is_not_fitted():
     runs = trials(loss=lambda lr: known(lr, 0.007) + 0.003 * math.log(lr / 0.007) ** 3 * (lr > 0.007))
     before, lowest, after = (math.log(one.loss) for one in runs[1:4])
     vertex = 0.5 * (before - after) / (before - 2 * lowest + after)     # in steps of ln 2 from the middle one of three
     found = optimum(runs)
     assert found["lr"] == pytest.approx(0.008 * 2**vertex) and abs(found["others"]["5 rates"] / found["lr"] - 1) > 0.02
-
-
-def test_a_loss_far_above_the_lowest_does_not_bend_the_wider_fit_and_uneven_rates_count_where_they_are():
     runs = trials(RATES[:4]) + trials((0.032,), loss=lambda lr: 7.9)      # learned nothing, though it finished
     assert optimum(runs)["others"] == {"4 rates": pytest.approx(0.0061)}
-    found = optimum(trials((0.001, 0.005, 0.0066, 0.03)))
+    runs = trials(RATES[:4], seed=1) + trials(RATES[:4], seed=2) + trials((0.032,), lambda lr: 3.0, (0.032,), seed=1)
+    found = analyse(sorted(runs, key=lambda one: one.lr))       # at 0.032 one seed diverged: shown, not fitted
+    assert found["base"]["lr"] == pytest.approx(0.0061) and found["sweeps"][0]["rows"][-1]["status"] == "diverged"
+    found = optimum(trials((0.001, 0.005, 0.0066, 0.03)))       # uneven rates count where they are
     assert found["lr"] == pytest.approx(0.0061) and found["bracket"] == [0.005, 0.03]
 
 
@@ -81,12 +82,6 @@ def test_an_optimum_at_an_end_is_refused_with_the_rates_to_add(runs, told):
     assert found["base"] is None and found["rates"] == [] and found["sweeps"][0]["optimum"] is None
 
 
-def test_a_rate_at_which_a_seed_diverged_is_shown_and_not_fitted():
-    runs = trials(RATES[:4], seed=1) + trials(RATES[:4], seed=2) + trials((0.032,), lambda lr: 3.0, (0.032,), seed=1)
-    found = analyse(sorted(runs, key=lambda one: one.lr))
-    assert found["base"]["lr"] == pytest.approx(0.0061) and found["sweeps"][0]["rows"][-1]["status"] == "diverged"
-
-
 def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     short = trials(loss=lambda lr: known(lr, 0.009), tokens=9000)       # of the smallest size, whose rate is no trunk's
     found = analyse(short + trials() + trials(loss=lambda lr: known(lr, 0.0042), N=4000), (1e6, 9e6))
@@ -96,16 +91,10 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     for row in found["rates"]:
         assert row[rule] == pytest.approx(0.0061 * math.sqrt(1000 / row["N"]))
         assert row[growing] == pytest.approx(0.0061 * (1000 / row["N"]) ** 0.25)
+    for N in (h100.NONEMBED, 6_491_520, 25_402_240):        # configs/h100.py takes its rates from the smallest size's so
+        assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** learning_rate.RULES[rule], abs=1e-6)
     check, = found["checks"]
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
-
-
-def test_the_rule_of_the_configs_is_the_rule_that_is_printed():
-    """configs/h100.py takes its rates from a rate of the smallest size by the same exponent."""
-    from configs import h100
-    exponent = next(iter(learning_rate.RULES.values()))
-    for N in (h100.NONEMBED, 6_491_520, 25_402_240):
-        assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** exponent, abs=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------------------- runs on disk

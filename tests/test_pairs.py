@@ -1,5 +1,6 @@
 """scaling/pairs.py: gaps, nulls, equivalence, ranking and what a gap costs, against scipy, simulation, published tables."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -12,7 +13,6 @@ from scipy.optimize import brentq, curve_fit
 from scipy.stats import linregress, nct, ttest_1samp
 from scipy.stats import t as student
 
-from runtime.cli import UserError
 from scaling import pairs
 from scaling.pairs import EPOCH, HOFFMANN, Margin, Surface, estimate
 from scaling.precision import analyse
@@ -36,21 +36,21 @@ def analysed(folder, arm="bf16", convention=None):
 # --------------------------------------------------------------------------------------------- intervals and equivalence
 
 
-@pytest.mark.parametrize("n, mean", [(2, 0.1), (3, 0.05), (8, -0.1), (30, 0.24)])
-def test_intervals_and_tost_are_scipys(n, mean):
-    values = np.random.default_rng(n).normal(mean, 0.1, n)
+@pytest.mark.parametrize("n, mean, sd, words", [
+    (2, 0.1, 0.1, "undecided"), (30, 0.24, 0.1, "costs 0.24 %"), (5, 0.5, 0.1, "costs 0.5 %"), (5, -0.5, 0.1, "gains 0.5 %"),
+    (6, 0.1, 0.05, "costs 0.1 %, within ±0.25 % (TOST, p="), (8, 0.01, 0.1, "equivalent within ±0.25 % (TOST, p="),
+    (5, 0.01, 0.5, "undecided: interval -0.61 to +0.63, could not have seen less than 0.84")])
+def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, words):
+    values = sample(n, mean, sd)
     found, theirs = estimate(values), ttest_1samp(values, 0).confidence_interval()
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
-    assert (found.mean, found.sd, found.n) == pytest.approx((values.mean(), values.std(ddof=1), n))
+    assert (found.mean, found.sd, found.n) == pytest.approx((mean, sd, n))
     theirs = max(ttest_1samp(values, -0.25, alternative="greater").pvalue, ttest_1samp(values, 0.25, alternative="less").pvalue)
-    assert pairs.tost(found, -0.25, 0.25) == pytest.approx(theirs, rel=1e-10)
-
-
-@pytest.mark.parametrize("values", [[0.3], [0.3, 0.3, 0.3], [0.0, 0.0]])
-def test_values_without_spread_have_no_interval(values):
-    found = estimate(values)
-    assert found.mean == values[0] and found.se is found.half is found.low is pairs.tost(found, -1, 1) is None
-    assert "no interval" in pairs.verdict(found, DECLARED)
+    assert pairs.tost(found, -0.25, 0.25) == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED).startswith(words)
+    for same in ([mean], [mean] * 3, [0.0, 0.0]):       # without spread
+        found = estimate(same)
+        assert found.mean == pytest.approx(same[0]) and found.se is found.half is found.low is pairs.tost(found, -1, 1) is None
+        assert "no interval" in pairs.verdict(found, DECLARED)
 
 
 def test_tost_rejects_at_its_margin_five_times_in_a_hundred_and_never_more():
@@ -70,14 +70,11 @@ def test_power_of_tost_is_that_of_a_simulation(n, sd):
     assert pairs.tost_power(sd, n, 0.25) == pytest.approx(passed, abs=0.004)
 
 
-@pytest.mark.parametrize("n", [3, 10, 40])
-@pytest.mark.parametrize("gap", [0.0, 0.3, -1.0])
-def test_power_is_the_noncentral_t(n, gap):
-    quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
-    assert pairs.power(1.0, n, gap) == pytest.approx(nct.sf(quantile, n - 1, shift) + nct.cdf(-quantile, n - 1, shift), abs=2e-6)
-
-
-def test_plans_are_the_fewest_those_of_the_planning_table_and_say_when_there_are_too_many():
+def test_power_is_the_noncentral_t_and_plans_are_the_fewest_and_those_of_the_planning_table():
+    for n, gap in itertools.product((3, 10, 40), (0.0, 0.3, -1.0)):
+        quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
+        theirs = nct.sf(quantile, n - 1, shift) + nct.cdf(-quantile, n - 1, shift)
+        assert pairs.power(1.0, n, gap) == pytest.approx(theirs, abs=2e-6), (n, gap)
     for sd, needed in ((0.0008, (8, 4, 3)), (0.002, (34, 10, 6)), (0.003, (73, 20, 10))):
         assert tuple(pairs.pairs_to_see(sd, gap) for gap in (0.001, 0.002, 0.003)) == needed
     for sd, margin in ((0.1, 0.25), (0.3, 0.25), (1.0, 0.25)):
@@ -105,30 +102,17 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
-@pytest.mark.parametrize("mean, sd, n, words", [
-    (0.5, 0.1, 5, "costs 0.5 %"), (-0.5, 0.1, 5, "gains 0.5 %"),
-    (0.1, 0.05, 6, "costs 0.1 %, within ±0.25 % (TOST, p="), (0.01, 0.1, 8, "equivalent within ±0.25 % (TOST, p="),
-    (0.01, 0.5, 5, "undecided: interval -0.61 to +0.63, could not have seen less than 0.84"),
-])
-def test_verdicts_follow_numbers(mean, sd, n, words):
-    assert pairs.verdict(estimate(sample(n, mean, sd)), DECLARED).startswith(words)
-
-
 # ----------------------------------------------------------------------------------------------------- trend and margin
 
 SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
 
 
-@pytest.mark.parametrize("seeds, half", [(1, 5.46), (2, 2.20), (5, 1.19)])
-def test_half_width_of_a_trend_is_that_of_the_planning_table(seeds, half):
-    N, y = np.repeat(SIZES, seeds), np.random.default_rng(seeds).normal(0, 0.1, 4 * seeds)
-    found, theirs = pairs.fit_trend(N, y, None), linregress(np.log10(N), y)
-    assert found.half == pytest.approx(student.ppf(0.975, 4 * seeds - 2) * theirs.stderr, rel=1e-6)
-    assert found.half / (theirs.stderr * math.sqrt(4 * seeds * np.log10(N).var())) == pytest.approx(half, abs=0.01)
-
-
 def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
-    N = np.repeat(SIZES, 5)
+    for seeds, half in ((1, 5.46), (2, 2.20), (5, 1.19)):       # of the planning table
+        N, y = np.repeat(SIZES, seeds), np.random.default_rng(seeds).normal(0, 0.1, 4 * seeds)
+        found, theirs = pairs.fit_trend(N, y, None), linregress(np.log10(N), y)
+        assert found.half == pytest.approx(student.ppf(0.975, 4 * seeds - 2) * theirs.stderr, rel=1e-6)
+        assert found.half / (theirs.stderr * math.sqrt(4 * seeds * np.log10(N).var())) == pytest.approx(half, abs=0.01)
     clear = pairs.fit_trend(N, 0.3 - 0.1 * np.log10(N / 1e8) + np.random.default_rng(6).normal(0, 0.01, 20), 0.3)
     assert clear.reason is None and clear.slope == pytest.approx(-0.1, abs=0.02)
     vague, x = pairs.fit_trend(SIZES, 0.3 + sample(4, 0, 0.1), 0.3), np.log10(SIZES)
@@ -139,37 +123,6 @@ def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
     assert "2 sizes" in pairs.fit_trend([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8], [1, 2, 3, 4], 1.0).reason     # but for rounding
     assert "no gap is established" in pairs.fit_trend(SIZES, [1, 2, 1, 2], None).reason
     assert "copies" in pairs.fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2).reason
-
-
-def records(folder, *starts):
-    return [SimpleNamespace(folder=folder / f"r{i}", t_start=start) for i, start in enumerate(starts)]
-
-
-def write_margin(folder, **content):
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / "study.json").write_text(json.dumps({"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", **content}))
-    return folder
-
-
-def test_the_margin_counts_as_declared_only_before_the_runs(tmp_path):
-    write_margin(tmp_path)
-    before = pairs.read_margin(records(tmp_path, "2026-11-21T15:00:01Z", "2026-11-21T16:00:00Z"))
-    assert before.percent == 0.25 and before.is_declared and "before the runs" in before.source
-    late = pairs.read_margin(records(tmp_path, "2026-11-21T14:59:59Z", "2026-11-21T16:00:00+00:00"))
-    assert not late.is_declared and "after 1 of 2 runs had begun" in late.source
-    assert not pairs.read_margin(records(tmp_path, None)).is_declared
-    given = pairs.read_margin(records(tmp_path, "2026-11-21T15:00:01Z"), 0.5)
-    assert given.percent == 0.5 and not given.is_declared and "after the fact" in given.source
-    assert pairs.read_margin(records(tmp_path / "elsewhere", None)) is None
-    with pytest.raises(UserError, match="0.25, 0.5; expected one"):
-        pairs.read_margin(records(tmp_path, None) + records(write_margin(tmp_path / "b", margin_percent=0.5), None))
-
-
-@pytest.mark.parametrize("changes", [{"margin_percent": "x"}, {"margin_percent": None}, {"margin_percent": 0},
-                                     {"declared": "yesterday"}])
-def test_a_damaged_margin_is_a_sentence(tmp_path, changes):
-    with pytest.raises(UserError, match="margin"):
-        pairs.read_margin(records(write_margin(tmp_path, **changes), "2026-11-21T15:00:01Z"))
 
 
 # ------------------------------------------------------------------------------------------------------ pairs and nulls
@@ -236,7 +189,9 @@ def test_our_law_and_trend_are_of_our_count_and_published_laws_of_all_parameters
             write_run(tmp_path / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
                       params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
                       gap=0.005 * seed * (recipe != "bf16"), precision={**RECIPE, "recipe": recipe}, **lineage)
-    result = analysed(write_margin(tmp_path, params="nonembed"))
+    declared = {"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", "params": "nonembed"}
+    (tmp_path / "study.json").write_text(json.dumps(declared))
+    result = analysed(tmp_path)
     assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
@@ -349,17 +304,9 @@ def test_kumar_and_sun_give_the_table_of_four_sizes():
     assert (values[0] / values[2]).max() > 85 and (np.diff(values[0]) < 0).all() and (np.diff(values[2]) > 0).all()
 
 
-def test_slope_and_costs_of_a_gap_are_those_of_the_table():
-    assert np.round(EPOCH.slope(20 * SIZES), 3).tolist() == [0.279, 0.216, 0.191, 0.112]
-    table = {0.001: ((1.012, 1.022), (0.987, 0.978)), 0.0025: ((1.030, 1.056), (0.968, 0.946)),
-             0.005: ((1.062, 1.117), (0.938, 0.895))}
-    for share, (tokens, parameters) in table.items():
-        for N, r, phi in zip((125e6, 1.5e9), tokens, parameters, strict=True):
-            gap = share * EPOCH.loss(N, 20 * N)
-            assert (round(EPOCH.extra_tokens(gap, 20 * N), 3), round(EPOCH.effective_parameters(gap, N), 3)) == (r, phi)
-    speedups = {1.10: (1.076, 1.041, 0.985), 1.17: (1.145, 1.108, 1.047), 1.28: (1.252, 1.212, 1.146)}
-    for ratio, expected in speedups.items():
-        gaps = [share * EPOCH.loss(1.5e9, 30e9) for share in table]
+def test_speedups_of_a_gap_are_those_of_the_table():
+    for ratio, expected in {1.10: (1.076, 1.041, 0.985), 1.17: (1.145, 1.108, 1.047), 1.28: (1.252, 1.212, 1.146)}.items():
+        gaps = [share * EPOCH.loss(1.5e9, 30e9) for share in (0.001, 0.0025, 0.005)]
         assert [round(EPOCH.speedup(30e9, gap, None, ratio)[0], 3) for gap in gaps] == list(expected)
 
 
@@ -413,24 +360,24 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
 
 
-def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver():
+@pytest.mark.parametrize("few, rel", [(False, 0.3), (True, 0.05)])
+def test_own_law_is_recovered_and_its_slope_has_the_error_of_a_second_solver(few, rel):
+    """20 runs: a bootstrap, with its own bias in width; few runs, each its own trajectory: the fit's own t covariance."""
     N, D = (axis.ravel() for axis in np.meshgrid([5e7, 1.25e8, 2.5e8, 3.5e8], [1e9, 2e9, 4e9, 8e9, 1.6e10]))
     loss = EPOCH.loss(N, D) * np.exp(np.random.default_rng(1).normal(0, 2e-4, len(N)))
+    if few:
+        N, D, loss = (axis[[0, 1, 2, 5, 6, 7, 10, 11, 12, 4]] for axis in (N, D, loss))
 
     def log_law(_, e, a, b, alpha, beta):               # natural parameters, plain squares: noise is well below Huber's delta
         return np.log(np.exp(e) + np.exp(a) * N**-alpha + np.exp(b) * D**-beta)
-    few = [0, 1, 2, 5, 6, 7, 10, 11, 12, 4]             # few runs, each its own trajectory: the fit's own t covariance
-    for chosen, rel in ((list(range(20)), 0.3), (few, 0.05)):       # 20 runs: a bootstrap, with its own bias in width
-        (N, D, loss), kept = (axis[chosen] for axis in (N, D, loss)), (N, D, loss)
-        own, reason = pairs.own_surface(N, D, loss, np.arange(len(N)))
-        start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
-        best, covariance = curve_fit(log_law, N, np.log(loss), start)
-        s = best[4] * math.exp(best[2]) * 6e9**-best[4]
-        gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
-        assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
-        error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
-        assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
-        N, D, loss = kept
+    own, reason = pairs.own_surface(N, D, loss, np.arange(len(N)))
+    start = [math.log(EPOCH.E), math.log(EPOCH.A), math.log(EPOCH.B), EPOCH.alpha, EPOCH.beta]
+    best, covariance = curve_fit(log_law, N, np.log(loss), start)
+    s = best[4] * math.exp(best[2]) * 6e9**-best[4]
+    gradient = np.array([0, 0, s, 0, s * (1 / best[4] - math.log(6e9))])
+    assert reason is None and own.slope(6e9) == pytest.approx(s, rel=2e-3)
+    error = own.speedup(6e9, 0.01, 0.0, 1.0)[1] * s**2 / 0.01
+    assert error == pytest.approx(math.sqrt(gradient @ covariance @ gradient), rel=rel)
 
 
 def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
@@ -449,10 +396,9 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
 
 
 def test_throughput_is_a_geometric_mean_and_means_nothing_on_a_cpu():
-    def pair(ratio, device="NVIDIA H100"):
-        return SimpleNamespace(tok_per_s_ratio=ratio, fp8=SimpleNamespace(device=device))
-    found = pairs.throughput([pair(1.1), pair(1.3), pair(None)])
-    assert found["ratio"] == pytest.approx(math.sqrt(1.1 * 1.3)) and found["reason"] is None
-    assert found["se_log"] == pytest.approx(abs(math.log(1.1 / 1.3)) / 2) and pairs.throughput([pair(1.2)])["se_log"] is None
-    for one, words in ((pair(None), "different devices"), (pair(1.2, "cpu AMD"), "CPU")):
-        assert words in pairs.throughput([one])["reason"]
+    def of(*ratios, device="NVIDIA H100"):
+        return pairs.throughput([SimpleNamespace(tok_per_s_ratio=one, fp8=SimpleNamespace(device=device)) for one in ratios])
+    assert of(1.1, 1.3, None) == {"ratio": pytest.approx(math.sqrt(1.1 * 1.3)), "reason": None,
+                                  "se_log": pytest.approx(abs(math.log(1.1 / 1.3)) / 2)}
+    assert of(1.2)["se_log"] is None and "different devices" in of(None)["reason"]
+    assert "CPU" in of(1.2, device="cpu AMD")["reason"]

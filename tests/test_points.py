@@ -34,7 +34,10 @@ def test_compute_tokens_or_neither(tmp_path):
         assert chosen.points.loss.tolist() == [3.5, 3.25, 3.0, 2.75] and len(set(chosen.points.cluster)) == 4
     assert chosen.source["conventions"] == {"N": "column 'N', as counted there", "D": "column 'flops' / (6 N)",
                                             "C": "column 'flops'", "loss": "column 'loss', taken as nats per token"}
-    alone = read_points(path, "N", "loss")
+    small = read_points(table(tmp_path, text="N,D,L\n0.1,2,3.5\n0.2,4,3.2\n7,140,2.5\n"), "N", "L", d="D")
+    assert small.points.N.tolist() == [0.1, 0.2, 7.0]       # in billions? pointed out, not converted
+    assert [note.split(":")[0] for note in small.notes] == ["N is at most 7", "D is at most 140"]
+    alone = read_points(table(tmp_path), "N", "loss")
     assert alone.axes == "N" and alone.source["conventions"]["C"] is None
     assert refusal(path, d="tokens", c="flops").startswith("d and c are both given; choose one")
 
@@ -77,12 +80,6 @@ def test_no_number_is_guessed(tmp_path, cell):
     if cell not in ("nan", "inf"):          # in a loss those mean an unfinished run
         path = table(tmp_path, [*ROWS, f'e,1e9,2e10,1.2e20,"{cell}",1'])
         assert refusal(path).startswith(f"line 6, column 'loss': {cell!r} is no plain finite number above zero")
-
-
-def test_counts_in_billions_are_pointed_out_not_converted(tmp_path):
-    chosen = read_points(table(tmp_path, text="N,D,L\n0.1,2,3.5\n0.2,4,3.2\n7,140,2.5\n"), "N", "L", d="D")
-    assert chosen.points.N.tolist() == [0.1, 0.2, 7.0]
-    assert [note.split(":")[0] for note in chosen.notes] == ["N is at most 7", "D is at most 140"]
 
 
 def test_the_highest_losses_are_dropped_and_named(tmp_path):

@@ -64,14 +64,17 @@ def test_mean_interval_and_null_are_those_of_the_textbook(tmp_path, capsys):
     assert row(output, "tensorwise")[3:5] == ["3", f"{np.mean(percent):+.3f} ± {half:.3f}"]
     null = 100 * math.sqrt(2) * np.log(list(BF16.values())).std(ddof=1)
     assert row(output, "bf16, two seeds")[3:6] == ["3 runs", f"SD {null:.3f}", f"SD {null:.3f}"]
-    assert result["null"]["pooled"] == {"runs": 3, "dof": 2, "sd_percent": pytest.approx(null),
-                                        "band": pytest.approx(4.302652729911275 * null)}
+    output, result = run(capsys, study(write_seeds(tmp_path / "one", [0.01], "amax")))
+    assert row(output, "amax")[-1] == "one pair: no interval" and "two seeds" not in output
+    assert result["null"] == {"sizes": [], "pooled": None, "same_seed": {"sizes": [], "equal": 0, "pooled": None}}
 
 
 @pytest.mark.parametrize("cut_off", [None, "*_tensorwise_1_*", "*_d5"])
-def test_branches_of_one_trunk_count_once(tmp_path, capsys, cut_off):
+def test_branches_of_one_trunk_count_once_and_the_console_gets_forty_lines(tmp_path, capsys, cut_off):
     """Also where they were trained from scratch without their trunk's checkpoint: they share its seed, data and schedule."""
     declare_branches(write_branches(tmp_path, sizes=(30_000, 60_000, 120_000), curve=False))
+    for i in range(12):
+        write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax", curve=False)
     if cut_off:
         cut(tmp_path, cut_off)
     output, result = run(capsys, tmp_path)
@@ -85,6 +88,9 @@ def test_branches_of_one_trunk_count_once(tmp_path, capsys, cut_off):
     theirs = ttest_1samp([np.mean(own) for own in trunks.values()], 0).confidence_interval()
     found = result["common"]["tensorwise"]["bf16"]
     assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
+    short = asked(capsys, precision.main, tmp_path)
+    assert output.count("\n") > 55 and output.count("WARNING: unpaired alone") == 12 and short.count("\n") <= 40
+    assert "tensorwise" in short.splitlines()[2] and "more in precision.json" in short and "more tables: --all" in short
 
 
 def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, capsys):
@@ -99,12 +105,10 @@ def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, c
     assert "margin after the fact" in output and "±0.5 %" in output and not result["margin"]["is_declared"]
     output, _ = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))
     assert "margin after the fact" in output and "after 6 of 6 runs had begun" in output
-
-
-def test_one_pair_has_no_interval_and_one_seed_no_null(tmp_path, capsys):
-    output, result = run(capsys, study(write_seeds(tmp_path, [0.01], "amax")))
-    assert row(output, "amax")[-1] == "one pair: no interval" and "null" not in output.split("compute")[0].split("Null:")[0]
-    assert result["null"] == {"sizes": [], "pooled": None, "same_seed": {"sizes": [], "equal": 0, "pooled": None}}
+    write_seeds(tmp_path / "b", [0.0002], params=50_000, t_start=...)
+    assert not run(capsys, study(tmp_path / "b", 0.5))[1]["margin"]["is_declared"]      # nobody knows when they began
+    both = asked(capsys, precision.main, tmp_path, tmp_path / "b", f"out={tmp_path}/c", code=2)
+    assert "0.25, 0.5; expected one" in both
 
 
 def test_without_a_pair_it_says_so_and_an_old_figure_goes(tmp_path, capsys):
@@ -127,17 +131,6 @@ def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(tmp
     output, result = run(capsys, tmp_path)
     assert row(output, "auto", "recipe")[2] == "BF16 again: no Linear converted" and len(result["pairs"]) == 9
     assert "Best: tensorwise has the lowest gap" in output and "Not ranked: auto (converts no Linear in 3 of 3 pairs" in output
-
-
-def test_the_console_gets_forty_lines_headline_first_and_all_on_request(tmp_path, capsys):
-    write_branches(tmp_path, seeds=(1, 2), curve=False)
-    for i in range(12):
-        write_run(tmp_path / f"alone_{i}", params=50_000 + i, recipe="amax", curve=False)
-    output, _ = run(capsys, tmp_path)
-    assert output.count("\n") > 60 and output.count("WARNING: unpaired alone") == 12
-    short = asked(capsys, precision.main, tmp_path)
-    assert short.count("\n") <= 40 and "tensorwise" in short.splitlines()[2]
-    assert "8 more in precision.json" in short and "more tables: --all" in short
 
 
 # ----------------------------------------------------------------------------------------------------------- costs
@@ -192,6 +185,8 @@ def damaged(runs, shift=0, **arrays):
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
+    (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, percent="x"), "margin"),
+    (lambda runs: study(runs, percent=None), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
@@ -201,15 +196,13 @@ def damaged(runs, shift=0, **arrays):
     (lambda runs: damaged(runs, source=np.arange(36) // 9), "val_losses.npz is damaged"),       # of four sources
     (lambda runs: damaged(runs, bf16=np.full(36, 9.9)), "the two files are not from one evaluation"),
     (lambda runs: damaged(runs, shift=5), "same validation sequences in the same order"),
-    (lambda runs: write_run(runs / "null", loss=2.2, seed=9, per_source=5, curve=False), "same validation sequences"),
+    (lambda runs: [write_run(runs / name, recipe=name, loss=2.2, seed=9, curve=False, **more) for name, more in (
+        ("tensorwise", {}), ("bf16", {"per_source": 5}))], "same validation sequences"),
     (lambda runs: write_run(runs / "other", params=50_000, val_sha256="w" * 64), "val_sha256"),
     (lambda runs: [path.unlink() for path in runs.glob("*/summary.json")]
      + [write_run(runs / "x", status="diverged", curve=False)], "no run is left to compare")])
 def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, damage, sentence):
-    study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
-    if sentence == "same validation sequences":
-        write_run(tmp_path / "fp8", recipe="tensorwise", loss=2.2, seed=9, curve=False)
-    damage(tmp_path)
+    damage(study(write_seeds(tmp_path, [0.004, 0.010, 0.007])))
     assert sentence in asked(capsys, precision.main, tmp_path, code=2) and not (tmp_path / "law").exists()
 
 
@@ -277,19 +270,15 @@ def test_gaps_nulls_and_margin_are_drawn_where_they_belong(tmp_path):
     assert any(nats == pytest.approx(np.mean([0.010, 0.012, 0.015]), rel=1e-6) for _, nats, *_ in errorbars(right))
 
 
-def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path):
+def test_bands_that_would_hide_the_gaps_are_named_not_drawn(tmp_path, capsys):
+    for gaps in ([-0.01], [2.0, 2.5]):      # few or extreme pairs
+        runs, out = write_seeds(tmp_path / f"{len(gaps)}/runs", gaps), tmp_path / f"{len(gaps)}/out"
+        assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, runs, "loss=as_trained", "--out", out)
+        assert {path.name for path in out.iterdir()} == {"precision.json", "precision.png", "precision.svg"}
+        assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))
     for recipe, *gaps in (("rowwise", 0.0004, 0.0005), ("tensorwise", 0.0002, 0.0003), ("auto", 0.0001, 0.0002)):
         write_seeds(tmp_path, gaps, recipe)
     write_run(tmp_path / "again", loss=BF16[1] + 1e-4, params=38_912, seed=1, repeat=1, curve=False)
     figure = draw_precision(analysed(tmp_path))
     assert figure.axes[0].get_ylim()[1] < 0.2 and len(figure.axes[0].patches) == 1      # of one seed; three recipes: no band
     assert legend(figure)[0].endswith("% (beyond the axis)") and legend(figure)[1].startswith("null, same seed, ±")
-
-
-@pytest.mark.parametrize("gaps", [[-0.01], [2.0, 2.5]])
-def test_few_or_extreme_pairs_are_drawn(tmp_path, capsys, gaps):
-    write_seeds(tmp_path, gaps)
-    out = tmp_path / "elsewhere"
-    assert "FP8 minus BF16, as trained" in asked(capsys, precision.main, tmp_path, "loss=as_trained", "--out", out)
-    assert {path.name for path in out.iterdir()} == {"precision.json", "precision.png", "precision.svg"}
-    assert strict(out / "precision.json")["sizes"][0]["nats"]["mean"] == pytest.approx(1.5 * np.mean(gaps))

@@ -60,6 +60,13 @@ def test_the_interval_is_the_union_of_its_forms():
     assert said["headline"] == "ray gamma=0.16" and said["loss"] == forms(said)["ray gamma=0.16"]["loss"]
     assert said["extrapolation"] == pytest.approx((TARGET[0] / SMALL[-1]) ** 2, rel=0.01)
     assert (losses := [row["loss"] for row in rows]) == sorted(losses)      # a larger exponent ends higher, the power law lowest
+    mixed, alone = (forecast(points_of(EPOCH, ratios), TARGET) for ratios in ((5, 20, 20.5, 40), (20, 20.5)))
+    assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
+    for name in set(forms(mixed)) & set(forms(alone)) - {"chinchilla"}:         # of the target's ratio alone
+        assert forms(mixed)[name]["loss"] == forms(alone)[name]["loss"] and forms(mixed)[name]["n"] == 8
+    for points, why in ((points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"), (points_of(EPOCH, (5,)), "0 of 4 points")):
+        with pytest.raises(UserError, match=why):
+            forecast(points, TARGET)
     width = {0.0: said["high"] - said["low"]}
     for sd in (FLOOR, 5e-3):                # the noise is at least that of seeds and the floor
         noisy = forecast(points_of(EPOCH), TARGET, seed_sd=sd)
@@ -80,14 +87,6 @@ def test_the_power_laws_interval_is_that_of_a_straight_line(N):
     width = math.log(row["high"] / row["loss"]) / (t_2 * sigma * math.sqrt(share))
     assert row["sigma"] == sigma and 1 - 1e-9 <= width < math.sqrt(math.pi / 2)
     assert row["loss"] == pytest.approx(float(fit_power(points.C, points.loss).predict(math.exp(x0))))
-
-
-def test_power_and_ray_laws_take_the_targets_ratio_alone():
-    mixed, alone = (forecast(points_of(EPOCH, ratios), TARGET) for ratios in ((5, 20, 20.5, 40), (20, 20.5)))
-    some, other = forms(mixed), forms(alone)
-    for name in set(some) & set(other) - {"chinchilla"}:
-        assert some[name]["loss"] == other[name]["loss"] and some[name]["n"] == 8
-    assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
 
 
 def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_misses_them():
@@ -130,13 +129,6 @@ def test_the_interval_covers_what_a_new_run_does(truth, ratios, runs, noises):
         new = truth.loss(*TARGET[:2]) * math.exp(noises.get("tuning", 1e-3) * rng.normal())
         inside.append(said["low"] <= new <= said["high"])
     assert np.mean(inside) >= 0.9
-
-
-@pytest.mark.parametrize("points, why", [
-    (points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"), (points_of(EPOCH, (5,)), "0 of 4 points")])
-def test_too_few_points_reach_nothing(points, why):
-    with pytest.raises(UserError, match=why):
-        forecast(points, TARGET)
 
 
 # Power law and rays of gamma .13, .155, .178, .20 on the losses of 79M, 154M and 411M at 20 tokens per parameter, against
@@ -212,20 +204,12 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     with pytest.raises(UserError, match="is there already"):        # nothing is frozen twice
         predict.freeze("big.py", groups_of(study), tmp_path / "law")
     assert json.loads((tmp_path / "law" / "prediction_big.json").read_text()) == content
-
-
-def test_an_fp8_run_is_predicted_from_its_own_recipe_alone(study, tmp_path):
-    made = predict.freeze("big_fp8", groups_of(study), tmp_path)
-    assert made.recipe == "tensorwise" and [one["run_id"] for one in made.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"]
-    assert made.loss > predict.freeze("big", groups_of(study), tmp_path).loss
-
-
-def test_a_config_is_counted_exactly(study, tmp_path):
-    """configs/demo_l_fp8.py, against the lines of train.py --plan."""
-    made = predict.freeze("demo_l_fp8", groups_of(study), tmp_path)
+    fp8 = predict.freeze("big_fp8", groups_of(study), tmp_path)         # from its own recipe alone
+    assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
+    demo = predict.freeze("demo_l_fp8", groups_of(study), tmp_path)     # a config, counted as train.py --plan counts it
     lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_l_fp8.py"), "", torch.bfloat16))
-    assert made.recipe == "tensorwise" and re.search(rf"  total +{made.N:,} ", lines)
-    assert re.search(rf"  tokens +{made.D:,} ", lines) and f"+ attention            {made.C:.4e}" in lines
+    assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{demo.N:,} ", lines)
+    assert re.search(rf"  tokens +{demo.D:,} ", lines) and f"+ attention            {demo.C:.4e}" in lines
 
 
 @pytest.mark.parametrize("name, changes, sentence", [
@@ -253,20 +237,14 @@ def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
         predict.freeze("big", groups_of(study), tmp_path)
 
 
-def test_held_out_runs_are_told_apart(study, tmp_path):
-    made = predict.freeze("big_fp8", groups_of(study), tmp_path)
-    names = predict.named_held_out([study])
+def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
+    made, names = predict.freeze("big_fp8", groups_of(study), tmp_path), predict.named_held_out([study])
     assert names == {"big"} and predict.named_held_out([tmp_path]) == set()
     assert predict.held_of("tensorwise", read_runs([study])[0], [made], names) == (
         predict.Held("big_fp8", made.N, made.D, made.C, None, made),)
-    write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    records, _ = read_runs([study])
-    assert {one.run_id for one in records if predict.is_held(one, [made], names)} == {"big", "big_fp8_seed2"}
-    (held,) = predict.held_of("tensorwise", records, [made], names, "loss_as_trained")
+    (held,) = predict.held_of("tensorwise", read_runs([study])[0], [made], names, "loss_as_trained")
     assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, made)
-    (held,) = predict.held_of("bf16", records, [made], names)
-    assert held.name == "big" and held.prediction is None
 
 
 def test_scoring(study, tmp_path):
@@ -300,31 +278,25 @@ def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, chan
     assert not (tmp_path / "score_big.json").exists()
 
 
-def resigned(content):
-    rest = {key: value for key, value in content.items() if key != "sha256"}
-    return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()}
+def changed(content, **changes):
+    """A prediction whose hash agrees with what was changed; a key is removed by None."""
+    rest = {key: value for key, value in (content | changes).items() if key != "sha256" and value is not None}
+    return json.dumps(rest | {"sha256": predict.digest(rest)})
 
 
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda text: json.dumps(json.loads(text) | {"high": 9.0}), "was edited after it was frozen"),
-    (lambda text: json.dumps(json.loads(text) | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
-    (lambda text: json.dumps(resigned({"target": 3})), "no prediction of this version"),
-    (lambda text: text[:len(text) // 2], "not valid JSON")])
+    (lambda content, _: json.dumps(content | {"high": 9.0}), "was edited after it was frozen"),
+    (lambda content, _: json.dumps(content | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
+    (lambda content, _: changed({"target": 3}), "no prediction of this version"),
+    (lambda content, _: json.dumps(content)[:400], "not valid JSON"),
+    # an input is no test, even where dates would allow it
+    (lambda content, run: changed(content, inputs=[{"run_id": "x", "summary_sha256": run.summary_sha256}]), "one of the inputs")])
 def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
-    path = predict.freeze("big", groups_of(study), tmp_path).path
-    path.write_text(damage(path.read_text()))
-    with pytest.raises(UserError, match=sentence):
-        predict.score(tmp_path, [])
-
-
-def test_an_input_is_no_test(study, tmp_path):
-    """Even where dates would allow it: a run that the prediction was made from is not scored by it."""
     made = predict.freeze("big", groups_of(study), tmp_path)
     write_big(study)
     record = next(one for one in read_runs([study])[0] if one.run_id == "big")
-    content = dict(made.content, inputs=[{"run_id": "x", "summary_sha256": record.summary_sha256}])
-    made.path.write_text(json.dumps(resigned(content)))
-    with pytest.raises(UserError, match="one of the inputs"):
+    made.path.write_text(damage(made.content, record))
+    with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, [record])
 
 
@@ -341,6 +313,5 @@ def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path
     for convention in ("nonembed", "total"):        # a figure counts as its own laws do
         (held,) = predict.held_of("bf16", counted_as(read_runs([study])[0], convention), [made])
         assert GOAL[f"params_{convention}"] == held.N and held.prediction is made
-    old = {key: value for key, value in made.content.items() if key != "convention"}      # of before the choice
-    made.path.write_text(json.dumps(resigned(old)))
+    made.path.write_text(changed(made.content, convention=None))        # of before the choice
     assert predict.load(tmp_path)[0].convention == "total" and GOAL["params_total"] == predict.load(tmp_path)[0].N

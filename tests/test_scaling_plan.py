@@ -88,13 +88,10 @@ def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes(sizes):
     grid = np.exp(np.linspace(np.log(1e8), np.log(2e10), 20_001))
     losses = EPOCH.loss(grid, tokens(grid, sizes, flops, True))
     assert EPOCH.loss(N, D) <= losses.min() + 1e-9 and pytest.approx(grid[losses.argmin()], rel=1e-3) == N
-
-
-def test_tokens_at_a_size_are_flops_over_its_own_count():
-    sizes = [Size("a", 10**8, 8.5e8, 0.3, 1.1), Size("b", 10**9, 7e9, 0.5, 1.3)]
-    assert tokens(1e8, sizes, 1e20, False) == pytest.approx(1e20 * 0.3 / 8.5e8)
-    assert tokens(1e9, sizes, 1e20, True) == pytest.approx(1e20 * 0.5 * 1.3 / 7e9)
-    assert tokens(8e9, sizes, 1e20, False) == pytest.approx(1e20 * 0.5 / (8e9 * 6.5))       # attention 1 -> 1 / 8^(1/3)
+    two = [Size("a", 10**8, 8.5e8, 0.3, 1.1), Size("b", 10**9, 7e9, 0.5, 1.3)]         # a token costs what its size counts
+    assert tokens(1e8, two, 1e20, False) == pytest.approx(1e20 * 0.3 / 8.5e8)
+    assert tokens(1e9, two, 1e20, True) == pytest.approx(1e20 * 0.5 * 1.3 / 7e9)
+    assert tokens(8e9, two, 1e20, False) == pytest.approx(1e20 * 0.5 / (8e9 * 6.5))       # attention 1 -> 1 / 8^(1/3)
 
 
 @pytest.mark.parametrize("speedup, gap", [(1.10, 0.43), (1.17, 0.70), (1.28, 1.09)])
@@ -190,21 +187,17 @@ def test_the_published_range_is_that_of_the_points():
     assert len(kept) == 240 and (max(row[2] for row in kept), min(ratios), max(ratios)) == pytest.approx(EPOCH_REACH, rel=1e-3)
 
 
-@pytest.mark.parametrize("name, text", [
-    ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
-    ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
-def test_damaged_files_are_refused(tmp_path, capsys, name, text):
-    law = write_law(tmp_path)
-    (tmp_path / f"{name}.json").write_text(text)
-    assert f"{name}.json" in output(capsys, f"law={law}", code=2)
-
-
-@pytest.mark.parametrize("sizes, ratios, prediction", [
-    ((125e6, 250e6, 350e6), (10, 20), 1.24), ((125e6, 250e6, 350e6), (5, 10, 20), 1.04),
-    ((125e6, 250e6, 350e6), (5, 10, 20, 40), .88), ((60e6, 125e6, 250e6, 350e6), (5, 10, 20, 40), .33),
-    ((125e6, 250e6, 350e6, 1.5e9), (5, 10, 20), .08)])
-def test_cramer_rao_bounds_as_computed_elsewhere(sizes, ratios, prediction):
-    assert 100 * bound(EPOCH, points(*ladder(sizes, ratios)[:2]), (1.5e9, 30e9)) == pytest.approx(prediction, abs=6e-3)
+def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify_nothing():
+    three, target = (125e6, 250e6, 350e6), (1.5e9, 30e9)
+    for sizes, ratios, prediction in ((three, (10, 20), 1.24), (three, (5, 10, 20), 1.04), (three, (5, 10, 20, 40), .88),
+                                      ((60e6, *three), (5, 10, 20, 40), .33), ((*three, 1.5e9), (5, 10, 20), .08)):
+        assert 100 * bound(EPOCH, points(*ladder(sizes, ratios)[:2]), target) == pytest.approx(prediction, abs=6e-3)
+    weights = np.array([EPOCH.E, EPOCH.A * target[0]**-EPOCH.alpha, EPOCH.B * target[1]**-EPOCH.beta]) / EPOCH.loss(*target)
+    assert bound(EPOCH, [], target, prior=True) == pytest.approx(np.linalg.norm(weights * PRIOR_SD[:3]))
+    few = points(*ladder((350e6,)))
+    for nothing in ([], few, points(*ladder((60e6, 125e6, 250e6, 350e6, 1e9), (20,)))):        # the last: one ray
+        assert bound(EPOCH, nothing, target) is None
+    assert bound(EPOCH, few, target, prior=True) == pytest.approx(correlated(EPOCH, few, target, prior=True), rel=1e-6)
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
@@ -226,16 +219,6 @@ def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says():
     weights = np.linalg.solve(jacobian.T @ np.linalg.solve(V, jacobian), jacobian.T @ np.linalg.inv(V))
     spread = np.std(noise @ weights.T @ gradient(EPOCH, *target, target)[0])
     assert bound(EPOCH, points(N, D, clusters), target) == pytest.approx(spread, rel=0.04)
-
-
-def test_where_runs_identify_nothing_a_prior_stands_in():
-    target = (1.5e9, 30e9)
-    weights = np.array([EPOCH.E, EPOCH.A * target[0]**-EPOCH.alpha, EPOCH.B * target[1]**-EPOCH.beta]) / EPOCH.loss(*target)
-    assert bound(EPOCH, [], target, prior=True) == pytest.approx(np.linalg.norm(weights * PRIOR_SD[:3]))
-    few = points(*ladder((350e6,)))
-    for nothing in ([], few, points(*ladder((60e6, 125e6, 250e6, 350e6, 1e9), (20,)))):        # the last: one ray
-        assert bound(EPOCH, nothing, target) is None
-    assert bound(EPOCH, few, target, prior=True) == pytest.approx(correlated(EPOCH, few, target, prior=True), rel=1e-6)
 
 
 def test_the_study_says_what_the_bound_says():
@@ -302,8 +285,14 @@ def test_the_winners_are_those_of_the_rows(capsys):
 @pytest.mark.parametrize("arguments, sentence", [
     (["hours=0"], "hours=0.0 must be a positive"), (["gpu=h10"], "no FP8 peak of that GPU"), (["gpu=a100"], "no FP8 peak"),
     (["hors=3"], "did you mean 'hours'?"), (["law=nowhere.json"], "nowhere.json cannot be read"),
-    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean")])
-def test_mistakes_are_told_in_a_sentence(capsys, monkeypatch, arguments, sentence):
+    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
+    ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
+    ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
+def test_mistakes_and_damaged_files_are_told_in_a_sentence(tmp_path, capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(ROOT)
+    if isinstance(arguments, str):      # a file of that name and content
+        law = write_law(tmp_path)
+        (tmp_path / f"{arguments}.json").write_text(sentence)
+        arguments, sentence = [f"law={law}"], f"{arguments}.json"
     key = arguments[0].split("=")[0]
     assert sentence in output(capsys, *arguments, budget=[one for one in BUDGET if not one.startswith(key + "=")], code=2)

@@ -130,18 +130,14 @@ def demo(**more):
     (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be among its seeds"),
     (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter has 1 steps, and its decay begins at step 0"),
 ])
-def test_an_impossible_study_gets_a_sentence(study, changes, told):
+def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
     with pytest.raises(UserError) as error:
         expand(replace(study, **changes))
     assert told in str(error.value)
-
-
-def test_a_file_that_binds_no_study_gets_a_sentence(tmp_path):
     (tmp_path / "study_x.py").write_text("study = 3")
-    with pytest.raises(UserError, match="study_x.py must bind study = Study"):
-        load_study(tmp_path / "study_x.py")
-    with pytest.raises(UserError, match="there is no study file .*did you mean 'study_x'"):
-        load_study(tmp_path / "study_y.py")
+    for name, sentence in (("x", "study_x.py must bind study = Study"), ("y", "there is no study file .*did you mean 'study_x'")):
+        with pytest.raises(UserError, match=sentence):
+            load_study(tmp_path / f"study_{name}.py")
 
 
 def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):
@@ -191,14 +187,8 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     for parent_step, expected in ((branch.parent_step, branch), (None, alone)):
         finish(branch, tmp_path, parent_step=parent_step)
         assert placed(branch, tmp_path) == expected and tokens_left(branch, tmp_path) == 0
-
-
-@pytest.mark.parametrize("content, told", [
-    ("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks device")])
-def test_a_damaged_summary_is_no_finished_run(study, tmp_path, content, told):
-    row = expand(study)[0]
-    finish(row, tmp_path)
-    assert summary_of(row, tmp_path)["status"] == "ok" and state_of(row, tmp_path) == "done"
-    (tmp_path / row.run / "summary.json").write_text(content)
-    with pytest.raises(UserError, match=f"{row.run}/summary.json {told}"):
-        state_of(row, tmp_path)
+    assert summary_of(branch, tmp_path)["status"] == "ok" and state_of(branch, tmp_path) == "done"
+    for content, told in (("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks device")):
+        (tmp_path / branch.run / "summary.json").write_text(content)
+        with pytest.raises(UserError, match=f"{branch.run}/summary.json {told}"):
+            state_of(branch, tmp_path)

@@ -25,7 +25,7 @@ from scaling.study import ENDED, expand, state_of
 from scaling.sweep import Cost, Options, costs_of, kind_of, table
 from tests.conftest import ROOT
 from tests.scaling_runs import asked, cells
-from tests.study_cases import checkpoint, fake_sweep, finish, summaries, tiny_study
+from tests.study_cases import TRAIN, checkpoint, finish, tiny_study
 
 OPTIONS = Options(study="x", start=2.0)
 
@@ -38,8 +38,27 @@ def rows(tiny, tmp_path):
 
 @pytest.fixture
 def fake(tiny, tmp_path, monkeypatch, capsys):
-    with fake_sweep(tiny, tmp_path, monkeypatch, capsys) as call:
-        yield call
+    """sweep.main() on a tiny study whose train.py is the given text; the call returns what it printed as it ended in `code`."""
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.setattr(sweep, "POLL_S", 0.02)
+    monkeypatch.setattr(sweep, "LEAVE_S", 0.3)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def call(body, *arguments, code=0, began=None, **study):
+        (tmp_path / "train.py").write_text(TRAIN + body)
+        ended = sweep.main([str(tiny_study(tiny, tmp_path, **study)), "--run", f"out={tmp_path}/out", *arguments], began)
+        told = "".join(capsys.readouterr())
+        assert ended == code, told
+        return told
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]     # sweep.main() changes them
+    yield call
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+def summaries(tmp_path):
+    return {path.parent.name: json.loads(path.read_text()) for path in (tmp_path / "out/tiny").glob("*/summary.json")}
 
 
 # -------------------------------------------------------------------------------------------------------------- the table
@@ -84,9 +103,10 @@ def test_speed_and_start_are_those_of_the_runs_that_are_done(rows, tmp_path):
     assert grid[2][-2:] == [f"{(8 * start + 88 * 512 / 1250) / 60:.3g}", "done"]
 
 
-def test_fp8_is_assumed_at_the_modelled_ratio_where_there_is_one(tiny, tmp_path):
+def test_the_cost_of_a_kind_is_measured_or_modelled(tiny, tmp_path):
+    """A kind is a size, a recipe and whether it is a null run; FP8 is assumed at the modelled ratio where there is one."""
     tiny = replace(tiny, parallel=replace(tiny.parallel, compile=True))
-    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, recipes=("bf16", "tensorwise", "cscale"), sizes=(64,))))
+    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, null=True, recipes=("bf16", "tensorwise", "cscale"), sizes=(64,))))
     costs = costs_of(rows, tmp_path, OPTIONS)
     row = next(row for row in rows if row.recipe == "tensorwise")
     ratio = modelled_ratio(load_config(row.config, list(row.overrides)), "h100")
@@ -95,16 +115,11 @@ def test_fp8_is_assumed_at_the_modelled_ratio_where_there_is_one(tiny, tmp_path)
     assert "FP8 at the ratios that runtime.roofline models" in told(rows, tmp_path, OPTIONS)[1][-1]
     assert costs_of(rows, tmp_path, replace(OPTIONS, gpu="b200"))["a", "tensorwise"].tok_per_s == pytest.approx(
         bf16 * 2250 / 989.4), "no ceilings of that GPU: as fast as BF16"
-
-
-def test_a_kind_is_a_size_a_recipe_and_whether_it_is_a_null_run(tiny, tmp_path):
-    rows = expand(sweep.load_study(tiny_study(tiny, tmp_path, null=True, recipes=("bf16", "tensorwise"), sizes=(64,))))
     finish(rows[0], tmp_path)                                           # without its hours: the start stays assumed
     finish(rows[2], tmp_path, tok_per_s_median=100.0, wall_s=1e4)
     costs = costs_of(rows, tmp_path, OPTIONS)
-    assert costs[kind_of(rows[0])] == Cost(1000.0, 2.0, "X", False)
+    assert costs[kind_of(rows[0])] == Cost(1000.0, 2.0, "X", False) and costs["a", "tensorwise"].device is None
     assert costs["a", "bf16 null"] == Cost(100.0, 5 + 1e4 - 884 * 512 / 100, "X", True)
-    assert costs["a", "tensorwise"].device is None
     alone = told(rows, tmp_path, OPTIONS)[0][2]     # the trunk is done, its checkpoint gone: the branch costs its whole length
     assert alone[4:] == ["-", f"{442 * 512 * rows[0].flops_per_token:.2e}", f"{(2 + 442 * 512 / 1000) / 3600:.3g}", "missing"]
 
@@ -241,8 +256,10 @@ def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
     log = tmp_path / "out/tiny/a_bf16_t20_s1.log"
     assert state_of(rows[0], tmp_path / "out/tiny") == f"failed, exit code 1: train.py: the disk is full ({log})"
     assert state_of(rows[1], tmp_path / "out/tiny") == "missing"
-    shutil.rmtree(tmp_path / "out/tiny/b_bf16_t10_s1")
-    fake("finish()")        # what failed is tried again, after what may succeed
+    for left in ("b_bf16_t10_s1", "b_bf16_t20_s1/checkpoints"):
+        shutil.rmtree(tmp_path / "out/tiny" / left)
+    assert "b_bf16_t10_s1 starts from scratch" in fake("finish()")      # what failed is tried again, after what may succeed
+    assert "start_from" not in summaries(tmp_path)["b_bf16_t10_s1"]["given"]
     assert summaries(tmp_path)["b_bf16_t10_s1"]["began"] < summaries(tmp_path)["a_bf16_t20_s1"]["began"]
     assert state_of(rows[0], tmp_path / "out/tiny") == "done"
 
@@ -292,13 +309,6 @@ def test_what_has_no_time_for_more_than_its_start_is_not_begun(fake, tmp_path):
     assert len(summaries(tmp_path)) == 1 and "leaves no time to begin 2 more: a_bf16_t10_s1, which takes 18 s" in told
     fake("finish()", "limit=40", "only=a_*", seeds=(1, 2))
     assert len(summaries(tmp_path)) == 4
-
-
-def test_a_branch_whose_trunk_has_no_checkpoints_any_more_is_trained_from_scratch(fake, tmp_path):
-    fake("finish()", "only=a_bf16_t20_s1")
-    shutil.rmtree(tmp_path / "out/tiny/a_bf16_t20_s1/checkpoints")
-    assert "a_bf16_t10_s1 starts from scratch" in fake("finish()", "only=a_*")
-    assert "start_from" not in summaries(tmp_path)["a_bf16_t10_s1"]["given"]
 
 
 def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbroken_study(tiny, tmp_path, capsys, monkeypatch):
