@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.colors import to_rgb
 from scaling_runs import legend, surface, write_branches, write_ladder, write_run
 
 from runtime.cli import UserError
@@ -213,14 +214,25 @@ def test_a_recipe_of_fewer_sizes_is_named_not_drawn(ladder, tmp_path):
     assert "Not drawn, fewer sizes or no such law: FP8 rowwise" in caption(figure) and "FP8 rowwise" not in legend(figure)
 
 
+@pytest.mark.parametrize("matrix", [
+    ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),    # protanopia
+    ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),     # deuteranopia
+    ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),    # tritanopia
+])
+def test_precisions_stay_apart_for_colour_blind_readers(matrix):
+    """Machado et al. 2009, severity 1, in linear RGB; and without any colour, by marker and dash."""
+    linear = [np.array(to_rgb(style["color"])) ** 2.2 for style in STYLES]
+    seen = [np.clip(np.array(matrix) @ colour, 0, 1) ** (1 / 2.2) for colour in linear]
+    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 0.1
+    assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
+
+
 @pytest.mark.parametrize("names", [["bf16", "auto", "tensorwise"], ["tensorwise", "own", "bf16"],
                                    ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]])
 def test_a_recipe_has_one_style_in_every_figure(names):
     looks = dict(zip(names, styles(names), strict=True))
     assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
     assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
-    # told apart without colour too
-    assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
 
 
 def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path, monkeypatch):

@@ -242,9 +242,14 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
     assert names == {"big"} and predict.named_held_out([tmp_path]) == set()
     assert predict.held_of("tensorwise", read_runs([study])[0], [made], names) == (
         predict.Held("big_fp8", made.N, made.D, made.C, None, made),)
+    write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    (held,) = predict.held_of("tensorwise", read_runs([study])[0], [made], names, "loss_as_trained")
+    records = read_runs([study])[0]
+    assert {one.run_id for one in records if predict.is_held(one, [made], names)} == {"big", "big_fp8_seed2"}
+    (held,) = predict.held_of("tensorwise", records, [made], names, "loss_as_trained")
     assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, made)
+    (held,) = predict.held_of("bf16", records, [made], names)
+    assert (held.name, held.prediction) == ("big", None)
 
 
 def test_scoring(study, tmp_path):

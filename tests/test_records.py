@@ -113,6 +113,7 @@ def test_what_enters_a_law(tmp_path):
     write_run(tmp_path / "e", repeat=1)
     records = read_runs([tmp_path])[0]
     check_comparable(records)       # another seed is another point
+    check_comparable([records[0], replace(records[1], weights={name: w + 1e-12 for name, w in records[1].weights.items()})])
     for sieve, gone in ((usable, "bc"), (from_scratch, "d"), (without_repeats, "e")):
         kept, notes = sieve(records)
         assert [record.run_id for record in kept] == [name for name in "abcde" if name not in gone]
