@@ -1,161 +1,37 @@
-"""Small stand-ins with the interfaces of nanoGPT and nanochat, written for the tests; their own code is never here."""
+"""Small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan, written for the tests; their own code is never here.
 
-NANOGPT = '''
-from dataclasses import dataclass
-import torch
-import torch.nn as nn
-from torch.nn import functional as F
+The files of a made-up checkout import what they hold from here."""
 
-@dataclass
-class GPTConfig:
-    block_size: int = 1024
-    vocab_size: int = 50304
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    dropout: float = 0.1
-    bias: bool = True
+from dataclasses import make_dataclass
 
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        self.h = nn.ModuleList(nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(config.n_layer))
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.wte.weight = self.head.weight
-
-    def forward(self, x, targets=None):
-        h = self.wte(x)
-        for linear in self.h:
-            h = h + linear(h)
-        logits = self.head(h)
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-
-    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
-        self.asked = (weight_decay, learning_rate, betas, device_type)
-        return torch.optim.SGD(self.parameters(), lr=learning_rate)
-'''
-COMMON = '''
-import os
-import torch
-COMPUTE_DTYPE, REASON = {"bfloat16": torch.bfloat16}[os.environ["NANOCHAT_DTYPE"]], "asked"
-'''
-OPTIM = '''
-import torch
-class MuonAdamW(torch.optim.SGD):
-    pass
-'''
-FP8 = '''
-import torch.nn as nn
-class Float8Linear(nn.Linear):
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight.to(x.dtype))
-class Float8LinearConfig:
-    @staticmethod
-    def from_recipe_name(name):
-        return name
-def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
-    assert config == "tensorwise"
-    for name, child in list(module.named_modules()):
-        if isinstance(child, nn.Linear) and module_filter_fn(child, name):
-            child.__class__ = Float8Linear
-'''
-GPT_ROOM = '''
-from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from nanochat.common import COMPUTE_DTYPE
-from nanochat.optim import MuonAdamW
-
-@dataclass
-class GPTConfig:
-    sequence_len: int = 2048
-    vocab_size: int = 32768
-    n_layer: int = 12
-    n_head: int = 6
-    n_kv_head: int = 6
-    n_embd: int = 768
-    window_pattern: str = "SSSL"
-
-class Linear(nn.Linear):
-    def forward(self, x):
-        return F.linear(x, self.weight.to(x.dtype))
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config, C = config, config.n_embd
-        self.wte = nn.Embedding(config.vocab_size, C)
-        self.value_embeds = nn.Embedding(config.vocab_size, C)
-        self.c_fc = nn.ModuleList(Linear(C, 4 * C, bias=False) for _ in range(config.n_layer))
-        self.c_proj = nn.ModuleList(Linear(4 * C, C, bias=False) for _ in range(config.n_layer))
-        self.gate = Linear(12, 1, bias=False)
-        self.lm_head = Linear(C, config.vocab_size, bias=False)
-        self.lambdas = nn.Parameter(torch.zeros(config.n_layer))
-
-    @torch.no_grad()
-    def init_weights(self):
-        for p in self.parameters():
-            nn.init.normal_(p, std=0.02)
-        for linear in self.c_proj:
-            nn.init.zeros_(linear.weight)
-        nn.init.zeros_(self.lambdas)
-
-    def forward(self, x, targets=None):
-        h = (self.wte(x) + self.value_embeds(x)).to(COMPUTE_DTYPE)
-        h = h * (1 + self.gate(h[..., :12]))
-        for scale, up, down in zip(self.lambdas, self.c_fc, self.c_proj):
-            h = h + (1 + scale.to(h.dtype)) * down(F.relu(up(h)).square())
-        logits = self.lm_head(h).float()
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
-
-    def setup_optimizer(self, **rates):
-        self.asked = rates
-        return MuonAdamW(self.parameters(), lr=0.1)
-'''
-NANOCHAT = {"__init__": "", "common": COMMON, "optim": OPTIM, "flash_attention": "USE_FA3 = False", "fp8": FP8, "gpt": GPT_ROOM}
 
 
-def nanogpt(folder):
-    folder.mkdir(parents=True)
-    (folder / "model.py").write_text(NANOGPT)
-    return str(folder)
+def config(**defaults):
+    return make_dataclass("Config", [(name, type(default), default) for name, default in defaults.items()])
 
 
-def nanochat(folder):
-    (folder / "nanochat").mkdir(parents=True)
-    for room, text in NANOCHAT.items():
-        (folder / "nanochat" / f"{room}.py").write_text(text)
-    return str(folder)
+NanoConfig = config(block_size=1024, vocab_size=50304, n_layer=12, n_head=12, n_embd=768, dropout=0.1, bias=True)
+ChatConfig = config(sequence_len=2048, vocab_size=32768, n_layer=12, n_head=6, n_kv_head=6, n_embd=768, window_pattern="SSSL")
+TitanArgs = config(dim=4096, n_layers=32, n_heads=32, vocab_size=128256, multiple_of=256, max_seq_len=131072)
 
 
-TITAN_ARGS = '''
-from dataclasses import dataclass
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
-@dataclass
-class TransformerModelArgs:
-    dim: int = 4096
-    n_layers: int = 32
-    n_heads: int = 32
-    vocab_size: int = 128256
-    multiple_of: int = 256
-    max_seq_len: int = 131072
-'''
-TITAN_MODEL = '''
-import torch.nn as nn
-from .args import TransformerModelArgs
 
 class Block(nn.Module):
-    def __init__(self, dim):
+    def __init__(self, width):
         super().__init__()
-        self.w = nn.Linear(dim, dim, bias=False)
+        self.w = nn.Linear(width, width, bias=False)
 
     def forward(self, h):
         return h + self.w(h)
 
-class Transformer(nn.Module):
+
+class Titan(nn.Module):
     def __init__(self, args):
         super().__init__()
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
@@ -171,14 +47,85 @@ class Transformer(nn.Module):
         for layer in self.layers.values():
             h = layer(h)
         return self.output(h)
-'''
 
 
-def torchtitan(folder):
-    room = folder / "torchtitan" / "models" / "llama3" / "model"
-    room.mkdir(parents=True)
-    for package in (room, *room.parents[:3]):
-        (package / "__init__.py").touch()
-    (room / "args.py").write_text(TITAN_ARGS)
-    (room / "model.py").write_text(TITAN_MODEL)
+class Nano(Titan):
+    def __init__(self, config):
+        super().__init__(TitanArgs(config.n_embd, config.n_layer, vocab_size=config.vocab_size))
+        assert not (config.bias or config.dropout)
+        self.tok_embeddings.weight = self.output.weight
+
+    def forward(self, x, targets=None):
+        logits = super().forward(x)
+        return logits, loss_of(logits, targets)
+
+    def configure_optimizers(self, *asked):
+        self.asked = asked
+        return torch.optim.SGD(self.parameters(), lr=asked[1])
+
+
+class ChatLinear(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Float8Linear(ChatLinear):
+    pass
+
+
+def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
+    assert config == "tensorwise"
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear) and module_filter_fn(child, name):
+            child.__class__ = Float8Linear
+
+
+class Chat(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        C, V, L = config.n_embd, config.vocab_size, config.n_layer
+        self.wte, self.value_embeds = nn.Embedding(V, C), nn.Embedding(V, C)
+        self.c_fc = nn.ModuleList(ChatLinear(C, 4 * C, bias=False) for _ in range(L))
+        self.c_proj = nn.ModuleList(ChatLinear(4 * C, C, bias=False) for _ in range(L))
+        self.gate, self.lm_head = ChatLinear(12, 1, bias=False), ChatLinear(C, V, bias=False)
+        self.lambdas = nn.Parameter(torch.zeros(L))
+
+    @torch.no_grad()
+    def init_weights(self):
+        for name, p in self.named_parameters():
+            nn.init.normal_(p, std=0.0 if "c_proj" in name or name == "lambdas" else 0.02)
+
+    def forward(self, x, targets=None):
+        h = (self.wte(x) + self.value_embeds(x)).bfloat16()
+        h = h * (1 + self.gate(h[..., :12]))
+        for scale, up, down in zip(self.lambdas, self.c_fc, self.c_proj, strict=True):
+            h = h + (1 + scale.to(h.dtype)) * down(F.relu(up(h)).square())
+        return loss_of(self.lm_head(h), targets)
+
+    def setup_optimizer(self, **rates):
+        self.asked = rates
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+FILES = {
+    "nanogpt": {"model.py": "from tests.peer_checkouts import Nano as GPT, NanoConfig as GPTConfig\n"},
+    "nanochat": {
+        "nanochat/__init__.py": "", "nanochat/optim.py": "", "nanochat/flash_attention.py": "USE_FA3 = False\n",
+        "nanochat/common.py": "import os\nassert os.environ['NANOCHAT_DTYPE'] == 'bfloat16'\n",
+        "nanochat/fp8.py": "from tests.peer_checkouts import convert_to_float8_training\n"
+                           "class Float8LinearConfig:\n    from_recipe_name = str\n",
+        "nanochat/gpt.py": "import nanochat.common\n"
+                           "from tests.peer_checkouts import Chat as GPT, ChatConfig as GPTConfig, ChatLinear as Linear\n"},
+    "torchtitan": {
+        **{f"torchtitan/{room}__init__.py": "" for room in ("", "models/", "models/llama3/", "models/llama3/model/")},
+        "torchtitan/models/llama3/model/args.py": "from tests.peer_checkouts import TitanArgs as TransformerModelArgs\n",
+        "torchtitan/models/llama3/model/model.py": "import torchtitan.models.llama3.model.args\n"
+                                                   "from tests.peer_checkouts import Titan as Transformer\n"},
+}
+
+
+def make(peer, folder):
+    for name, text in FILES[peer].items():
+        (path := folder / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     return str(folder)

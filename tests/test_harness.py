@@ -2,21 +2,19 @@
 
 import json
 import math
-import re
+import random
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
-from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, rolled
-from lm_eval.api.model import LM
+from eval_runs import BYTES, TINY, build, build_run, directly, expected_pair, make_task, request, rolled, words
 from safetensors.torch import load_file
-from task_layouts import LAYOUTS, make
 from tiny_llama import make_llama
 
 from eval import harness, held_out, precision, sample, tasks
@@ -81,72 +79,72 @@ def test_tasks_of_the_users_own(run, tmp_path):
     assert record["tasks"]["echo"]["exact_match"] == 0.0 and record["tasks"]["echo"]["chance"] is None
 
 
-METRICS = ("acc", "acc_norm")
+def arc(stem, choices, label):
+    start = "A" if len(stem) % 3 else "1"       # a part of the real questions is numbered, some have 3 or 5 answers
+    marks = [chr(ord(start) + i) for i in range(len(choices))]
+    return {"id": stem, "question": f"{stem}?", "choices": {"text": choices, "label": marks}, "answerKey": marks[label]}
 
 
-@pytest.fixture(scope="module")
-def chance_run(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        for task in LAYOUTS:
-            if task.startswith("mmlu_"):        # subjects of their own, found without reading lm-eval's whole index
-                patch.setitem(tasks.FOLDERS, task, tasks.FOLDERS["mmlu"])
-        yield build_run(tmp_path_factory.mktemp("chance"), patch)
+def hellaswag(stem, choices, label):
+    return {"ind": 0, "activity_label": "doing", "ctx_a": stem, "ctx_b": "then", "ctx": f"{stem} then", "endings": choices,
+            "source_id": "", "split": "val", "split_type": "indomain", "label": str(label)}
 
 
-def score_layouts(run, load_dataset, patch, lm=None):
-    """Scores of all layouts by the harness; `lm` answers instead of the tiny random model."""
-    patch.setattr("datasets.load_dataset", load_dataset)
-    if lm is not None:
-        patch.setattr("eval.lm.CheckpointLM", lambda *_: lm)
-    patch.setattr(harness, "load_for_inference", lambda *_: Inference(build(replace(TINY, n_ctx=2048), 2), BYTES, CPU, [], 1))
-    return harness.score(harness.Options(run=str(run), tasks=tuple(LAYOUTS), dtype="float32"), harness.join())["tasks"]
+def boolq(stem, choices, label):
+    return {"question": choices[0], "passage": stem, "idx": 0, "label": label}
 
 
-class Oracle(LM):
-    """Gives the right answer `right` nats, the others `wrong`; it finds them by the question's id in the prompt."""
-
-    def __init__(self, truth, right, wrong):
-        super().__init__()
-        self.truth, self.right, self.wrong, self.asked = truth, right, wrong, set()
-
-    def loglikelihood(self, requests, **_):
-        return [(self.right if self.is_right(*request.args, request.task_name) else self.wrong, False) for request in requests]
-
-    def is_right(self, context, continuation, task):
-        *_, name = re.findall(r"q\d+x", context)        # the last: examples stand before the question
-        says = self.truth[task][name]
-        self.asked.add((task, name))
-        return context.endswith(says) if task == "winogrande" else continuation.strip() == says
-
-    def loglikelihood_rolling(self, requests, **_):
-        raise AssertionError("no such task here")
-
-    generate_until = loglikelihood_rolling
+def winogrande(stem, choices, label):
+    return {"sentence": f"{stem} _ {stem[::-1]}.", "option1": choices[0], "option2": choices[1], "answer": str(label + 1)}
 
 
-def test_a_random_model_scores_chance(chance_run, monkeypatch):
+def mmlu(stem, choices, label):
+    return {"question": stem, "subject": "made up", "choices": choices, "answer": label}
+
+
+# (data set, its configuration): a task of each kind, its split, its rows, the number of answers of the i-th question
+LAYOUTS = {
+    ("Rowan/hellaswag", None): ("hellaswag", "validation", hellaswag, lambda i: 4),
+    ("allenai/ai2_arc", "ARC-Easy"): ("arc_easy", "test", arc, lambda i: (5, 4, 3, 5)[i % 4]),
+    ("aps/super_glue", "boolq"): ("boolq", "validation", boolq, lambda i: 2),
+    ("allenai/winogrande", "winogrande_xl"): ("winogrande", "validation", winogrande, lambda i: 2),
+    ("cais/mmlu", "anatomy"): ("mmlu_anatomy", "test", mmlu, lambda i: 4),
+}
+
+
+def load_questions(path, name, **_):
+    """datasets.load_dataset() of made-up questions, each once with each answer as the right one: whoever looks at the texts
+    alone, however he decides, is right exactly once per question."""
+    task, split, row, n_choices = LAYOUTS[path, name]
+    rng, rows = random.Random(task), []
+    for i in range(6):
+        stem, choices = words(rng, rng.randint(4, 12)), [f"{words(rng, rng.randint(1, 6))} {c}{i}" for c in range(n_choices(i))]
+        rows += [row(stem, choices, label) for label in range(len(choices))]
+    rng.shuffle(rows)
+    made = datasets.Dataset.from_list(rows)
+    return dict.fromkeys(("train", "validation", "test"), made.select([])) | {split: made, "dev": made.select(range(5))}
+
+
+def test_a_random_model_scores_chance(run, monkeypatch):
     """To the last digit, where two standard errors would do: whatever the model prefers, one copy of each question agrees.
 
     Any look at the label, or an answer that is read at another place than its neighbours, would show."""
-    for task, row in score_layouts(chance_run, make(6, balanced=True)[0], monkeypatch).items():
-        metrics = [metric for metric in METRICS if metric in row]
-        assert metrics
-        for metric in metrics:
-            assert row[metric] == pytest.approx(row["chance"], abs=1e-12), (task, metric)
-        if task in ("hellaswag", "arc_easy", "mmlu_anatomy"):       # else this would hold for a model that sees nothing
-            samples = read_samples(Column(task, "acc", row["docs_sha256"], None, 0, ""),
-                                   Score(row["acc"], None, None, [chance_run / "eval" / row["samples"]]))
-            preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
-            assert len(samples) == row["n"] and len(preferred) > 1
-
-
-@pytest.mark.parametrize("right, wrong, expected", [(0.0, -5.0, 1.0), (-5.0, 0.0, 0.0)])
-def test_who_knows_the_answers_scores_one_and_his_opposite_nought(chance_run, monkeypatch, right, wrong, expected):
-    load_dataset, truth = make(12, balanced=False)
-    oracle = Oracle(truth, right, wrong)
-    scores = score_layouts(chance_run, load_dataset, monkeypatch, oracle)
-    assert oracle.asked == {(task, name) for task in LAYOUTS for name in oracle.truth[task]}      # each question was asked
-    assert all(scores[task][metric] == expected for task in LAYOUTS for metric in METRICS if metric in scores[task])
+    monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")      # a subject alone, without lm-eval's whole index
+    monkeypatch.setattr(datasets, "load_dataset", load_questions)
+    model = build(replace(TINY, n_ctx=2048), 2)
+    monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, BYTES, CPU, [], 1))
+    names = tuple(task for task, *_ in LAYOUTS.values())
+    scores = harness.score(harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join())["tasks"]
+    assert scores.keys() == set(names)
+    for task, row in scores.items():
+        assert row["acc"] == pytest.approx(row["chance"], abs=1e-12) and row.get("acc_norm", row["acc"]) == pytest.approx(
+            row["chance"], abs=1e-12), task
+        samples = read_samples(Column(task, "acc", row["docs_sha256"], None, 0, ""),
+                               Score(row["acc"], None, None, [run / "eval" / row["samples"]]))
+        preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
+        assert len(samples) == row["n"]     # and the model sees something, else this would hold as well
+        assert len(preferred) > 1 or task in ("boolq", "winogrande")
+    assert scores["mmlu_anatomy"]["num_fewshot"] == 5 and str(samples[0]["arguments"]).count("Answer:") == 4 * 6
 
 
 @pytest.mark.parametrize("entry, arguments, sentence", [
@@ -222,21 +220,18 @@ def public(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("hub") / "tiny-llama")
 
 
-def log_likelihood(folder, context, continuation, dtype):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
-    logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
-    return sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids)))
-
-
 @pytest.mark.parametrize("dtype, micro_batch", [("float32", 4), ("bfloat16", 1)])
 def test_a_public_models_log_likelihoods_are_its_own(public, dtype, micro_batch):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(public)
+    model = AutoModelForCausalLM.from_pretrained(public, dtype=getattr(torch, dtype))
     lm = harness.public_lm(str(public), CPU, dtype, micro_batch)     # of BF16 logits the softmax is taken in fp32, as of ours
     pairs = [("The cat", " sat on the mat"), ("A", " dog"), ("One two", " three four")]
-    got = lm.loglikelihood([SimpleNamespace(args=pair) for pair in pairs], disable_tqdm=True)
-    for (total, _), pair in zip(got, pairs, strict=True):
-        assert total == pytest.approx(log_likelihood(public, *pair, getattr(torch, dtype)), abs=1e-4)
+    got = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+    for (total, _), (context, continuation) in zip(got, pairs, strict=True):
+        first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
+        logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
+        assert total == pytest.approx(sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids))), abs=1e-4)
 
 
 def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):

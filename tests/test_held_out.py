@@ -17,10 +17,13 @@ def run(tmp_path, monkeypatch):
     return build_run(tmp_path, monkeypatch)
 
 
-def test_cloze_questions_are_what_they_claim(run):
-    rows = list(held_out.questions(str(run))["validation"])
+def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(run):
+    rows, documents = (list(f(str(run))["validation"]) for f in (held_out.questions, held_out.documents))
+    assert [rows, documents] == [list(f(str(run))["validation"]) for f in (held_out.questions, held_out.documents)]
     assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
     texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(run))}
+    assert sum(map(len, texts.values())) == 500 and len(documents) == 64
+    assert all(row["text"] in texts[row["source"]] for row in documents)
     labels = np.bincount([row["label"] for row in rows], minlength=4)
     assert labels.sum() == 200 and labels.min() > 30
     for row in rows:
@@ -29,13 +32,6 @@ def test_cloze_questions_are_what_they_claim(run):
         assert len(set(row["choices"])) == 4 and all(len(c) == 32 and c[0].isspace() for c in row["choices"])
         wrong = [c for i, c in enumerate(row["choices"]) if i != row["label"]]
         assert all(c not in home[0] and any(c in t for t in texts[row["source"]]) for c in wrong)
-
-
-def test_held_out_tasks_are_the_same_each_time_and_follow_the_shards(run):
-    first = [list(f(str(run))["validation"]) for f in (held_out.documents, held_out.questions)]
-    assert first == [list(f(str(run))["validation"]) for f in (held_out.documents, held_out.questions)]
-    texts = [tok.decode(ids.tolist()) for _, found, tok in held_out._sources(str(run)) for ids in found]
-    assert len(texts) == 500 and len(first[0]) == 64 and all(row["text"] in texts for row in first[0])
 
 
 def test_a_model_that_knows_nothing_scores_chance(run):

@@ -19,20 +19,16 @@ def call(capsys, *arguments):
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Linears that were timed, by an impostor that needs no time; what is in `timed.acts` happens first, one each."""
-    class Timed(list):
-        acts = []
-
-    done, Timed.acts = Timed(), []
+    """Linears that were timed, by an impostor that needs no time; what stands in `acts` happens first, one each."""
+    done, acts = [], []
 
     def time_linear(recipe, K, N, options, device):
-        if act := done.acts.pop(0) if done.acts else None:
+        if act := acts.pop(0) if acts else None:
             raise act
         done.append((recipe, K, N))
         return {"recipe": recipe, "K": K, "N": N, "M": options.tokens, "ratio": 1.2, "ratio_p10": 1.1, "ratio_p90": 1.3}, 1.0
-
     monkeypatch.setattr(kernels, "time_linear", time_linear)
-    return done
+    return done, acts
 
 
 def test_by_default_autos_candidates_are_timed_at_the_shapes_of_the_six_sizes():
@@ -74,7 +70,7 @@ def test_a_linear_is_differentiated_by_input_and_weights_and_fp8_differs_from_bf
         assert 0 < ((a - b).float().norm() / a.float().norm()).item() < 0.2
 
 
-def test_a_rehearsal_without_a_gpu_is_marked_and_done_once(capsys, tmp_path):
+def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
     out = tmp_path / "cpu.json"
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise,tensorwise+kernels")
     assert code == 0 and "2 rows to time" in said
@@ -84,27 +80,21 @@ def test_a_rehearsal_without_a_gpu_is_marked_and_done_once(capsys, tmp_path):
     assert entry["torch"] == torch.__version__ and entry["command"].startswith("python -m bench.kernels out=")
     assert [row[:4] for row in rows] == [("tensorwise", 64, 64, 64), ("tensorwise+kernels", 64, 64, 64)]
     assert all(0 < row.ratio_p10 <= row.ratio <= row.ratio_p90 for row in rows)
-    before = out.read_bytes()
+    before, forward = out.read_bytes(), kernels.Piece.forward
     assert before.decode() == speed.to_text(json.loads(before))
-    code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise")
-    assert code == 0 and "0 rows to time, 1 are there" in said and out.read_bytes() == before
-
-
-def test_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
-    forward = kernels.Piece.forward
     monkeypatch.setattr(kernels.Piece, "forward", lambda self, x: forward(self, x) * float("nan"))
-    out = tmp_path / "cpu.json"
-    code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise")
-    assert code == 1 and "FAILED" in said and "not finite" in said and not out.exists()
+    code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise,rowwise")
+    assert code == 1 and "1 rows to time, 1 are there" in said and "FAILED" in said and "not finite" in said
+    assert out.read_bytes() == before
 
 
 def test_a_cut_or_failing_row_costs_no_other_and_the_same_command_goes_on(capsys, tmp_path, timed, monkeypatch):
-    out = tmp_path / "cpu.json"
+    out, (done, acts) = tmp_path / "cpu.json", timed
     arguments = [f"out={out}", "shapes=64x64,64x128", "tokens=64", "recipes=tensorwise,rowwise"]
-    timed.acts[:] = [None, type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"), None, KeyboardInterrupt()]
+    acts[:] = [None, type("OutOfResources", (Exception,), {})("no kernel image\nfor this GPU"), None, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
         call(capsys, *arguments)
-    assert timed == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
+    assert done == [("tensorwise", 64, 64), ("tensorwise", 64, 128)]
     assert "rowwise                        64 x 64     FAILED: no kernel image\n" in capsys.readouterr().out
     now = iter(range(0, 10_000, 40))        # each look at the clock is 40 s after the last
     monkeypatch.setattr(kernels.time, "perf_counter", lambda: next(now))
@@ -116,22 +106,21 @@ def test_a_cut_or_failing_row_costs_no_other_and_the_same_command_goes_on(capsys
 
 
 def test_rows_of_two_setups_do_not_mix_and_other_entries_stay(capsys, tmp_path, timed):
-    out, arguments = tmp_path / "cpu.json", [*TOY, "recipes=tensorwise"]
+    out = tmp_path / "cpu.json"
     out.write_bytes(speed.SHIPPED.read_bytes())
-    assert call(capsys, f"out={out}", *arguments)[0] == 0
+
+    def again(shape, **changes):
+        value = json.loads(out.read_text())
+        for entry in value["measured"].get("cpu", ()):
+            entry |= changes
+        out.write_text(json.dumps(value))
+        return call(capsys, f"out={out}", f"shapes={shape}", "tokens=64", "recipes=tensorwise")
+    assert again("64x64")[0] == again("64x128", commit="0123")[0] == 0      # another commit is no other setup: both are named
     value = json.loads(out.read_text())
-    assert value["published"] == json.loads(speed.SHIPPED.read_text())["published"]
-    entry, = value["measured"]["cpu"]
-    entry["commit"] = "0123"        # another commit is no other setup: both are named
-    out.write_text(json.dumps(value))
-    assert call(capsys, f"out={out}", "shapes=64x128", *arguments[1:])[0] == 0
-    entry, = json.loads(out.read_text())["measured"]["cpu"]
-    assert len(entry["rows"]) == 2 and entry["commit"].startswith("0123, ")
-    entry["torch"] = "1.0"
-    out.write_text(json.dumps({**value, "measured": {"cpu": [entry]}}))
-    before = out.read_bytes()
-    code, _, said = call(capsys, f"out={out}", "shapes=64x256", *arguments[1:])
-    assert code == 2 and "torch 1.0" in said and out.read_bytes() == before and len(timed) == 2
+    (entry,), shipped = value["measured"]["cpu"], json.loads(speed.SHIPPED.read_text())
+    assert value["published"] == shipped["published"] and len(entry["rows"]) == 2 and entry["commit"].startswith("0123, ")
+    code, _, said = again("64x256", torch="1.0")
+    assert code == 2 and "torch 1.0" in said and len(timed[0]) == 2
 
 
 @pytest.mark.parametrize("argument, word", [
@@ -144,7 +133,7 @@ def test_mistakes_get_a_sentence(capsys, tmp_path, timed, monkeypatch, argument,
     shipped = speed.SHIPPED.read_bytes()
     given = {"out": f"out={tmp_path / 'cpu.json'}"} | {argument.split("=")[0]: argument.replace("torn.json", str(torn))}
     code, _, said = call(capsys, *given.values())
-    assert code == 2 and word in said and said.count("\n") == 1 and not timed
+    assert code == 2 and word in said and said.count("\n") == 1 and not timed[0]
     assert torn.read_text().endswith("sm_90") and speed.SHIPPED.read_bytes() == shipped
 
 

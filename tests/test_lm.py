@@ -56,18 +56,6 @@ def test_a_long_context_loses_its_beginning_and_is_counted():
     assert lm.n_truncated == 3
 
 
-def test_a_long_context_does_not_make_a_forward_pass_long(monkeypatch):
-    model, seen = build(), []
-    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
-    monkeypatch.setattr(eval_lm, "LONG_ROW", 8)
-    requests = [request(f"{i} and so on", " with it") for i in range(9)]
-    build_lm(model, 4).loglikelihood(requests)
-    assert max(seen) <= 4 * 8
-    seen.clear()
-    build_lm(model, 4).generate_until([request("ab" * 5, {"until": [], "max_gen_toks": 1})] * 9)
-    assert max(seen) == 3 * 10
-
-
 @pytest.mark.parametrize("n", [1, 32, 33, 65, 150])
 def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss(n):
     model, text = build(), words(random.Random(n), 60)[:n]
@@ -81,8 +69,7 @@ def test_rolling_loglikelihood_is_the_direct_sum_and_minus_the_training_loss(n):
 
 def test_is_greedy_says_whether_greedy_decoding_gives_the_continuation():
     model = build()
-    prompts = [list(f"prompt {i}".encode()) for i in range(8)]
-    for prompt in prompts:
+    for prompt in (list(f"prompt {i}".encode()) for i in range(8)):
         text = generate(model, torch.tensor([prompt]), 8)[0].tolist()
         requests = [(None, prompt, text), (None, prompt, [*text[:7], (text[7] + 1) % 256]), (None, prompt, text[:3])]
         assert [greedy for _, greedy in build_lm(model)._loglikelihood_tokens(requests)] == [True, False, True]
@@ -130,20 +117,33 @@ def test_generate_until_is_greedy_and_stops_where_asked():
     assert cut == text[:text.index(stop)] and stop not in cut
 
 
-def random_rows(rng):
-    """Rows of the kinds that tasks make: a few-shot beginning for all, questions, choices; loners, prefixes of others."""
-    few_shot = [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
-    rows = []
-    for _ in range(rng.randint(1, 12)):
-        question = few_shot + [rng.randrange(9) for _ in range(rng.randint(1, 30))]
-        rows += [tuple(question + [rng.randrange(9) for _ in range(rng.randint(0, 9))]) for _ in range(rng.randint(1, 4))]
-    return list(dict.fromkeys(rows))
+@pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
+def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_tokens(micro_batch, n_shots, monkeypatch):
+    """Against log-likelihoods taken one token at a time; no forward pass is longer than micro_batch contexts, and of a long
+    context as much as LONG_ROW counts."""
+    monkeypatch.setattr(eval_lm, "LONG_ROW", 80)
+    rng, seen, model = random.Random(5), [], build(replace(TINY, n_ctx=128))
+    shots = words(rng, n_shots)
+    pairs = [(f"{shots} {question}", f" {choice}") for question in (words(rng, 4) for _ in range(6))
+             for choice in ("yes", "yes indeed", "no", "n", "n")]       # one continuation within another, one twice
+    pairs += [(shots or "nothing", " alone"), ("", "starts"), ("q", " " + words(rng, 15)), (words(rng, 40), " beyond")]
+    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
+    got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in pairs])
+    assert sum(seen) < sum(min(len(a + b), 128) for a, b in pairs) * 0.6 and max(seen) <= max(128, 80 * micro_batch)
+    for (total, greedy), pair in zip(got, pairs, strict=True):
+        expected, expected_greedy = expected_pair(model, *pair)
+        assert total == pytest.approx(expected, abs=3e-4, rel=1e-5) and greedy == expected_greedy, pair
+    seen.clear()
+    build_lm(model, 3).generate_until([request("a" * 90, {"until": [], "max_gen_toks": 1})] * 9)
+    assert max(seen) == 2 * 90
 
 
-def test_every_row_is_in_one_batch_with_those_it_begins_like():
+def test_no_batch_is_larger_than_the_budget_and_its_rows_begin_alike():
     for seed in range(40):
         rng = random.Random(seed)
-        rows, budget = random_rows(rng), rng.choice([1, 64, 400])
+        budget, few_shot = rng.choice([1, 64, 400]), [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
+        questions = [[*few_shot, *(rng.randrange(9) for _ in range(rng.randint(1, 30)))] for _ in range(rng.randint(1, 12))]
+        rows = list({(*question, *range(i * n)) for question in questions for n in range(3) for i in range(rng.randint(1, 4))})
         batches = plan(rows, budget)
         assert sorted(row for batch in batches for group in batch.groups for row in group) == list(range(len(rows)))
         for batch in batches:
@@ -152,25 +152,8 @@ def test_every_row_is_in_one_batch_with_those_it_begins_like():
             for group in batch.groups:
                 assert len({rows[row][:batch.past] for row in group}) == 1 and (len(group) == 1 or batch.past >= 6)
             lengths = [len(rows[row]) - batch.past for group in batch.groups for row in group if len(rows[row]) > batch.past]
-            parts = chunks(lengths, batch.past, budget)
-            assert sorted(i for chunk in parts for i in chunk) == list(range(len(lengths)))
-            assert all(lengths[chunk[0]] == max(lengths[i] for i in chunk) for chunk in parts)
-
-
-@pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
-def test_shared_contexts_score_as_each_alone(micro_batch, n_shots):
-    """Against log-likelihoods taken one token at a time; little more than half of all tokens go through the model."""
-    rng, seen, model = random.Random(5), [], build(replace(TINY, n_ctx=128))
-    shots = words(rng, n_shots)
-    pairs = [(f"{shots} {question}", f" {choice}") for question in (words(rng, 4) for _ in range(6))
-             for choice in ("yes", "yes indeed", "no", "n", "n")]       # one continuation within another, one twice
-    pairs += [(shots or "nothing", " alone"), ("", "starts"), ("q", " " + words(rng, 15)), (words(rng, 40), " beyond")]
-    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
-    got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in pairs])
-    assert sum(seen) < sum(min(len(a + b), 128) for a, b in pairs) * 0.6
-    for (total, greedy), pair in zip(got, pairs, strict=True):
-        expected, expected_greedy = expected_pair(model, *pair)
-        assert total == pytest.approx(expected, abs=3e-4, rel=1e-5) and greedy == expected_greedy, pair
+            for chunk in chunks(lengths, batch.past, budget):
+                assert len(chunk) == 1 or len(chunk) * (batch.past + max(lengths[i] for i in chunk)) <= budget
 
 
 WORKER = f"""
@@ -179,7 +162,7 @@ sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
 torch.set_num_threads(1)
 from eval.harness import join, _together
-from eval.lm import CheckpointLM
+from eval.lm import CheckpointLM, chunks, plan
 from eval_runs import BYTES, build, request
 from runtime.cli import UserError
 from runtime.parallel import finish

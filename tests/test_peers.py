@@ -14,9 +14,8 @@ from bench.peers import LABELS, OURS, SIZES, groups_of, load
 from bench.throughput import Cell, config_of, measure
 from model import GPT, GPTConfig
 from runtime.cli import UserError
-from tests.peer_checkouts import NANOGPT, nanochat, nanogpt, torchtitan
+from tests.peer_checkouts import FILES, make
 
-MAKE = {"nanogpt": nanogpt, "nanochat": nanochat, "torchtitan": torchtitan}
 CPU = torch.device("cpu")
 MATMUL = 2 * 8 * 128 * 128 + 160 * 128 + 12     # of the imitation of nanochat, two blocks 128 wide, a gate of 12
 
@@ -37,11 +36,12 @@ def compiled(monkeypatch):
         del sys.modules[name]
 
 
-def cell(folder, label, size=None, **model):
+def cell(folder, label, **model):
+    """A cell of two blocks 128 wide; the checkout is made where it is not there."""
     peer = label.partition("_")[0]
     small = {"n_layers": 2, "dim": 128, "n_heads": 4} if peer == "torchtitan" else {"n_layer": 2, "n_embd": 128}
-    return Cell(size or next(size for size in SIZES if size.startswith(peer)), label, 2, 16, 96, "cpu",
-                small | {"vocab_size": 160} | model, folder)
+    return Cell(f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": 160} | model,
+                str(folder) if folder.exists() else make(peer, folder))
 
 
 def batch():
@@ -60,13 +60,12 @@ def loss_of(subject, label, x, y):
 @pytest.mark.parametrize("label, how", [("nanogpt", [{}]), ("nanochat_bf16", [{"dynamic": False}]),
                                         ("torchtitan_bf16", [{"fullgraph": True}] * 2 + [{}])])
 def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how):
-    subject = load(cell(MAKE[label.partition("_")[0]](tmp_path / "peer"), label), CPU)
+    subject = load(cell(tmp_path / "peer", label), CPU)
     assert compiled == how and subject.vocab == 160
     x, y = batch()
     loss, parameters = subject.micro_step(x, y), list(subject.model.parameters())
     assert loss.shape == () and not loss.requires_grad and loss == loss_of(subject, label, x, y)
     want = torch.autograd.grad(loss_of(subject, label, x, y) / 3, parameters)       # a step is three micro-batches
-    torch.testing.assert_close([p.grad for p in parameters], list(want))
     subject.micro_step(x, y)        # adds up
     torch.testing.assert_close([p.grad for p in parameters], [2 * g for g in want])
     before = [p.detach().clone() for p in parameters]
@@ -88,89 +87,76 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how):
 
 def test_no_matrix_of_nanochat_is_zero_and_all_else_is_as_it_was(tmp_path):
     """With zeros in c_proj, c_fc's gradient is zero: its matmuls would be timed on zeros."""
-    subject = load(cell(nanochat(tmp_path / "peer"), "nanochat_bf16"), CPU)
+    subject = load(cell(tmp_path / "peer", "nanochat_bf16"), CPU)
     subject.micro_step(*batch())
     assert all(p.grad.count_nonzero() for p in subject.model.parameters() if p.ndim == 2)
     assert not subject.model.lambdas.count_nonzero()       # a learned scalar may be zero
+    assert subject.describe[0].startswith("nanochat_toy: nanochat, another version than")
     assert "window_pattern L; 2 weights that begin at zero" in subject.describe[1] and "attention by torch" in subject.describe[1]
     assert subject.model.c_proj[0].weight.std().item() == pytest.approx(0.4 / 512**0.5, rel=0.05)
     assert subject.model.c_fc[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
-    folder = nanochat(tmp_path / "chat")
-    bf16, fp8 = (load(cell(folder, f"nanochat_{kind}"), CPU) for kind in ("bf16", "fp8"))
+    bf16, fp8 = (load(cell(tmp_path / "chat", f"nanochat_{kind}"), CPU) for kind in ("bf16", "fp8"))
     for (name, a), b in zip(bf16.model.named_parameters(), fp8.model.parameters(), strict=True):
         assert torch.equal(a, b), name
     names = [name for name, m in fp8.model.named_modules() if type(m).__name__ == "Float8Linear"]
     assert len(names) == 5 and "gate" not in names and "lm_head" in names      # the gate of 12 x 1 is too narrow
-    assert bf16.counts == fp8.counts
     for vocab in (161, 112):        # no multiple of 16; below 128: the head stays
-        model = load(cell(folder, "nanochat_fp8", vocab_size=vocab), CPU).model
-        assert type(model.lm_head).__name__ == "Linear"
-    titan = load(cell(torchtitan(tmp_path / "titan"), "torchtitan_fp8"), CPU).model
+        model = load(cell(tmp_path / "chat", "nanochat_fp8", vocab_size=vocab), CPU).model
+        assert type(model.lm_head).__name__ == "ChatLinear"
+    titan = load(cell(tmp_path / "titan", "torchtitan_fp8"), CPU).model
     assert {name for name, m in titan.named_modules() if type(m).__name__ == "Float8Linear"} == {"layers.0.w", "layers.1.w"}
 
-
-def test_flops_are_ours_and_lookups_count_nothing(tmp_path):
-    chat = load(cell(nanochat(tmp_path / "chat"), "nanochat_bf16"), CPU).counts
-    assert chat == {"params_matmul": MATMUL, "params_total": MATMUL + 2 * 160 * 128 + 2,
-                    "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16}     # 12 L H D T
-    gpt = load(cell(nanogpt(tmp_path / "gpt"), "nanogpt"), CPU).counts
-    assert gpt["params_matmul"] == gpt["params_total"] == 2 * 128 * 128 + 160 * 128      # the tied head once
-    assert sys.modules["model"] is our_model and not any(str(tmp_path) in entry for entry in sys.path)      # its tests/ stay out
+    # FLOPs are counted as ours are, lookups count nothing.
+    assert bf16.counts == fp8.counts == {"params_matmul": MATMUL, "params_total": MATMUL + 2 * 160 * 128 + 2,
+                                         "flops_per_token": 6 * MATMUL + 12 * 2 * 128 * 16}     # 12 L H D T
 
 
 def test_a_peers_cell_is_measured_as_ours_are(tmp_path):
-    row = measure(cell(nanogpt(tmp_path / "peer"), "nanogpt"))
+    row = measure(cell(tmp_path / "peer", "nanogpt"))
     assert len(row["losses"]) == 20 and row["losses"][-1] < row["losses"][0] and len(row["steps_s"]) >= 2
+    assert row["params_matmul"] == row["params_total"] == 2 * 128 * 128 + 160 * 128      # the tied head once
+    assert sys.modules["model"] is our_model and not any(str(tmp_path) in entry for entry in sys.path)      # its tests/ stay out
 
 
-@pytest.mark.parametrize("peer", MAKE)
-def test_what_is_no_checkout_or_another_version_gets_a_sentence(tmp_path, peer):
+@pytest.mark.parametrize("peer", FILES)
+def test_what_is_no_checkout_or_another_version_gets_a_sentence(tmp_path, peer, monkeypatch):
     for folder in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UserError, match="is no checkout of .*; give the folder that git clone"):
             peers.check(peer, str(folder))
-    folder = MAKE[peer](tmp_path / "peer")
-    assert f"{peer}, another version than" in peers.check(peer, folder)
-    file = tmp_path / "peer" / peers.USED[peer][2][-1]
-    for text in ("import absent_library\n", "raise AttributeError\n"):
-        file.write_text(text)
-        peers.check(peer, folder)       # reads, runs nothing
-        with pytest.raises(UserError, match="is of a version that this benchmark does not know"):
-            load(cell(folder, LABELS[peer][0]), CPU)
-
-
-def test_the_version_is_told_and_a_field_that_it_lacks(tmp_path, monkeypatch):
-    folder = nanogpt(tmp_path / "peer")
-    monkeypatch.setitem(peers.USED, "nanogpt", ("abc1234", hashlib.sha256(NANOGPT.encode()).hexdigest(), ("model.py",)))
-    assert peers.check("nanogpt", folder) == "nanogpt abc1234"
-    assert load(cell(folder, "nanogpt"), CPU).describe[0] == f"nanogpt_124m: nanogpt abc1234, under torch {torch.__version__}"
-    with pytest.raises(UserError, match="did you mean 'n_layer'"):
-        load(cell(folder, "nanogpt", n_layers=2), CPU)
+    ours = cell(tmp_path / "peer", LABELS[peer][0], n_lairs=2)
+    assert f"{peer}, another version than" in peers.check(peer, ours.peer)
+    files = peers.USED[peer][2]
+    digest = hashlib.sha256("".join(FILES[peer][file] for file in files).encode()).hexdigest()
+    monkeypatch.setitem(peers.USED, peer, ("abc1234", digest, files))
+    assert peers.check(peer, ours.peer) == f"{peer} abc1234"
+    for text, told in (("import absent_library\n", "is of a version that this benchmark does not know"),
+                       ("raise AttributeError\n", "is of a version that this benchmark does not know"),
+                       (FILES[peer][files[-1]], "did you mean 'n_layer")):
+        (tmp_path / "peer" / files[-1]).write_text(text)
+        peers.check(peer, ours.peer)       # reads, runs nothing
+        with pytest.raises(UserError, match=told):
+            load(ours, CPU)
 
 
 @pytest.mark.parametrize("ours, theirs", [
     ("ours_d12", "nanochat_d12"), ("ours_d26", "nanochat_d26"), ("ours_toy", "nanogpt_toy")])
 def test_our_model_at_their_dimensions_does_the_same_work(ours, theirs):
-    size = SIZES[theirs]
-    config = GPTConfig(**OURS[ours], n_ctx=1024)
+    size, config = SIZES[theirs], GPTConfig(**OURS[ours], n_ctx=1024)
     assert all(getattr(config, key) == size[key] for key in ("n_layer", "n_head", "n_embd"))
     with torch.device("meta"):
         counts = GPT(config).counts()
     C, L, V = size["n_embd"], size["n_layer"], size.get("vocab_size", 32768)
     assert counts["flops_per_token"] == pytest.approx(6 * (L * 12 * C * C + V * C) + 12 * L * C * 1024, rel=0.01)
-    if theirs.startswith("nanochat"):
-        depth = int(theirs.partition("_d")[2])
-        assert -(-64 * depth // 128) * 128 == C and size["n_head"] == size["n_kv_head"] == C // 128
 
 
 def test_the_groups_hold_ours_beside_theirs():
-    folders = dict.fromkeys(MAKE, "/x")
-    for suite in ("h100", "toy"):
-        for baseline, *members in groups_of(suite, folders):
-            assert baseline.label == "bf16" and members and config_of(baseline).fp8.recipe == "off"
-            assert all(one.size in SIZES and one.tokens_per_step % (one.micro_batch * one.T) == 0 for one in members if one.peer)
+    folders = dict.fromkeys(FILES, "/x")
+    for group in (*groups_of("h100", folders), *groups_of("toy", folders)):
+        assert group[0].label == "bf16" and len(group) > 1 and config_of(group[0]).fp8.recipe == "off"
+        assert all(one.size in SIZES and one.tokens_per_step % (one.micro_batch * one.T) == 0 for one in group if one.peer)
     labels = {one.label for group in groups_of("h100", folders) for one in group if one.peer}
     assert labels == {label for names in LABELS.values() for label in names}
     assert len(groups_of("h100", {"nanogpt": "/x"})) == 2
@@ -184,8 +170,7 @@ def test_the_commands_exit_codes(tmp_path, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("label", [label for labels in LABELS.values() for label in labels])
 def test_a_micro_step_on_a_gpu_waits_for_nothing(tmp_path, label):
-    device = torch.device("cuda", 0)
-    subject = load(cell(MAKE[label.partition("_")[0]](tmp_path / "peer"), label), device)
+    subject = load(cell(tmp_path / "peer", label), torch.device("cuda", 0))
     x, y = batch().cuda()
     subject.micro_step(x, y)
     torch.cuda.set_sync_debug_mode("error")

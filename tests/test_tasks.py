@@ -1,4 +1,4 @@
-"""eval/tasks.py: what --fetch saved is scored without network; the groups, the examples shown, faults."""
+"""eval/tasks.py: what --fetch saved is scored without network; the groups; examples shown: tests/test_harness.py."""
 
 import json
 import os
@@ -6,17 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import datasets
-import pytest
-
 from eval import tasks
-from runtime.cli import UserError
 from tests.conftest import ROOT
-from tests.eval_runs import make_task, protect_environment, write_run
+from tests.eval_runs import write_run
 from tests.hub_server import HubServer, write_repository
-
-SUBJECT = {split: [{"question": f"{split} {i}?", "subject": "anatomy", "choices": ["a", "b", "c", "d"], "answer": i % 4}
-                   for i in range(n)] for split, n in (("test", 9), ("dev", 5))}
 
 
 def harness(folder, *arguments, **environment):
@@ -40,24 +33,6 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
     assert (found["n"], found["chance"]) == (7, 0.5)
     done = harness(tmp_path / "c", *scoring, "tasks=hellaswag")
     assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
-
-
-def test_mmlu_shows_five_examples(monkeypatch):
-    protect_environment(monkeypatch)
-    rows = {split: datasets.Dataset.from_list(rows) for split, rows in SUBJECT.items()}
-    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
-    monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")
-    task = tasks.load(["mmlu_anatomy"], None)["tasks"]["mmlu_anatomy"]
-    task.build_all_requests(limit=1)
-    assert task.instances[0].args[0].count("Answer:") == 6 and "dev 4?" in task.instances[0].args[0]
-
-
-def test_a_task_whose_data_lack_is_named(tmp_path):
-    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
-    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
-    (mine / "sums.jsonl").unlink()
-    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data must lie where"):
-        tasks.load(["sums"], str(mine))
 
 
 def test_the_groups_are_lm_evals_own_tasks():

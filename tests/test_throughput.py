@@ -27,8 +27,6 @@ TOY = Cell("toy", "bf16", 4, 32, 512, "cpu", TINY)
 CPU = torch.device("cpu")
 
 
-# ------------------------------------------------------------------------------------------------------------ what is timed
-
 def test_a_cells_config_is_train_pys():
     ours = load_config(ROOT / "configs/gpt125m_bf16.py")
     config = config_of(Cell("125m", "tensorwise+kernels+head", 64))
@@ -36,17 +34,19 @@ def test_a_cells_config_is_train_pys():
     assert config.parallel == replace(ours.parallel, compile="block")
     assert (config.fp8.recipe, config.fp8.kernels, config.fp8.head) == ("tensorwise", True, True)
     assert (config.data.micro_batch, config.data.tokens_per_step) == (64, 524_288)
-    assert not config_of(Cell("125m", "bf16_eager", 64)).parallel.compile
-    assert config_of(Cell("125m", "bf16", 64)).fp8.recipe == "off"
-    assert config_of(TOY).model.n_embd == 64
+    assert not config_of(Cell("125m", "bf16_eager", 64)).parallel.compile and config_of(TOY).model.n_embd == 64
     for cell in (Cell("125", "bf16", 1), Cell("125m", "tensorwize", 1), Cell("125m", "tensorwise+head+x", 1)):
         with pytest.raises(UserError):
             config_of(cell)
-    for suite in ("h100", "toy"):
-        cells = [cell.key for _, *members in groups_of(suite) for cell in members]
-        assert len(set(cells)) == len(cells)
-        for baseline, *members in groups_of(suite):
-            assert baseline.label == "bf16" and all(config_of(cell).fp8.recipe != "off" for cell in members)
+    for groups in map(groups_of, ("h100", "toy")):
+        cells = [cell.key for _, *members in groups for cell in members]
+        assert len(set(cells)) == len(cells) and chosen(groups, ()) == groups
+        for baseline, *members in groups:
+            assert config_of(baseline).fp8.recipe == "off" and all(config_of(cell).fp8.recipe != "off" for cell in members)
+    ((baseline, cell),) = chosen(groups_of("h100"), ("125m/rowwise",))
+    assert (baseline.label, cell.label) == ("bf16", "rowwise")
+    with pytest.raises(UserError, match="did you mean '125m/rowwise'"):
+        chosen(groups_of("h100"), ("125m/rowise",))
 
 
 @pytest.fixture
@@ -81,41 +81,27 @@ def test_a_step_is_that_of_a_plain_training_loop(eager):
         assert p.grad is None or not p.grad.any()
 
 
-@pytest.fixture(scope="module")
-def measured():
-    """label -> what an eager cell of it answers."""
-    found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel, "compile_model", lambda *_, **__: None)
-        patch.setitem(throughput.TIMED_S, "cpu", 0.01)
-        for label in ("bf16", "tensorwise", "tensorwise+kernels"):
-            found[label] = measure(replace(TOY, label=label))
-        broken = throughput.fp8.EmulatedMatmul.backward
-
-        def without_weight_gradient(ctx, g):
-            first, second, *rest = broken(ctx, g)
-            return first, torch.zeros_like(second), *rest
-        patch.setattr(throughput.fp8.EmulatedMatmul, "backward", staticmethod(without_weight_gradient))
-        found["broken"] = measure(replace(TOY, label="tensorwise"))
-    return found
-
-
-def test_every_recipe_passes_the_verdict_and_a_lost_gradient_does_not(measured):
-    base = cell_row(TOY, measured["bf16"], None)
+def test_every_recipe_passes_the_verdict_and_a_lost_gradient_does_not(eager, monkeypatch):
+    monkeypatch.setitem(throughput.TIMED_S, "cpu", 0.01)
+    base = cell_row(TOY, measure(TOY), None)
     with torch.device("meta"):
         counts = GPT(config_of(TOY).model).counts()
     assert base["valid"] and all(base[key] == counts[key] for key in ("flops_per_token", "params_total", "params_matmul"))
     assert len(base["steps_s"]) >= 2 and base["tok_per_s"] == pytest.approx(512 / (sum(base["steps_s"]) / len(base["steps_s"])))
     assert base["losses"][0] == pytest.approx(6.0, abs=0.5) and len(base["losses"]) == 20
     for label in ("tensorwise", "tensorwise+kernels"):
-        row = cell_row(replace(TOY, label=label), measured[label], base)
+        row = cell_row(replace(TOY, label=label), measure(replace(TOY, label=label)), base)
         assert row["valid"], row["invalid_because"]
         assert 0 < row["loss_difference"] < 0.05 and row["losses"] != base["losses"]
-    row = cell_row(replace(TOY, label="tensorwise"), measured["broken"], base)
+    whole = throughput.fp8.EmulatedMatmul.backward
+
+    def without_weight_gradient(ctx, g):
+        first, second, *rest = whole(ctx, g)
+        return first, torch.zeros_like(second), *rest
+    monkeypatch.setattr(throughput.fp8.EmulatedMatmul, "backward", staticmethod(without_weight_gradient))
+    row = cell_row(replace(TOY, label="tensorwise"), measure(replace(TOY, label="tensorwise")), base)
     assert not row["valid"] and "the gradient of layers.*.attn.qkv.weight has a norm of 0.0" in row["invalid_because"]
 
-
-# ---------------------------------------------------------------------------------------------------- verdicts, turns, budget
 
 def answer(speed=1000.0, **changes):
     """What a cell's process answers, invented."""
@@ -126,16 +112,13 @@ def answer(speed=1000.0, **changes):
 
 
 @pytest.mark.parametrize("changes, why", [
-    ({}, None), ({"losses": [5.04 - i / 10 for i in range(20)]}, None), ({"gradient_norms": {"a": 1.14, "b": 0.0}}, None),
+    ({"losses": [5.04 - i / 10 for i in range(20)]}, None), ({"gradient_norms": {"a": 1.14, "b": 0.0}}, None),
     ({"losses": [5.06 - i / 10 for i in range(20)]}, "its loss is 0.060 away from BF16's, more than 0.057"),
     ({"losses": [5.0] * 20}, "does not fall"), ({"losses": [5.0] * 19 + [None]}, "not finite"),
-    ({"losses": [5.0] * 19 + [float("nan")]}, "not finite"),
     ({"gradient_norms": {"a": 0.84, "b": 0.0}}, "the gradient of a has a norm of 0.84"),
     ({"gradient_norms": {"a": 1.0}}, "the gradient of b has a norm of None"),
-    ({"gradient_norms": {"a": None, "b": 0.0}}, "the gradient of a has a norm of None"),
     ({"graph_breaks": 1}, "1 graph breaks"), ({"recompiles": 2}, "2 recompilations"),
-    ({"clocks": {"slowed_by": 4.0}}, None), ({"clocks": {"slowed_by": None}}, None),
-    ({"clocks": {"slowed_by": 0x40}}, "slowed down")])
+    ({"clocks": {"slowed_by": 4.0}}, None), ({"clocks": {"slowed_by": 0x40}}, "slowed down")])
 def test_what_makes_a_row_invalid(changes, why):
     base = cell_row(TOY, answer(), None)
     row = cell_row(replace(TOY, label="tensorwise"), answer(**changes), base)
@@ -222,16 +205,11 @@ def test_fp8_runs_between_two_turns_of_bf16_and_what_is_done_is_not_timed_again(
     assert len(rows) == 18, "7 of each whole call, 4 of the named cell's: a torn line is no row and costs no other"
 
 
-def test_a_gpu_is_warm_before_the_first_cell(turns):
-    assert turns(is_cold=True)[0][:2] == ["warm", ("bf16", 4)] and turns(is_cold=True, again=True)[0].count("warm") == 1
-
-
-def test_a_cell_of_auto_that_would_be_bf16_is_left_out(turns, capsys):
-    cells = [throughput.Cell(size, "auto", 4) for size in ("125m", "1p5b")]
+def test_a_gpu_is_warm_before_the_first_cell_and_auto_that_would_be_bf16_is_left_out(turns, capsys):
+    cells = [Cell(size, "auto", 4) for size in ("125m", "1p5b")]
     assert [throughput.is_bf16(cell, "NVIDIA H100") for cell in cells] == [True, False], "as the published timings say"
-    assert not throughput.is_bf16(replace(TOY, label="tensorwise"), None)
-    asked, left, _ = turns([TOY, replace(TOY, label="auto+kernels"), replace(TOY, label="rowwise")], again=True)
-    assert [label for label, _ in asked] == ["bf16", "rowwise", "bf16"] and left == 0
+    asked, left, _ = turns([TOY, replace(TOY, label="auto+kernels"), replace(TOY, label="rowwise")], is_cold=True)
+    assert asked == ["warm", ("bf16", 4), ("rowwise", 4), ("bf16", 4)] and left == 0
     assert "toy auto+kernels: left out, auto converts nothing" in capsys.readouterr().out
 
 
@@ -263,28 +241,11 @@ def test_nothing_begins_that_does_not_fit_and_what_the_budget_cuts_is_no_row(tur
     assert turns(budget=98)[:2] == ([], 2), "three cells of 30 s and a tenth"
     asked, left, rows = turns(budget=110)
     assert [label for label, _ in asked] == ["bf16", "tensorwise", "bf16", "rowwise", "bf16"] and left == 0, "20 s each"
-    with pytest.raises(throughput.OutOfBudget):
-        turns(budget=45, again=True, rowwise=[answer()], out=fresh_guess(tmp_path))
-    assert len(throughput.rows_of(tmp_path / "guess.jsonl")) == 4, "two of before, and two that ended in time"
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"wall_s": 5.0}) + "\n" for row in rows[:2]))
+    with pytest.raises(throughput.OutOfBudget):     # thought to take 5 s each
+        turns(budget=45, again=True)
+    assert len(throughput.rows_of(tmp_path / "rows.jsonl")) == 4, "two of before, and two that ended in time"
 
-
-def fresh_guess(folder):
-    """A file by which a cell of the size takes 5 s."""
-    (folder / "guess.jsonl").write_text("".join(json.dumps(cell_row(TOY, answer(), None) | {
-        "kind": "cell", "gpu": None, "torch": torch.__version__, "wall_s": 5.0}) + "\n" for _ in range(2)))
-    return folder / "guess.jsonl"
-
-
-def test_named_cells_alone():
-    groups = groups_of("h100")
-    assert chosen(groups, ()) == groups
-    (group,) = chosen(groups, ("125m/rowwise",))
-    assert [cell.label for cell in group] == ["bf16", "rowwise"]
-    with pytest.raises(UserError, match="did you mean '125m/rowwise'"):
-        chosen(groups, ("125m/rowise",))
-
-
-# ------------------------------------------------------------------------------------------------------ processes, for real
 
 def test_a_cell_as_a_process_and_one_that_fails(tmp_path):
     found = run_cell(replace(TOY, label="bf16_eager"), tmp_path / "log", 200)
@@ -295,19 +256,14 @@ def test_a_cell_as_a_process_and_one_that_fails(tmp_path):
     assert "Traceback" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.parametrize("code, said", [
-    ("import time; time.sleep(60)", "not done after 1 s"), ("import os; os.abort()", "exit code -6"),
-    ("print('no JSON')", "exit code 0 without an answer")])
+@pytest.mark.parametrize("code, said", [("import time; time.sleep(60)", "not done after 1 s"),
+                                        ("import os; os.abort()", "exit code -6 without an answer")])
 def test_a_process_that_hangs_or_crashes_is_a_failure_and_leaves_nothing(code, said, tmp_path, monkeypatch):
     real, started = subprocess.Popen, []
-
-    def popen(command, **options):
-        started.append(real([sys.executable, "-c", code], **options))
-        return started[0]
-    monkeypatch.setattr(throughput.subprocess, "Popen", popen)
-    began = time.monotonic()
+    monkeypatch.setattr(throughput.subprocess, "Popen", lambda command, **options: started.append(
+        real([sys.executable, "-c", code], **options)) or started[0])
     assert said in run_cell(TOY, tmp_path / "log", 1.0)["failure"]
-    assert started[0].poll() is not None and time.monotonic() - began < 30
+    assert started[0].poll() is not None
 
 
 def test_a_cell_dies_with_who_asked_for_it(tmp_path):
@@ -329,25 +285,22 @@ def test_a_cell_dies_with_who_asked_for_it(tmp_path):
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-# ------------------------------------------------------------------------------------------------------- reading the rows
-
-def board(gpu="NVIDIA H100 80GB HBM3", speeds=(("tensorwise", 1.2), ("rowwise", 0.9)), **changes):
-    rows = []
+def board(gpu="NVIDIA H100 80GB HBM3", tensorwise=1.2, rowwise=0.9):
+    """Rows of two sizes, FP8 that many times as fast as BF16."""
+    rows, head = [], {"kind": "cell", "gpu": gpu, "run": "r", "t": "2026-12-01T00:00:00Z", "commit": "0123456789abc",
+                      "dirty": True, "driver": "580", "torch": "2.11", "torchao": "0.18", "command": "c"}
     for size, rate in (("125m", 500e3), ("1p5b", 50e3)):
         base = cell_row(replace(TOY, size=size), answer(rate), None)
-        for label, speed in speeds:
+        for label, speed in (("tensorwise", tensorwise), ("rowwise", rowwise)):
             row = cell_row(replace(TOY, size=size, label=label), answer(rate * speed), base)
-            rows += [base, compared(row, base, base)]
-    head = {"kind": "cell", "gpu": gpu, "run": "r", "t": "2026-12-01T00:00:00Z", "commit": "0123456789abc", "dirty": True,
-            "driver": "580", "torch": "2.11", "torchao": "0.18", "command": "c", **changes}
-    return [row | head for row in rows]
+            rows += [base | head, compared(row, base, base) | head]
+    return rows
 
 
 def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
-    rows = [*board(speeds=(("tensorwise", 1.1),)), *board(), *board(gpu=None)]
+    rows = [*board(tensorwise=1.1), *board(), *board(gpu=None)]
     rows[-1] |= {"valid": False, "invalid_because": "too hot"}
-    page = table(rows)
-    first, second = page.split("## No GPU")
+    first, second = table(rows).split("## No GPU")
     lines = [line.split("|") for line in first.splitlines() if line.startswith("| 1")]
     assert [[cell.strip() for cell in line[1:3]] for line in lines] == [
         [size, label] for size in ("125m", "1p5b") for label in ("bf16", "tensorwise", "rowwise")]
@@ -357,29 +310,27 @@ def test_the_table_and_the_figure_show_the_newest_valid_rows(tmp_path):
     assert not throughput.draw([rows[-1]], tmp_path / "y.png") and table([]) == "Nothing has been measured."
 
 
-def test_a_check_fails_on_a_loss_alone():
-    old, check = board(), throughput.check
-    assert check(old, old) == [] and check(old, board(speeds=(("tensorwise", 1.17), ("rowwise", 1.2), ("amax", 0.1)))) == []
-    (loss,) = check(old, [row for row in board(speeds=(("tensorwise", 1.15), ("rowwise", 0.9))) if row["size"] == "125m"])
+def test_a_check_fails_on_a_loss_alone_and_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
+    old, check, main = board(), throughput.check, throughput.main
+    assert check(old, old) == check(old, board(tensorwise=1.17, rowwise=1.2)) == []
+    (loss,) = check(old, [row for row in board(tensorwise=1.15) if row["size"] == "125m"])
     assert "1.200 before, 1.150 now (-4.2%)" in loss
     (loss,) = check(old, [old[1] | {"valid": False, "invalid_because": "hot"}])
     assert "valid before, now hot" in loss
     assert check(old, board(gpu="NVIDIA H200")) == ["no ratio is in both files: nothing was compared"]
 
-
-def test_the_commands_exit_codes(tmp_path, capsys, monkeypatch):
-    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
-    for path, rows in ((old, board()), (new, board(speeds=(("tensorwise", 1.0),)))):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    main = throughput.main
-    assert main([f"out={old}", f"check={old}"]) == 0
-    assert main([f"out={old}", "--check", str(new)]) == 1
-    assert "1.200 before, 1.000 now" in capsys.readouterr().out
-    assert main([f"out={old}", "--table"]) == 0
-    assert (tmp_path / "old.png").exists() and "## NVIDIA H100" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for words in ([f"out={new}"], ["suite=a100"], ["cells=125m/tensorwize"], ["--table", "out=absent.jsonl"], ["budgets=3"]):
-        assert main(words) == 2 and capsys.readouterr().err.count("\n") == 1
+    for name, rows in (("old", old), ("new", board(tensorwise=1.0))):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    for words, code, told in (
+            ([f"check={old}"], 0, "has lost nothing"), (["--check", str(new)], 1, "1.200 before, 1.000 now"),
+            (["--table"], 0, "## NVIDIA H100"), ([], 2, "needs a CUDA GPU"), (["suite=a100"], 2, "suite"),
+            (["cells=125m/tensorwize"], 2, "tensorwize"), (["budgets=3"], 2, "budget")):
+        assert main([f"out={old}", *words]) == code
+        out, err = capsys.readouterr()
+        assert told in (err if code == 2 else out) and err.count("\n") == (code == 2)
+    assert (tmp_path / "old.png").exists() and main(["--table", "out=absent.jsonl"]) == 2
 
 
 @pytest.mark.gpu
