@@ -24,12 +24,6 @@ def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """70,000 ids and more: 16 bits do not hold them."""
-    return write_tokenizer(tmp_path_factory.mktemp("wide"), spare=70_000)
-
-
 def merged(folder, text):
     """The ids of a text by the folder's merges, applied by hand; the pieces are GPT-2's, which ByteLevel takes too."""
     import regex
@@ -64,20 +58,16 @@ def test_ids_are_the_merges_and_text_returns(folder):
 
 
 def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
-    """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
-    other = write_tokenizer(
-        tmp_path / "t", truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
-        padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-                 "pad_token": "<|begin|>"}, post_processor=BEGINS)
-    for text in HOSTILE:
-        assert np.array_equal(load_tokenizer(str(other)).encode(text), load_tokenizer(str(folder)).encode(text))
-    assert load_tokenizer(str(other)).adds_start, "it is noted, though: a model's input begins so"
+    """Truncation, tokens put around a text: for a model's input, not for documents."""
+    other = load_tokenizer(str(write_tokenizer(tmp_path, post_processor=BEGINS, truncation={
+        "max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"})))
+    assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in HOSTILE)
+    assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
 
 
 @pytest.mark.parametrize("roles, prefix", [
     ({"eos_token": "<|end|>", "bos_token": "<|begin|>"}, (1, 0)), ({"eos_token": "<|end|>"}, (1,)),
-    ({"eos_token": "<|end|>", "bos_token": None, "tokenizer_class": "X", "auto_map": {"AutoTokenizer": "evil.py"}}, (1,)),
     ({"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": {"content": "<|begin|>"}}, (1, 0)),
     ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,))])
 def test_roles(tmp_path, roles, prefix):
@@ -92,20 +82,17 @@ def test_identity_is_rules_and_roles(folder, tmp_path):
               write_tokenizer(tmp_path / "spare", spare=1)]
     assert load_tokenizer(str(folder)).sha256 == load_tokenizer(str(same)).sha256
     assert len({load_tokenizer(str(path)).sha256 for path in (folder, *others)}) == 4
-    assert [load_tokenizer(name).kind for name in ("gpt2", "byte", str(folder))] == ["gpt2", "byte", "folder"]
 
 
-def _swap(name, content):
-    return lambda folder: (folder / name).write_text(content)
-
-
-@pytest.mark.parametrize("damage, sentence", [
-    (lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"), "has no tokenizer.json"),
-    (lambda folder: (folder / "tokenizer_config.json").unlink(), "tokenizer.json and tokenizer_config.json cannot be read"),
-    (_swap("tokenizer.json", "{}"), "cannot be read"), (_swap("tokenizer_config.json", "{}"), "says eos_token=None"),
-    (_swap("tokenizer_config.json", '{"eos_token": "<eos>"}'), "eos_token='<eos>' .* a token of tokenizer.json must")])
-def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, damage, sentence):
-    damage(write_tokenizer(tmp_path))
+@pytest.mark.parametrize("file, content, sentence", [
+    ("tokenizer.json", None, "has no tokenizer.json"), ("tokenizer.json", "{}", "cannot be read"),
+    ("tokenizer_config.json", None, "cannot be read"), ("tokenizer_config.json", "{}", "says eos_token=None"),
+    ("tokenizer_config.json", '{"eos_token": "<eos>"}', "eos_token='<eos>' .* a token of tokenizer.json must")])
+def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, sentence):
+    path = write_tokenizer(tmp_path) / file
+    path.unlink()
+    if content:
+        path.write_text(content)
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
@@ -117,39 +104,29 @@ def config(out, tokenizer, vocab_size):
                                 max_epochs=9))
 
 
-@pytest.fixture(scope="module")
-def prepared(wide, tmp_path_factory):
-    """A source of 32-bit ids, the ids moved up so that most need them, two processes."""
-    base = tmp_path_factory.mktemp("prepared")
-    (base / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
-    assert prepare_data.main(["local", str(base / "a.jsonl"), f"tokenizer={wide}", "name=mine", "val_share=0.3", "processes=2",
-                              f"out={base / 'data'}"]) == 0
-    return base / "data"
-
-
-def test_shards_of_a_folders_tokenizer(prepared, wide, capsys):
-    index, tok = read_index(prepared / "mine"), load_tokenizer(str(wide))
-    raw = json.loads((prepared / "mine/index.json").read_text())
+def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsys):
+    """70,000 ids and more, from the command to the batch."""
+    wide, data_dir = write_tokenizer(tmp_path / "wide", spare=70_000), tmp_path / "data"
+    (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
+    assert prepare_data.main(["local", str(tmp_path / "a.jsonl"), f"tokenizer={wide}", "name=mine", "val_share=0.3",
+                              "processes=2", f"out={data_dir}"]) == 0
+    index, tok = read_index(data_dir / "mine"), load_tokenizer(str(wide))
+    raw = json.loads((data_dir / "mine/index.json").read_text())
     assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
     assert str(wide) not in json.dumps(raw) and "is_masked" not in raw, "no machine's path, and no mask where there is none"
-    ids = [np.fromfile(split.shards[0].path, "<u4").tolist() for split in index.splits.values()]
-    expected = [encode_document(tok, document).tolist() for document in DOCUMENTS]
-    assert sum(map(len, ids)) == sum(map(len, expected)) and index.splits["train"].tokens == len(ids[0])
-    starts = [[i for i, value in enumerate(split) if value == tok.eot] + [len(split)] for split in ids]
-    found = [split[a:b] for split, at in zip(ids, starts, strict=True) for a, b in zip(at, at[1:], strict=False)]
-    assert sorted(found) == sorted(expected)
-    data = open_data(config(prepared, wide, tok.vocab_size + 8), tok.sha256)
-    x, y = data.batch(0, 0, 0, 1)
-    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size and data.targets(0) == 64
-    assert prepare_data.main(["--show", str(prepared)]) == 0
+    ids = [np.fromfile(split.shards[0].path, "<u4") for split in index.splits.values()]
+    found = [piece.tolist() for split in ids for piece in np.split(split, (split == tok.eot).nonzero()[0]) if len(piece)]
+    assert sorted(found) == sorted(encode_document(tok, document).tolist() for document in DOCUMENTS)
+    x, y = open_data(config(data_dir, wide, tok.vocab_size + 8), tok.sha256).batch(0, 0, 0, 1)
+    assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
+    capsys.readouterr()
+    assert prepare_data.main(["--show", str(data_dir)]) == 0
     assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in capsys.readouterr().out
 
-
-def test_data_of_another_tokenizer_is_refused(prepared, wide, folder):
-    sha, size = load_tokenizer(str(wide)).sha256, load_tokenizer(str(wide)).vocab_size
+    size = tok.vocab_size
     with pytest.raises(UserError, match="made with tokenizer=folder .* another tokenizer .*: set data.tokenizer to"):
-        open_data(config(prepared, folder, size), load_tokenizer(str(folder)).sha256)
+        open_data(config(data_dir, folder, size), load_tokenizer(str(folder)).sha256)
     with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
-        open_data(config(prepared, wide, 300), sha)
-    made, moved = config(prepared, wide, size), config(prepared, "/else/where", size)
-    assert made.identity() == moved.identity() != config(prepared, "gpt2", 50257).identity()      # the shards say which it is
+        open_data(config(data_dir, wide, 300), tok.sha256)
+    made, moved = config(data_dir, wide, size), config(data_dir, "/else/where", size)
+    assert made.identity() == moved.identity() != config(data_dir, "gpt2", 50257).identity()      # the shards say which it is
