@@ -169,6 +169,8 @@ from runtime.parallel import finish
 pairs, out = pickle.load(open(sys.argv[1], "rb"))
 world = join()
 lm = CheckpointLM(build(), BYTES, 1, torch.device("cpu"), world)
+done, score_batch = [], lm._score_batch
+lm._score_batch = lambda batch, *rest: done.append(batch) or score_batch(batch, *rest)
 answers = lm.loglikelihood([request(*pair) for pair in pairs])
 generated = lm.generate_until([request(a, {{"until": ["e"], "max_gen_toks": 4}}) for a, b in pairs])
 def fail(kind):
@@ -181,12 +183,12 @@ for kind in (UserError, ZeroDivisionError):
         _together(world, lambda: fail(kind))
     except (UserError, OSError) as error:
         told.append((type(error).__name__, str(error)))
-pickle.dump((world.size, answers, generated, told, _together(world, lambda: 3)), open(f"{{out}}{{world.rank}}", "wb"))
+pickle.dump((world.size, answers, generated, told, _together(world, lambda: 3), done), open(f"{{out}}{{world.rank}}", "wb"))
 finish(world, 0)
 """
 
 
-def test_two_processes_answer_as_one_bit_for_bit_and_tell_of_a_mistake_together(tmp_path):
+def test_two_processes_answer_as_one_bit_for_bit_and_tell_of_a_mistake_together(tmp_path, monkeypatch):
     rng = random.Random(3)
     pairs = [(words(rng, 3), " " + words(rng, 1)) for _ in range(20)] + [("the same context", f" {i}") for i in range(5)]
     (tmp_path / "pairs").write_bytes(pickle.dumps((pairs, str(tmp_path / "rank"))))
@@ -198,9 +200,14 @@ def test_two_processes_answer_as_one_bit_for_bit_and_tell_of_a_mistake_together(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     lm = build_lm(build(), 1)
+    batches, score_batch, shares = [], lm._score_batch, []
+    monkeypatch.setattr(lm, "_score_batch", lambda batch, *rest: batches.append(batch) or score_batch(batch, *rest))
     alone = (lm.loglikelihood([request(*pair) for pair in pairs]),
              lm.generate_until([request(a, {"until": ["e"], "max_gen_toks": 4}) for a, _ in pairs]))
     torch.set_num_threads(threads)
     told = [("UserError", "rank 1: no such thing"), ("OSError", "rank 1: no such thing")]
     for rank in (0, 1):
-        assert pickle.loads((tmp_path / f"rank{rank}").read_bytes()) == (2, *alone, told, 3)
+        *found, share = pickle.loads((tmp_path / f"rank{rank}").read_bytes())
+        assert found == [2, *alone, told, 3]
+        shares.append(share)
+    assert shares == [batches[0::2], batches[1::2]] and len(batches) > 2
