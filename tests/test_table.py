@@ -187,7 +187,8 @@ def test_scores_of_a_step_before_the_end_are_not_the_runs(tmp_path):
               name=f"core{step}", step=step, summary=summary(recipe) | {"steps": 1000})
     text = page(tmp_path)
     for name, step, tokens in (("bf16", 1000, "2B"), ("bf16, step 500", 500, "1B")):
-        assert cells(text, name)[2] == tokens and cells(text, name)[-1].startswith(f"{100 * mean_row(rows['bf16', step])['acc']:.1f} ±")
+        line = cells(text, name)
+        assert line[2] == tokens and line[-1].startswith(f"{100 * mean_row(rows['bf16', step])['acc']:.1f} ±")
         assert cells(text, f"*minus {name}*")[-1] == shown(rows["tensorwise", step], rows["bf16", step])
     (tmp_path / "out" / "tensorwise" / "eval" / "core1000.json").unlink()
     text = page(tmp_path)
@@ -253,3 +254,15 @@ def test_published_numbers_name_source_harness_and_shots():
     for model, *values, metric, shots, harness, source in lines:
         assert "." in source and harness and metric and int(shots) in (0, 5, 10)
         assert all(not value or 1 < float(value) < 100 for value in values), model
+
+
+def test_the_figure_shows_scores_errors_and_chance(tmp_path):
+    row = mean_row(answers("boolq", 1)) | {"chance": 0.5}
+    write(tmp_path / "out" / "run", {"boolq": row})
+    panel, = table.draw(table.read_rows([tmp_path / "out"])).axes
+    verticals = {round(line.get_xdata()[0], 6) for line in panel.lines if len(set(line.get_xdata())) == 1 and
+                 line.get_linestyle() != "None"}
+    assert verticals == {50.0}
+    (bar,), = (container.lines[2] for container in panel.containers)
+    low, high = sorted(x for x, _ in bar.get_segments()[0])
+    assert (low + high) / 2 == pytest.approx(100 * row["acc"]) and high - low == pytest.approx(200 * row["acc_se"])
