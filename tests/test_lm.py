@@ -146,6 +146,8 @@ def test_no_batch_is_larger_than_the_budget_and_its_rows_begin_alike():
         rows = list({(*question, *range(i * n)) for question in questions for n in range(3) for i in range(rng.randint(1, 4))})
         batches = plan(rows, budget)
         assert sorted(row for batch in batches for group in batch.groups for row in group) == list(range(len(rows)))
+        alone = [len(rows[row]) for batch in batches if not batch.past for (row,) in batch.groups]
+        assert alone == sorted(alone, reverse=True), "the longest leads: memory runs out at once or never"
         for batch in batches:
             n, longest = len(batch.groups), max(len(rows[row]) for group in batch.groups for row in group)
             assert n == 1 or n * (batch.past or longest) <= max(budget, longest)
@@ -153,7 +155,8 @@ def test_no_batch_is_larger_than_the_budget_and_its_rows_begin_alike():
                 assert len({rows[row][:batch.past] for row in group}) == 1 and (len(group) == 1 or batch.past >= 6)
             lengths = [len(rows[row]) - batch.past for group in batch.groups for row in group if len(rows[row]) > batch.past]
             for chunk in chunks(lengths, batch.past, budget):
-                assert len(chunk) == 1 or len(chunk) * (batch.past + max(lengths[i] for i in chunk)) <= budget
+                longest = max(lengths[i] for i in chunk)
+                assert lengths[chunk[0]] == longest and (len(chunk) == 1 or len(chunk) * (batch.past + longest) <= budget)
 
 
 WORKER = f"""
