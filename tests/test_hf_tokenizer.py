@@ -58,9 +58,11 @@ def test_ids_are_the_merges_and_text_returns(folder):
 
 
 def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
-    """Truncation, tokens put around a text: for a model's input, not for documents."""
-    other = load_tokenizer(str(write_tokenizer(tmp_path, post_processor=BEGINS, truncation={
-        "max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"})))
+    """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
+    other = load_tokenizer(str(write_tokenizer(
+        tmp_path, truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+                 "pad_token": "<|begin|>"}, post_processor=BEGINS)))
     assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in HOSTILE)
     assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
