@@ -2,6 +2,7 @@
 
 import re
 
+from bench import data
 from bench.data import main, some_text
 
 
@@ -18,3 +19,12 @@ def test_the_text_has_no_copies_and_the_size_asked_for():
     texts = list(some_text(1))
     size = sum(len(text.encode()) for text in texts)
     assert len(set(texts)) == len(texts) and 1e6 <= size < 1e6 + len(texts[-1].encode())
+
+
+def test_raw_encodes_each_document_once(monkeypatch):
+    encoded = []
+    data._hold([f"text {i}" for i in range(7)], 2)
+    monkeypatch.setattr(data, "encode", lambda text, **_: encoded.append(text))
+    for share in range(2):
+        data._encode(share)
+    assert sorted(encoded) == [f"text {i}" for i in range(7)]

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from eval import tasks
+from runtime.cli import UserError
 from tests.conftest import ROOT
-from tests.eval_runs import write_run
+from tests.eval_runs import make_task, write_run
 from tests.hub_server import HubServer, write_repository
 
 
@@ -43,3 +46,11 @@ def test_the_groups_are_lm_evals_own_tasks():
                         include_defaults=False).all_tasks
     assert set(tasks.FULL) <= set(names) and set(tasks.FOLDERS) == set(tasks.FULL)
     assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL) and len(tasks.FULL) == 12
+
+
+def test_a_task_whose_data_lack_is_named(tmp_path):
+    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
+    (mine / "sums.jsonl").unlink()
+    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data must lie where"):
+        tasks.load(["sums"], str(mine))
