@@ -13,7 +13,8 @@ belongs to the tokens, so a run that goes over the same tokens again meets it ag
     nan_gradient:STEP:RANK      one element of one gradient on one rank is NaN
     nan_weight:STEP:RANK        one element of one weight on one rank is NaN from the update of this step on
     omit_update:STEP            the optimizer is not called at this step: what a skipped step should amount to
-    signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm; not after a restart
+    signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm, when earlier steps'
+                                saves are on disk; not after a restart
     slow_steps:SECONDS          each step takes so much longer
     move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
     limit:RESOURCE:N            of a resource of this process, by its number, no more than N
@@ -291,7 +292,7 @@ class Faults:
 
     def signal_in_step(self, at: float, on: float, number: float) -> None:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-            self.at_step(at, on, lambda run: os.kill(os.getpid(), int(number)))
+            self.at_step(at, on, lambda run: run.saver.wait() or os.kill(os.getpid(), int(number)))
 
     def slow_steps(self, seconds: float) -> None:
         self.before_norm.append(lambda step, run: time.sleep(seconds))

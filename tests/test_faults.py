@@ -303,7 +303,7 @@ def arm(request, base):
         finish(config, ranks=ranks)
     manifest = read_manifest(Path(branch.start_from))
     seal(Path(branch.start_from), manifest | {"state": manifest["state"] | {"seconds": 1e6, "probe_seconds": 1e5}})
-    run = faults.start(branch, faults=["slow_steps:0.3", f"signal_in_step:{SHORT}:0:9"], ranks=ranks)
+    run = faults.start(branch, faults=[f"signal_in_step:{SHORT}:0:9"], ranks=ranks)
     assert -signal.SIGKILL in run.wait() and f"branching off {branch.start_from}" in run.output, run.output
     aside = trunk.run_dir.rename(trunk.run_dir.with_name(f"aside{ranks}"))
     run = faults.start(branch, ranks=ranks)        # its own checkpoint wins; the parent may be gone by now
