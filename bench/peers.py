@@ -28,7 +28,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import ClassVar, Literal
@@ -38,7 +38,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from bench.throughput import BASELINE, ROOT, Cell, Subject, show, time_all
-from runtime.cli import UserError, command, nearest, run_command
+from runtime.cli import UserError, command, run_command
 from runtime.roofline import MICRO_BATCH
 
 # Sizes in the peers' own words. nanochat's depth d has width 64 d, rounded up to heads of 128.
@@ -152,7 +152,7 @@ def _nanogpt(root: Path, size: dict, T: int, device: torch.device, accumulation:
     module = _import("nanogpt_model", root / "model.py")    # under another name than its own: there is a model.py here, too
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cudnn.allow_tf32 = True
-    config = _config(module.GPTConfig, {"block_size": T, "vocab_size": 50304, "dropout": 0.0, "bias": False} | size)
+    config = module.GPTConfig(**{"block_size": T, "vocab_size": 50304, "dropout": 0.0, "bias": False, **size})
     with device:    # drawn there: the CPU would need a minute for XL
         model = module.GPT(config)
     compiled = torch.compile(model)
@@ -175,7 +175,7 @@ def _nanochat(root: Path, size: dict, T: int, device: torch.device, accumulation
     os.environ.setdefault("HF_HUB_OFFLINE", "1")        # a benchmark downloads no attention kernel
     gpt, fp8, attention = (_import_from(root, "nanochat", f"nanochat.{room}") for room in ("gpt", "fp8", "flash_attention"))
     torch.set_float32_matmul_precision("high")
-    config = _config(gpt.GPTConfig, {"sequence_len": T, "vocab_size": 32768, "window_pattern": "L"} | size)
+    config = gpt.GPTConfig(**{"sequence_len": T, "vocab_size": 32768, "window_pattern": "L", **size})
     with torch.device("meta"):
         model = gpt.GPT(config)
     model.to_empty(device=device)
@@ -203,7 +203,7 @@ def _nanochat(root: Path, size: dict, T: int, device: torch.device, accumulation
 
 def _torchtitan(root: Path, size: dict, T: int, device: torch.device, accumulation: int, is_fp8: bool) -> Subject:
     llama, args = (_import_from(root, "torchtitan", f"torchtitan.models.llama3.model.{room}") for room in ("model", "args"))
-    config = _config(args.TransformerModelArgs, {"max_seq_len": T} | size)
+    config = args.TransformerModelArgs(**{"max_seq_len": T, **size})
     with device:
         model = llama.Transformer(config)
     with torch.no_grad():
@@ -243,14 +243,6 @@ def _counts(model: nn.Module, linear: type, n_layer: int, width: int, T: int) ->
     matmul = sum(m.weight.numel() for m in model.modules() if isinstance(m, linear))
     return {"flops_per_token": 6 * matmul + 12 * n_layer * width * T, "params_matmul": matmul,
             "params_total": sum(p.numel() for p in model.parameters())}
-
-
-def _config(cls: type, values: dict):
-    known = [f.name for f in fields(cls)]
-    for key in values:
-        if key not in known:
-            raise UserError(f"{key} is no field of {cls.__module__}.{cls.__name__}{nearest(key, known)}")
-    return cls(**values)
 
 
 def _import_from(root: Path, package: str, name: str) -> ModuleType:

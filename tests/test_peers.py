@@ -134,7 +134,7 @@ def test_what_is_no_checkout_or_another_version_gets_a_sentence(tmp_path, peer, 
     assert peers.check(peer, ours.peer) == f"{peer} abc1234"
     for text, told in (("import absent_library\n", "is of a version that this benchmark does not know"),
                        ("raise AttributeError\n", "is of a version that this benchmark does not know"),
-                       (FILES[peer][files[-1]], "did you mean 'n_layer")):
+                       (FILES[peer][files[-1]], "version .* unexpected keyword argument 'n_lairs'; check out")):
         (tmp_path / "peer" / files[-1]).write_text(text)
         peers.check(peer, ours.peer)       # reads, runs nothing
         with pytest.raises(UserError, match=told):
