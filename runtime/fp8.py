@@ -268,9 +268,7 @@ def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> No
         total += mm(g.t(), x, total.dtype)
 
 
-@add_weight_grad.register_fake
-def _(total, g, x):
-    return None
+add_weight_grad.register_fake(lambda total, g, x: None)
 
 
 # ------------------------------------------------------------------------------------------------------------- selection
@@ -529,8 +527,7 @@ def keep_gradients(model: GPT) -> None:
 def zero_gradients(model: nn.Module) -> None:
     """Free all gradients, or fill those of keep_gradients() with zeros."""
     kept: list[Any] = [m for m in model.modules() if getattr(m, "total", None) is not None]
-    for p in model.parameters():
-        p.grad = None
+    model.zero_grad()
     for m in kept:
         m.weight.grad = m.total
     if kept:
@@ -780,9 +777,7 @@ def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
     return q, qt
 
 
-@cast_both.register_fake
-def _(x, scale, format, want_rows=True):
-    return _empty(x, format, want_rows)
+cast_both.register_fake(lambda x, scale, format, want_rows=True: _empty(x, format, want_rows))
 
 
 def _empty(x, format, want_rows=True):
@@ -819,9 +814,7 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
     return q, q.t().contiguous()
 
 
-@cross_entropy_grad.register_fake
-def _(logits, lse, targets, grad, scale):
-    return _empty(logits, E5M2)
+cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 
 
 def _both(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):

@@ -8,7 +8,7 @@ bits with and without. out/<run>/probe.jsonl gets a row per converted Linear and
     {"kind": "block", "step", "block", "attention_logit_max", "swiglu_amax", "swiglu_rms"}
 
     S   amax                            largest magnitude
-        scale_min, scale, scale_max     smallest, median and largest scale; null where the operand stays BF16
+        scale_min, scale, scale_max     smallest, median and largest scale
         underflow                       share of the values that are not zero and become zero
         saturated                       share of the values beyond the format's largest after scaling
         error                           ||Q(x) - x|| / ||x||
@@ -33,7 +33,7 @@ from model import GPT, Attention, rotate
 from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap, zero_gradients
 from runtime.rows import to_line
 
-OPERANDS = {"weight": "weight", "activation": "input", "gradient": "grad"}     # name in a row -> field of Recipe
+OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
 LOGITS_AT_ONCE = 2**24      # elements of the attention matrix that exist at a time: 64 MiB
 
@@ -128,18 +128,12 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
     values = {key: [value if math.isfinite(value := next(flat)) else None for _ in range(t.numel())] for key, t in seen.items()}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
-                **{name: _named(values[layer, name], getattr(recipe, field))
-                   for name, field in OPERANDS.items() if (layer, name) in values}}
+                **{name: dict(zip(STATISTICS, values[layer, name], strict=True)) for name in OPERANDS if (layer, name) in values}}
                for layer, recipe in recipes.items()]
     blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), "attention_logit_max": value[0],
                **dict(zip(("swiglu_amax", "swiglu_rms"), values[block, "swiglu"], strict=True))}
               for (block, what), value in values.items() if what == "attention"]
     return linears + blocks
-
-
-def _named(values: list[float | None], operand: Operand) -> dict[str, float | None]:
-    return {name: None if operand.format is None and name.startswith("scale") else value
-            for name, value in zip(STATISTICS, values, strict=True)}
 
 
 # ----------------------------------------------------------------------------------------------------------- statistics
@@ -150,16 +144,13 @@ def statistics(x: torch.Tensor, operand: Operand, noise: torch.Tensor | None = N
 
     noise: of stochastic rounding, (..., n)."""
     x = x.float()
-    amax, zero = x.abs().amax(), x.new_zeros(())
-    if operand.format is None:
-        return torch.stack((amax, zero, zero, zero, zero, zero, zero))
     scale, q = scale_of(x, operand), fake_quantise(x, operand, noise=noise)
     underflow = ((q == 0) & (x != 0)).float().mean()
     largest = FORMATS[operand.format][0] * (1 + 2**-20)    # a rounded scale may lift the amax slightly beyond it
     saturated = ((x * scale).abs() > largest).float().mean()
     size = _norm(x)
     error = torch.where(size == 0, 0.0, _norm(q - x) / size).float()
-    return torch.stack((amax, scale.amin(), scale.median(), scale.amax(), underflow, saturated, error))
+    return torch.stack((x.abs().amax(), scale.amin(), scale.median(), scale.amax(), underflow, saturated, error))
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
