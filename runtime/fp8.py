@@ -474,14 +474,12 @@ class CopiedLinear(nn.Linear):
     """A Linear without bias in BF16 that casts its weight once a step, not in every micro-batch, and whose weight gradient
     leaves the matmul in fp32: what KernelLinear does in FP8, so that a comparison of the two is one of the matmuls.
 
-    Made by keep_bf16_copies(). The copy is a buffer outside checkpoints; without it each use casts the weight."""
+    Made by keep_bf16_copies(). The copy is a buffer outside checkpoints."""
     version: int | None     # of the weight when its copy was made
     copy: Any               # a tensor, None before the first refresh_weight_copies()
     total: Any              # keep_gradients()
 
     def forward(self, x):
-        if self.copy is None:
-            return F.linear(x, self.weight.to(x.dtype))
         if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
             assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
             assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
