@@ -21,9 +21,8 @@ from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manife
 from runtime.config import CheckpointConfig, DataConfig, EvalConfig, FP8Config, LogConfig, load_config
 from runtime.guard import diagnose
 from runtime.parallel import World
-from runtime.rows import metrics_rows, read_rows
 from tests.conftest import ROOT, call_train, run_train, with_recipe, write_config, write_source
-from tests.faults import back_to, record, summary
+from tests.faults import back_to, record, rows, summary
 from tests.test_fp8 import E4M3, E5M2, KERNELS, RECIPES, build, distance, linear, operands, passes, reference, tokens
 from tests.test_fp8_kernels import entropy_case, entropy_grad, head_case, head_loss, is_near, quantised, same, step
 from tests.test_run import watched_steps
@@ -72,8 +71,7 @@ def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
 
 
 def test_on_hopper_torchaos_blockwise_matmuls_are_those_that_other_gpus_emulate():
-    torch.manual_seed(0)
-    x, g, w = torch.randn(512, 768).bfloat16(), torch.randn(512, 1024).bfloat16(), 0.05 * torch.randn(1024, 768)
+    x, w, g = operands("random", 512, 768, 1024)
     holder = linear(w, "blockwise", "cuda").cuda()
     converted = next(m for m in holder.modules() if isinstance(m, fp8.QuantisedLinear))
     assert converted.is_native == (torch.cuda.get_device_capability()[0] == 9)
@@ -110,9 +108,9 @@ def test_offsets_beyond_32_bits_on_hardware():
     M, V = 43008, 50304             # 2^31 values and a few
     x = torch.randn(M, V, device="cuda", dtype=torch.bfloat16)
     q, qt = fp8.cast_both(x, torch.tensor(100.0, device="cuda"), E5M2)
-    for rows in (slice(0, 64), slice(M - 64, M)):
-        want = quantised(x[rows], 100.0, E5M2).view(torch.uint8)
-        assert torch.equal(q[rows].view(torch.uint8), want) and torch.equal(qt[:, rows].t().view(torch.uint8), want)
+    for part in (slice(0, 64), slice(M - 64, M)):
+        want = quantised(x[part], 100.0, E5M2).view(torch.uint8)
+        assert torch.equal(q[part].view(torch.uint8), want) and torch.equal(qt[:, part].t().view(torch.uint8), want)
 
 
 def test_the_cross_entropys_gradient_on_hardware():
@@ -126,8 +124,7 @@ def test_the_cross_entropys_gradient_on_hardware():
 
 @pytest.mark.parametrize("label", KERNELS)
 def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
-    torch.manual_seed(0)
-    x, g, w = torch.randn(512, 768).bfloat16(), torch.randn(512, 1024).bfloat16(), 0.05 * torch.randn(1024, 768)
+    x, w, g = operands("random", 512, 768, 1024)
     results = []
     for one in (label, label.removesuffix("+kernels")):
         holder = linear(w, one, "cuda").cuda()
@@ -211,10 +208,6 @@ def gpt125m(folder, arm, steps, sequences=32, **changes):
                         micro_batch=sequences), checkpoint=CheckpointConfig(every=None), **changes)
 
 
-def rows_of(config):
-    return [row for row in metrics_rows(read_rows(config.run_dir / "metrics.jsonl")) if row["kind"] == "train"]
-
-
 def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
     losses = {}
     for arm in ("bf16", "fp8"):
@@ -222,12 +215,12 @@ def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
         config = replace(config, fp8=replace(config.fp8, kernels=arm == "fp8"))
         done = run_train(config, tmp_path)
         assert done.returncode == 0, done.stderr
-        rows, page = rows_of(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
-        losses[arm] = torch.tensor([row["loss"] for row in rows])
-        assert len(rows) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in rows)
+        steps, page = rows(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
+        losses[arm] = torch.tensor([row["loss"] for row in steps])
+        assert len(steps) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in steps)
         assert summary(config)["mem_peak_gib"] == pytest.approx(float(re.search(r"sum +([\d.]+) GiB", page)[1]), rel=0.1)
         if importlib.util.find_spec("pynvml"):
-            assert all(0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100 for row in rows[5:])
+            assert all(0 < row["gpu_mem_pct"] < 100 and 0 <= row["gpu_util_pct"] <= 100 for row in steps[5:])
     assert (losses["fp8"] / losses["bf16"] - 1).abs().max() < 0.03 and not torch.equal(*losses.values())
 
 
@@ -239,7 +232,7 @@ def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
                          parallel=replace(config.parallel, recompute=recompute))
         done = run_train(config, tmp_path)
         assert done.returncode == 0, done.stderr
-        found.append(([row["loss"] for row in rows_of(config)], summary(config)["mem_peak_gib"]))
+        found.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
     (plain, most), (again, least) = found
     assert again == pytest.approx(plain, rel=1e-3) and least < 0.8 * most
 
@@ -256,7 +249,7 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py",
                                path], cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
-        losses.append([row["loss"] for row in rows_of(config)])
+        losses.append([row["loss"] for row in rows(config)])
     assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(losses[0], rel=5e-3)
 
 
