@@ -741,7 +741,7 @@ def _torchao_mx(x, w):
 def _torchao_blockwise(x, w):
     from torchao.prototype.blockwise_fp8_training.linear import fp8_blockwise_mm
     has_cublas = tuple(map(int, torch.version.cuda.split(".")[:2])) >= (12, 9)       # before it, Triton's matmuls
-    return fp8_blockwise_mm.apply(x.contiguous(), w.to(x.dtype), 128, x.dtype, not has_cublas)
+    return fp8_blockwise_mm.apply(x.contiguous(), w, 128, x.dtype, not has_cublas)
 
 
 # ------------------------------------------------------------------------------------------------- Linears on our own kernels

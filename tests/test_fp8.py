@@ -5,11 +5,13 @@ import contextlib
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 import torch._inductor.config as inductor
+import torch.nn.functional as F
 
 from model import GPT, GPTConfig, Linear, RMSNorm
 from runtime import fp8, parallel, speed
@@ -192,6 +194,35 @@ def test_the_emulation_on_a_cpu_is_what_torchao_computes_on_a_gpu(recipe, emulat
         for mine, their in zip(passes(ours, x, g), passes(theirs, x, g), strict=True):
             assert (mine != their).float().mean() < 0.01, kind      # another order of sums may tip a rounding to BF16
             assert (mine - their).norm() <= 1e-3 * their.norm(), kind
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "blockwise"])
+def test_the_emulation_is_bit_by_bit_what_torchaos_prototypes_compute(recipe, monkeypatch):
+    """mxfp8, of weights in BF16, by torchao's own emulation; blockwise with its references in the place of its GPU kernels."""
+    from torchao.prototype.blockwise_fp8_training import kernels
+    from torchao.prototype.blockwise_fp8_training import linear as blockwise
+    from torchao.prototype.moe_training import mxfp8_linear as mx
+    rows, squares = kernels.torch_blockwise_scale_act_quant_lhs, kernels.torch_blockwise_scale_weight_quant
+    in_mx, prototype = mx._to_mxfp8_then_scaled_mm, {"mxfp8": fp8._torchao_mx, "blockwise": fp8._torchao_blockwise}[recipe]
+
+    def multiply(mat_a, mat_b, scale_a, scale_b, out_dtype, triton_scale_b=None, **_):
+        a, b = (q.float() * F.interpolate(scale[None, None], q.shape)[0, 0] for q, scale in (
+            (mat_a, scale_a), (mat_b, scale_b if triton_scale_b is None else triton_scale_b)))
+        return (a @ b).to(out_dtype)
+
+    for name, quantise in {"act_quant_lhs": rows, "act_quant_rhs": kernels.torch_blockwise_scale_act_quant_rhs,
+                           "act_quant_transposed_lhs": lambda x, _: rows(x.t().contiguous()),
+                           "weight_quant_rhs": lambda w, block_size: squares(w),
+                           "weight_quant_transposed_rhs": lambda w, block_size: [t.t() for t in squares(w)]}.items():
+        monkeypatch.setattr(blockwise, f"triton_fp8_blockwise_{name}", quantise)
+    monkeypatch.setattr(blockwise, "_run_blockwise_mm", multiply)
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    monkeypatch.setattr(mx, "_to_mxfp8_then_scaled_mm", lambda x, w, _, mode: in_mx(x, w, mx.KernelPreference.EMULATED, mode))
+    for kind in KINDS:
+        x, w, g = operands(kind, 256, 384, 128)
+        ours, theirs = linear(w.bfloat16() if recipe == "mxfp8" else w, recipe), linear(w, recipe)
+        theirs[0].forward = partial(prototype, w=theirs[0].weight)
+        assert all(map(torch.equal, passes(ours, x, g), passes(theirs, x, g))), kind
 
 
 @pytest.mark.parametrize("format", [E4M3, E5M2])
