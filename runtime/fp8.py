@@ -995,8 +995,7 @@ class DelayedScales:
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
         self._recipe = next((m.recipe for m in linears.values()), RECIPES["tensorwise"])
         self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
-        if sides:
-            self.begin(1.0)
+        self.begin(1.0)
 
     def _each(self, of_input: float, of_grad: float) -> torch.Tensor:
         return torch.where(self._is_grad, of_grad, of_input)

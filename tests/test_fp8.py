@@ -418,7 +418,6 @@ def blocks(*numbers):
     (FP8Config(recipe="rowwise", first_bf16=1), {"head", *blocks(0)}),
     (FP8Config(recipe="rowwise", last_bf16=1, head=True), blocks(1)),
     (FP8Config(recipe="rowwise", last_bf16=5, head=True), blocks(0, 1)),
-    (FP8Config(recipe="auto"), {"head", *blocks(0, 1)}),
 ])
 def test_selection_by_name(config, kept):
     assert {layer.name for layer in verdicts(config) if layer.recipe is None} == kept
