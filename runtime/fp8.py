@@ -14,9 +14,9 @@ emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) runs on Hopper
 emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU every recipe is emulated: operands rounded,
 dequantised, multiplied in fp32. The numerics are real, the speed is not.
 
-nvfp4, of four bits, is the arm that a study of FP8 must be able to see (docs/fp8.md). Its block scales are E4M3, with one fp32
-scale per tensor; gradients are rounded stochastically, see noise_at(). nvfp4_hadamard multiplies every 16 tokens of both operands
-of the weight gradient by a Hadamard matrix with random signs: the product stays, an outlier is spread over its block.
+nvfp4, of four bits, is the arm that a study of FP8 must be able to see (docs/fp8.md). Its block scales are E4M3, with one
+fp32 scale per tensor; gradients are rounded stochastically, see noise_at(). nvfp4_hadamard multiplies every 16 tokens of both
+operands of the weight gradient by a Hadamard matrix with random signs: the product stays, an outlier is spread over its block.
 
 With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
 of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().

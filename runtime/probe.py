@@ -128,7 +128,8 @@ def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
     values = {key: [value if math.isfinite(value := next(flat)) else None for _ in range(t.numel())] for key, t in seen.items()}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
-                **{name: dict(zip(STATISTICS, values[layer, name], strict=True)) for name in OPERANDS if (layer, name) in values}}
+                **{name: dict(zip(STATISTICS, values[layer, name], strict=True))
+                   for name in OPERANDS if (layer, name) in values}}
                for layer, recipe in recipes.items()]
     blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), "attention_logit_max": value[0],
                **dict(zip(("swiglu_amax", "swiglu_rms"), values[block, "swiglu"], strict=True))}
