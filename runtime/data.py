@@ -231,9 +231,9 @@ class Data:
         self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
         counts = shares({name: config.data.mixture[name] for name in self.sources})
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
-        self._plan_order(self.n_sequences)
+        self._order = self._plan_order(self.n_sequences)
         whole, rest = divmod(self.n_sequences, self._period)
-        self.planned = whole * self._counts + np.bincount(self._table[:rest], minlength=len(self.sources))
+        self.planned = whole * self._counts + np.bincount(self._order[0][:rest], minlength=len(self.sources))
         self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
         self._there = np.array([len(windows) for windows in self._train])
         self._val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
@@ -246,12 +246,14 @@ class Data:
         self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
         self._hashed: Future = Future()     # verify() ends it
 
-    def _plan_order(self, length: int) -> None:
-        """The mixture's order over the first `length` sequences of its period: a longer one begins as a shorter one."""
-        self._table = schedule(self._counts.tolist(), min(self._period, length))
-        self._ordinal = np.empty(len(self._table), np.int64)        # which of its source's sequences each is
+    def _plan_order(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each of the first `length` sequences of the mixture's period, and which of its source's each is: a
+        longer order begins as a shorter one."""
+        table = schedule(self._counts.tolist(), min(self._period, length))
+        ordinal = np.empty(len(table), np.int64)
         for s in range(len(self.sources)):
-            self._ordinal[self._table == s] = np.arange((self._table == s).sum())
+            ordinal[table == s] = np.arange((table == s).sum())
+        return table, ordinal
 
     def _problems(self, s: int) -> Iterator[str]:
         name, there, planned, limit = self.sources[s], int(self._there[s]), int(self.planned[s]), self.config.data.max_epochs
@@ -288,10 +290,11 @@ class Data:
 
         A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run."""
         period, position = np.divmod(sequences, self._period)
-        if position.max() >= len(self._table):
-            self._plan_order(2 * int(position.max()))
-        source = self._table[position].astype(np.int64)
-        epoch, place = np.divmod(period * self._counts[source] + self._ordinal[position], self._there[source])
+        table, ordinal = self._order        # read and replaced as one: the stream's thread and targets() ask at the same time
+        if position.max() >= len(table):
+            table, ordinal = self._order = self._plan_order(2 * int(position.max()))
+        source = table[position].astype(np.int64)
+        epoch, place = np.divmod(period * self._counts[source] + ordinal[position], self._there[source])
         window = np.empty(len(sequences), np.int64)
         for s, e in sorted(set(zip(source.tolist(), epoch.tolist(), strict=True))):
             chosen = (source == s) & (epoch == e)

@@ -15,6 +15,7 @@ import torch
 from eval import held_out
 from model import GPTConfig
 from prepare_data import main
+from runtime import data as room
 from runtime import shards
 from runtime.cli import UserError
 from runtime.config import Config, DataConfig, EvalConfig, OptimConfig
@@ -130,6 +131,23 @@ def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_do
     assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
     short, whole = load(folder, mixture, steps=2), read(load(folder, mixture, steps=40), 40)
     assert all(read(short, 40, step) == whole[8 * step:] for step in (0, 1, 2, 7, 39)) and short.planned.sum() == 2 * 8
+
+
+def test_two_threads_may_read_on_past_the_plan_at_the_same_time(folder, monkeypatch):
+    """The stream's and the one that counts targets, after a rollback: the second asks while the first plans a longer order."""
+    mixture, far, found = {"a": 0.501, "b": 0.2, "c": 0.299}, np.arange(800, 808), []
+    expected, data = load(folder, mixture, steps=200, max_epochs=500).locate(far), load(folder, mixture, steps=2)
+
+    class Table(np.ndarray):
+        def __eq__(self, other):
+            if not found:
+                found.append(None)
+                found.append(data.locate(far))
+            return np.asarray(self) == other
+
+    monkeypatch.setattr(room, "schedule", lambda *arguments: schedule(*arguments).view(Table))
+    found.append(data.locate(far))
+    assert len(found) == 3 and all(np.array_equal(got, expected) for got in found[1:])
 
 
 def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
