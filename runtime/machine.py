@@ -18,10 +18,10 @@ GIB = 2**30
 
 
 def git(folder: Path, *words: str) -> str | None:
-    """What a git command prints in `folder`, stripped; None without git or outside a repository."""
-    try:
-        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, text=True, check=True,
-                              timeout=60).stdout.strip()
+    """What a git command prints in `folder`, without the last line's end; None without git or outside a repository."""
+    try:        # a diff holds what the files do, which may be other than UTF-8, and may end in lines of white space
+        return subprocess.run(["git", "-C", str(folder), *words], capture_output=True, encoding="utf-8", errors="replace",
+                              check=True, timeout=60).stdout.rstrip("\n")
     except (OSError, subprocess.SubprocessError):
         return None
 

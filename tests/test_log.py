@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -259,6 +260,25 @@ def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatc
     assert env["torch"] == torch.__version__ and env["git_commit"] is None and "secret-of-mine" not in path.read_text()
     assert {name: env["variables"][name] for name in ALLOWED} == ALLOWED and not set(FORBIDDEN) & set(env["variables"])
     assert env["t_start"] == "2026-01-01T00:00:00Z"
+
+
+def test_env_json_holds_uncommitted_changes_from_which_they_can_be_made_again_whatever_a_file_holds(tmp_path):
+    def git(*words, **options):
+        subprocess.run(["git", "-c", "user.name=n", "-c", "user.email=e", *words], cwd=tmp_path, check=True, **options)
+
+    committed, changed = {"a.txt": b"plain\n", "b.py": b"x = 1\n\n\n\n"}, {"a.txt": b"caf\xe9\n", "b.py": b"x = 2\n\n\n\n"}
+    git("init", "-q")
+    for content in committed, changed:
+        for name, text in content.items():
+            (tmp_path / name).write_bytes(text)
+        if content is committed:
+            git("add", ".")
+            git("commit", "-qm", "first")
+    told = log.environment(torch.device("cpu"), tmp_path)
+    git("checkout", "-q", ".")
+    git("apply", "-", input=f"{told['git_diff']}\n".encode())
+    assert told["git_dirty"] and (tmp_path / "b.py").read_bytes() == changed["b.py"]
+    assert (tmp_path / "a.txt").read_text() == "caf\ufffd\n", "Latin-1, which JSON cannot hold"
 
 
 def test_throughput_by_hand():
