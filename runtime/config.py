@@ -200,7 +200,7 @@ class Config:
     def _value_problems(self):
         """What is impossible in itself."""
         d, o, p, c = self.data, self.optim, self.parallel, self.checkpoint
-        yield from (*positive(self, "", *POSITIVE.split()), *self.model.problems(), *self.fp8.problems())
+        yield from (*positive(self, *POSITIVE.split()), *self.model.problems(), *self.fp8.problems())
         for (low, high), keys in BOUNDS.items():
             for key in keys.split():
                 if not low <= attrgetter(key)(self) <= high:
@@ -340,9 +340,9 @@ BOUNDS = {      # smallest and largest value of other numbers
 }
 
 
-def positive(section, prefix: str, *names: str) -> list[str]:
-    """A sentence for each of the named numbers that is not above zero. prefix: "optim." or ""."""
-    return [f"{prefix}{name}={value} must be a positive, finite number" for name in names
+def positive(section, *names: str) -> list[str]:
+    """A sentence for each of the named numbers that is not above zero."""
+    return [f"{name}={value} must be a positive, finite number" for name in names
             if isinstance(value := attrgetter(name)(section), int | float) and not 0 < value < math.inf]
 
 

@@ -40,8 +40,8 @@ class Log:
     nor a dashboard that is down ends a run: rows wait in memory for room, as does the relabelling of a rollback, which needs
     room for a second copy of the file; a dashboard that raises is dropped. Raises OSError where a start finds no room."""
 
-    def __init__(self, config: Config, resume_step: int, total_steps: int):
-        self.config, self.total_steps, self.path = config, total_steps, config.run_dir / "metrics.jsonl"
+    def __init__(self, config: Config, resume_step: int):
+        self.config, self.path = config, config.run_dir / "metrics.jsonl"
         self._is_terminal, self._is_line_open, self._is_waiting = sys.stdout.isatty(), False, False
         self._file: io.FileIO | None = None     # stays open: on NFS each close sends the row to the server while the GPUs wait
         self._steps = 0         # since this start
@@ -57,7 +57,7 @@ class Log:
         self._append({"kind": "train", **row, "since_start": self._steps})
         if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
-        step, total, seconds = row["step"], self.total_steps, self._seconds or [row["step_s"]]
+        step, total, seconds = row["step"], self.config.total_steps, self._seconds or [row["step_s"]]
         step_s = sum(seconds) / len(seconds)
         line = (f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {row['loss']:.4f}  "
                 f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"

@@ -191,7 +191,7 @@ class Run:
         self._meter = Meter(world.device)
         self._cleanup.callback(self._meter.close)
         write_environment(config.run_dir / "env.json", world.device, ROOT)
-        self.log = Log(config, step, config.total_steps)
+        self.log = Log(config, step)
         self._cleanup.callback(self.log.close)
         begins = "resuming" if not is_branching else "branching off" if step else "on from"
         self.log.say("\n".join([

@@ -36,7 +36,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def __init__(self, world, run_dir: Path, timeout: float, start_timeout: float):
         self.world, self.run_dir, self.timeout, self.patience = world, Path(run_dir), timeout, start_timeout
-        self._place: tuple[int, str, int | None, float | None] = (0, "start", None, None)   # calls of at(), phase, step, patience
+        self._place: tuple[int, str, float | None] = (0, "start", None)     # calls of at(), where the loop is, its patience
         self._beat = 0
         self._ended: str | None = None      # why this rank ended, for the others; "" if another rank is to blame
         self._closed = threading.Event()
@@ -45,10 +45,10 @@ class Watchdog(contextlib.AbstractContextManager):
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
 
-    def at(self, phase: str, step: int | None = None, patience: float | None = None) -> None:
+    def at(self, phase: str, step: int, patience: float | None = None) -> None:
         """The loop is now here, for `patience` seconds at most if given. All ranks must call it alike: the one with the
         fewest calls counts as behind."""
-        self._place = (self._place[0] + 1, phase, step, patience)
+        self._place = (self._place[0] + 1, f"step {step}, {phase}", patience)
 
     def first_step_done(self) -> None:
         """Compilation and loading are over: from here on a place may last `timeout` seconds. May be called every step."""
@@ -77,17 +77,17 @@ class Watchdog(contextlib.AbstractContextManager):
             still = still + 1 if self._place is place else 0
             place = self._place
             self._publish()
-            patience = place[3] or self.patience
+            patience = place[2] or self.patience
             if still * BEAT > patience:
-                self._end(f"{STALLED}: rank {self.world.rank}: no progress for {patience:g} s at {_where(*place[1:3])}")
+                self._end(f"{STALLED}: rank {self.world.rank}: no progress for {patience:g} s at {place[1]}")
 
     def _publish(self) -> None:
         self._beat += 1
         if self._store is not None:
-            calls, phase, step, _ = self._place
+            calls, where, _ = self._place
             try:
                 self._store.set(f"rank{self.world.rank}", json.dumps({
-                    "host": socket.gethostname(), "pid": os.getpid(), "calls": calls, "where": _where(phase, step),
+                    "host": socket.gethostname(), "pid": os.getpid(), "calls": calls, "where": where,
                     "beat": self._beat, "ended": self._ended}))
             except Exception:       # gone with its host, or at the job's end; training itself no longer needs it
                 self._store = None
@@ -153,10 +153,6 @@ class Watchdog(contextlib.AbstractContextManager):
         """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began."""
         assert self._store
         return [json.loads(text) for text in self._store.multi_get([f"rank{rank}" for rank in range(self.world.size)])]
-
-
-def _where(phase: str, step: int | None) -> str:
-    return phase if step is None else f"step {step}, {phase}"
 
 
 def _within(seconds: float, action: Callable[[], object]):

@@ -60,7 +60,7 @@ class Options:
     POSITIONAL: ClassVar = ()
 
     def __post_init__(self):
-        if problems := positive(self, "", "gpus", "hours"):
+        if problems := positive(self, "gpus", "hours"):
             raise UserError(problems[0])
         if self.peak is None or self.peak[1] is None:
             known = ", ".join(name for name, (_, fp8_peak) in PEAK_FLOPS.items() if fp8_peak)

@@ -85,7 +85,7 @@ class Options:
     POSITIONAL: ClassVar = ("study",)
 
     def __post_init__(self):
-        if problems := positive(self, "", "gpus", "jobs", "limit", "mfu", "start"):
+        if problems := positive(self, "gpus", "jobs", "limit", "mfu", "start"):
             raise UserError(problems[0])
         if peak_flops(self.gpu) is None:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")

@@ -38,7 +38,7 @@ def val(step, loss=1.5):
 
 def open_log(config, resume=0):
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    return log.Log(config, resume, config.total_steps)
+    return log.Log(config, resume)
 
 
 def read(config, *keys):
