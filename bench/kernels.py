@@ -134,6 +134,7 @@ def time_linears(options: Options, device: torch.device, command: str) -> int:
     if not any(entry["gpu"] == env["device"] for entry in entries):
         entries.append({"gpu": env["device"], "date": None, **setup, "commit": None, "command": command, "rows": []})
     entry = next(entry for entry in entries if entry["gpu"] == env["device"])
+    out.parent.mkdir(parents=True, exist_ok=True)       # now, not when a row is lost for want of it
     if differs := [key for key in setup if entry[key] != setup[key]]:
         raise UserError(f"{options.out} holds rows of this GPU with {differs[0]} {entry[differs[0]]}, here it is "
                         f"{setup[differs[0]]}: rows of two setups do not mix; give out=ANOTHER.json, or take the entry of "

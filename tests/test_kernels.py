@@ -71,7 +71,7 @@ def test_a_linear_is_differentiated_by_input_and_weights_and_fp8_differs_from_bf
 
 
 def test_a_rehearsal_without_a_gpu_is_marked_and_done_once_and_what_is_not_finite_is_no_row(capsys, tmp_path, monkeypatch):
-    out = tmp_path / "cpu.json"
+    out = tmp_path / "absent" / "cpu.json"
     code, said, _ = call(capsys, f"out={out}", *TOY, "recipes=tensorwise,tensorwise+kernels")
     assert code == 0 and "2 rows to time" in said
     entry, = json.loads(out.read_text())["measured"]["cpu"]
