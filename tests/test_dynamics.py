@@ -91,7 +91,7 @@ def test_every_row_is_where_it_belongs(tmp_path):
 
 def test_what_the_log_writes_is_what_the_figure_reads(tiny):
     tiny.run_dir.mkdir(parents=True)
-    log = Log(tiny, 0, 6)
+    log = Log(tiny, 0)
     for step in range(1, 5):
         changes = {"verdict": "SKIP", "loss": float("nan")} if step == 2 else {}
         log.step({k: v for k, v in row(step, **changes).items() if k != "kind"})
