@@ -21,7 +21,7 @@ gpu: setup                  ## the tests that need a GPU, or two: recipes agains
 	@$(PY) -c 'import torch; torch.cuda.is_available() or exit("make gpu needs an NVIDIA GPU and a CUDA build of torch")'
 	$(PY) -m pytest -q -m gpu tests/test_gpu.py
 
-soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; about six minutes on two cores
+soak: setup                 ## the long tier of fault injection: kills, restarts, hangs; five to fifteen minutes on two cores
 	$(PY) -m pytest -q tests/soak.py
 
 lint: setup                 ## style, then types of model.py, train.py and runtime/
