@@ -29,7 +29,6 @@ moment, the same command goes on, and the shards end as if nothing had happened,
 """
 
 import os
-import re
 import signal
 import sys
 from dataclasses import dataclass
@@ -162,12 +161,11 @@ def _run(arguments: list[str]) -> int:
     tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
     grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
     sources = _sources(kind, command, words, options)
-    again = [word for word in arguments if not re.match(r"(--)?(on|partition|time|dry.run)\b", word)]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare(sources, Job(
         out=Path(options.out), tokenizer=tokenizer, val_per_10k=round(options.val_share * HASH_STEPS), grams=grams,
         processes=options.processes or (cores if options.on == "local" else 100), skip_bad=options.skip_bad, on=options.on,
-        partition=options.partition, time=options.time, dry_run=options.dry_run, command=tuple(again),
+        partition=options.partition, time=options.time, dry_run=options.dry_run, command=tuple(arguments),
         budgets=_budgets(options.tokens, [source.name for source in sources])))
     return 0
 
