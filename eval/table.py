@@ -74,6 +74,7 @@ class Row:
     is_public: bool = False
     recipe: str | None = None       # of training; None = not known
     pair_id: str | None = None
+    is_repeat: bool = False         # a null run, rounded otherwise: no partner of an FP8 run
     params: int | None = None
     tokens: int | None = None
     scores: dict[Column, Score] = field(default_factory=dict)
@@ -115,7 +116,9 @@ def _read_run(folder: Path) -> list[Row]:
         raise UserError(f"{path} is damaged, or not what eval.harness writes ({type(error).__name__}: {error}): score the run "
                         f"again, or remove the file") from error
     for row in rows.values():
-        row.recipe, row.pair_id = summary.get("precision", {}).get("recipe"), summary.get("pair_id")
+        precision = summary.get("precision", {})        # tensorwise>bf16: of a branch in another precision than its trunk
+        row.recipe = ">".join(filter(None, map(precision.get, ("switched_from", "recipe")))) or None
+        row.pair_id, row.is_repeat = summary.get("pair_id"), bool(summary.get("repeat"))
         row.params, row.tokens = summary.get("params_total"), summary.get("tokens")
         if row.step is not None and row.tokens is not None:
             row.tokens = row.tokens * row.step // last if last else None
@@ -207,7 +210,7 @@ def base_of(row: Row, rows: list[Row]) -> Row | None:
         return next((r for r in rows if r.folder == row.folder), None)
     if row.pair_id is None or row.recipe in (None, "bf16"):
         return None
-    return next((r for r in rows if (r.pair_id, r.recipe) == (row.pair_id, "bf16")), None)
+    return next((r for r in rows if (r.pair_id, r.recipe, r.is_repeat) == (row.pair_id, "bf16", False)), None)
 
 
 def label(row: Row) -> str:

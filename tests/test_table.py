@@ -88,6 +88,15 @@ def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(tmp_path
     assert cells(text, "run_tensorwise")[1:4] == ["100M", "2B", "FP8 tensorwise"]
 
 
+def test_neither_a_repeat_nor_a_branch_that_was_switched_to_bf16_is_a_partner(tmp_path, pair):
+    switched = {"precision": {"recipe": "bf16", "switched_from": "tensorwise"}}
+    for name, more in {"a_repeat": {"repeat": 1}, "b_switched": switched}.items():      # both before run_bf16 by name
+        write(tmp_path / "out" / name, {"arc_easy": mean_row(answers("arc_easy", name))}, summary=summary("bf16") | more)
+    text = page(tmp_path)
+    assert "*minus a_repeat" not in text and "*minus b_switched" not in text and text.count("*minus run_bf16*") == 2
+    assert cells(text, "b_switched")[3] == "FP8 tensorwise>bf16" and cells(text, "a_repeat")[3] == "BF16"
+
+
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity"])
 def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_path, metric):
     rng, arms = np.random.default_rng(1), []
