@@ -304,5 +304,7 @@ def test_the_card_of_an_imported_model_and_of_one_trained_on(tmp_path):
     assert "imported into nanoFP8 from a and not trained there" in card_of(tmp_path / "back", tmp_path / "b")
     write_run(tmp_path / "on", state={"origin": {"folder": "Base-1B"}}, start_from="out/base/checkpoints/step_00000000")
     assert "from the weights of Base-1B to step 6" in card_of(tmp_path / "on", tmp_path / "c")
-    write_run(tmp_path / "branch", start_from="out/trunk/checkpoints/step_00000004")
-    assert "from the weights of trunk at step 4 to step 6" in card_of(tmp_path / "branch", tmp_path / "d")
+    write_run(tmp_path / "branch", state={"switched_from": "rowwise"}, start_from="out/trunk/checkpoints/step_00000004")
+    text = card_of(tmp_path / "branch", tmp_path / "d")
+    assert "from the weights of trunk at step 4 to step 6" in text and ModelCard(text).data.tags == ["nanofp8", "fp8"]
+    assert "Recipe of the FP8 matmuls: off, before the branch point rowwise." in text
