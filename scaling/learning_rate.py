@@ -47,6 +47,10 @@ class Options:
 
     POSITIONAL: ClassVar = ("runs",)
 
+    def __post_init__(self):
+        if wrong := [N for N in self.at if N <= 0]:
+            raise UserError(f"at={wrong[0]:g} is no number of parameters: give positive ones, such as at=6.49e6,12.8e6")
+
 
 def main(arguments: list[str]) -> int:
     """Run the command line; the exit code, 3 where rates are missing."""

@@ -56,6 +56,7 @@ class Record:
     parent_step: int | None = None      # optimizer step of that checkpoint
     continued_from: str | None = None   # imported model whose training it goes on with: its own tokens are not all
     t_start: str | None = None          # UTC time of the first start, ISO; None in older summaries
+    lr_peak: float | None = None        # peak learning rate; None in older summaries
     repeat: int = 0                     # above 0: the same run once more, only rounded otherwise; a null, in no fit
     convention: str = "total"           # of CONVENTIONS: what the study beside the run counts its budgets by
     planned: tuple | None = None        # trunk and step that the study beside the run has it branch off

@@ -52,7 +52,8 @@ class Options:
 
     def __post_init__(self):
         if bool(self.runs) == bool(self.study) or self.study and self.out:
-            raise UserError("no runs given: name those of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY")
+            raise UserError("no runs given: name those of one training, as out/a_bf16 out/a_fp8 [out=DIR], or --study out/STUDY"
+                            if not self.study else "name runs of one training, or --study out/STUDY alone, whose page lies there")
 
 
 def main(arguments: list[str]) -> int:
@@ -315,15 +316,17 @@ def report_study(folder: Path) -> str:
 
 
 def study_runs(records: list[Record]) -> list[dict]:
-    """A row per size, recipe and budget: means over its seeds, medians of the speed; the null runs are rows of their own."""
+    """A row per size, recipe, budget and learning rate: means over its seeds, medians of the speed; the null runs are rows of
+    their own."""
     groups, rows = {}, []
-    for record in records:
-        groups.setdefault((record.N, record.recipe, record.repeat, record.tokens, record.device), []).append(record)
-    for (N, recipe, repeat, tokens, device), some in groups.items():
-        base = groups.get((N, "bf16", 0, tokens, device), [])
+    for one in records:
+        groups.setdefault((one.N, one.recipe, one.repeat, one.tokens, one.device, one.lr_peak), []).append(one)
+    for (N, recipe, repeat, tokens, device, lr), some in groups.items():
+        base = groups.get((N, "bf16", 0, tokens, device, lr), [])
         rate = median(one.tok_per_s_median for one in some)
         alike = recipe != "bf16" and base and {one.is_compiled for one in base} == {one.is_compiled for one in some}
         rows.append({"N": N, "recipe": recipe + " null" * bool(repeat), "tokens": tokens, "tokens_per_param": tokens / N,
+                     "lr_peak": lr,
                      "runs": [one.run_id for one in some], "seeds": sorted({one.seed for one in some}), "device": device,
                      "loss_bf16": mean(one.loss_bf16 for one in some), "tok_per_s_median": rate,
                      "loss_as_trained": mean(one.loss_as_trained for one in some),
@@ -332,9 +335,11 @@ def study_runs(records: list[Record]) -> list[dict]:
 
 
 def _runs(rows: list[dict]) -> str:
-    lines = [["N", "recipe", "tokens", "tokens/N", "seeds", "loss in BF16 [nats/token]", "as trained", "tokens/s",
+    lines = [["N", "recipe", "tokens", "tokens/N", "peak rate", "seeds", "loss in BF16 [nats/token]", "as trained", "tokens/s",
               "speed against BF16", "device"]]
+    is_sweep = len({(row["N"], row["recipe"], row["tokens"], row["device"]) for row in rows}) < len(rows)   # of learning rates
     lines += [[si(row["N"]), row["recipe"], si(row["tokens"]), f"{row['tokens_per_param']:.3g}",
+               f"{row['lr_peak']:g}" if is_sweep and row["lr_peak"] else "",
                ", ".join(map(str, row["seeds"])), f"{row['loss_bf16']:.4f}", f"{row['loss_as_trained']:.4f}",
                f"{row['tok_per_s_median']:,.0f}", _fixed(row["speed_against_bf16"], 3), row["device"]] for row in rows]
     return grid(lines) + ("\n\nLosses: means over the seeds; gaps of single pairs are below. Speed: of the median step."

@@ -152,6 +152,11 @@ def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, chang
     assert said in asked(capsys, main, tmp_path, code=2) and not (tmp_path / "law").exists()
 
 
+@pytest.mark.parametrize("size", ["0", "-5e6"])
+def test_a_size_must_be_positive(tmp_path, capsys, size):
+    assert "is no number of parameters" in asked(capsys, main, write_sweep(tmp_path), f"at={size}", code=2)
+
+
 def test_every_rate_is_drawn(tmp_path, capsys):
     """Two sizes, a diverged rate, one beyond the axis; then a sweep without an optimum."""
     write_sweep(tmp_path / "a", RATES[:4])

@@ -196,7 +196,8 @@ def test_what_differs_besides_is_said_and_another_machine_has_no_speed(runs, tmp
 
 @pytest.mark.parametrize("words, name, content, sentence", [
     (["{runs}/nowhere"], None, "", "does not exist"), (["out=x"], None, "", "no runs given: name those of one training"),
-    (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY"), (["study={runs}/nowhere"], None, "", "does not exist"),
+    (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY"),
+    (["study={runs}", "out=x"], None, "", "--study out/STUDY alone"), (["study={runs}/nowhere"], None, "", "does not exist"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], None, "", "cannot be written"),
     (["{runs}"], "config.json", "{", "config.json is not valid JSON"),
     (["{runs}"], "config.json", None, "config.json cannot be read"), (["{runs}"], "metrics.jsonl", None, "has no metrics.jsonl"),
@@ -314,6 +315,14 @@ def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     (folder / "law").mkdir()
     (folder / "law/law.json").write_text('{"groups": {"bf16": {}}}')
     assert "a file is damaged or of another version (KeyError: 'headline')" in refused(capsys, "--study", folder)
+
+
+def test_runs_at_several_learning_rates_are_not_taken_for_seeds(tmp_path, capsys):
+    for lr in (0.002, 0.004):
+        for seed in (1, 2):
+            write_run(tmp_path / "s" / f"lr{lr:g}_{seed}", loss=3 + 100 * lr, seed=seed, lr_peak=lr, pair_id=f"{lr}_{seed}")
+    out = asked(capsys, report.main, "--study", tmp_path / "s")
+    assert [line[4:7] for line in cells(out)[1:3]] == [["0.002", "1, 2", "3.2000"], ["0.004", "1, 2", "3.4000"]]
 
 
 def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
