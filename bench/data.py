@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, count, zip_longest
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -42,7 +41,6 @@ LOADED_TOKENS = 2**25           # of one turn of the loader, at most
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    POSITIONAL: ClassVar[tuple[str, ...]] = ()
     mb: float = 100                     # megabytes of text
     processes: tuple[int, ...] = (1, 2)
     repeats: int = 3                    # turns of each

@@ -31,7 +31,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -84,8 +84,6 @@ class Options:
     budget: float = 560.0           # seconds after which nothing runs any more
     out: str | None = None          # JSON lines that receive the rows; none = bench/results/peers.jsonl, toy_peers.jsonl
     table: bool = False             # print the rows of OUT, draw the figure beside it
-
-    POSITIONAL: ClassVar = ()
 
 
 def main(arguments: list[str]) -> int:

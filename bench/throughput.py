@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -535,8 +535,6 @@ class Options:
     commit: str | None = None       # of these files, where they lie in no git checkout
     table: bool = False             # print the rows of OUT, draw the figure beside it
     check: str | None = None        # JSON lines to hold against OUT
-
-    POSITIONAL: ClassVar = ()
 
 
 def main(arguments: list[str]) -> int:

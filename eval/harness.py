@@ -104,8 +104,6 @@ class FetchOptions:
     tasks: tuple[str, ...]
     include: str | None = None
 
-    POSITIONAL: ClassVar = ()
-
 
 def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.

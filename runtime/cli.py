@@ -33,7 +33,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     """An instance of the dataclass `cls` from `key=value`, `--key=value`, `--key value`, `--flag` and bare words.
 
     A flag is a field of type bool: `--serve` stands for serve=true. Bare words (also files with "=" in their names) fill the
-    fields of cls.POSITIONAL in order; one of type tuple[str, ...] takes all that are left as they are, commas and all.
+    fields of cls.POSITIONAL (none = no bare word) in order; one of type tuple[str, ...] takes all that are left, commas and all.
     keys: the fields that may be given, none = all. defaults: those that differ from the class's own. Raises UserError."""
     hints, bare, rest = get_type_hints(cls), [], iter(arguments)
     texts: dict[str, str] = {}
@@ -57,7 +57,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
             raise UserError(f"{key} is given twice: {texts[key]!r} and {value!r}")
         texts[key] = value
     given = {key: parse(key, text, hints[key]) for key, text in texts.items()}
-    for key in [key for key in cls.POSITIONAL if key not in given]:
+    for key in [key for key in getattr(cls, "POSITIONAL", ()) if key not in given]:
         if bare and hints[key] == tuple[str, ...]:
             given[key], bare = tuple(bare), []
         elif bare:

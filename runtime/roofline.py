@@ -7,10 +7,8 @@ The bytes are counted from the kernels that Inductor plans for model.py on an H1
 published figures. Sums of times: what overlaps, and what the caches hold, is not modelled. `--plan` and the sweep's table take
 FP8's speed over BF16's from here where nobody has measured it (modelled_ratio).
 
-Thirteen constants are assumed, or were chosen with an eye on published runs; the published figures that they are held against
-(ANCHORS) are thirteen as well: to come out proves little. Speeds in BF16 come out from 3 % below to 8 % above, tensorwise
-ratios .02 to .06 below, d26's rowwise high and 8B's low: one rate was chosen between the two. `transposed` at 1.0 would meet
-d26 (1.174); it was not refitted, since it would lift d12, published as slower, above 1.
+Thirteen constants are assumed, or were chosen with an eye on published runs, and held against thirteen published figures
+(ANCHORS): to come out proves little. docs/speed.md says how near they come.
 
     M tokens of a micro-batch   K inputs, N outputs of a Linear   x input   g gradient of the output   w weight
 """
@@ -20,7 +18,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from model import GPTConfig
 from runtime.cli import command, run_command
@@ -132,8 +130,7 @@ CASTS = {
     "tensorwise_gw_hp+kernels": Casts(("fp8", "fp8", "bf16"), {n: Moved(m.amax, ours=3) for n, m in _X_OURS.items()},
                                       dict.fromkeys(_NONE, Moved(ours=3)), Moved(), Moved(amax=4, ours=6), adds=True),
 }
-CASTS["amax"], CASTS["amax+kernels"] = CASTS["tensorwise"], CASTS["tensorwise+kernels"]
-CASTS["amax+kernels+delayed"] = CASTS["tensorwise+kernels+delayed"]
+CASTS |= {f"amax{rest}": CASTS[f"tensorwise{rest}"] for rest in ("", "+kernels", "+kernels+delayed")}
 ROPE = 10 + 12          # bytes per value of a block's input, forward and backward, which lays q, k and v side by side again
 ROPE_BY_CAT = ROPE + 8  # others', where a kernel of its own does that
 FREE = Casts(_FP8, _NONE, _NONE, Moved())       # the zero-cast ceiling
@@ -219,9 +216,8 @@ def step(c: Ceilings, shape: Shape, label: str, micro_batch: int, tokens_per_ste
         recipe + "+kernels" * ("kernels" in extras) + "+delayed" * ("delayed" in extras)]
     buckets, within = dict.fromkeys(BUCKETS, 0.0), 0        # parameters whose gradients their matmul adds up
     for linear, K, N, count in linears(shape):
-        options = [casts or known[name] for name in candidates]
-        if linear == "head" and "head" not in extras:
-            options = [bf16]
+        is_plain = linear == "head" and "head" not in extras
+        options = [bf16] if is_plain else [casts or known[name] for name in candidates]
         seconds = [linear_seconds(c, linear, K, N, option, M, accumulation) for option in options]
         (matmul, cast), chosen = min(zip(seconds, options, strict=True), key=lambda one: sum(one[0]))
         buckets["matmul"] += count * matmul
@@ -253,9 +249,9 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     f, p, m = config.fp8, config.parallel, config.model
     found = [c for name, c in GPUS.items()
              if re.search(rf"\b{name}\b", gpu, re.IGNORECASE) and peak_flops(gpu) == peak_flops(name)]
-    casts_per_use = gpus > 1 and f.kernels      # under FSDP2
     is_partial = f.include or f.skip or f.first_bf16 or f.last_bf16
-    if not found or casts_per_use or f.label not in CASTS or p.recompute or not p.compile or is_partial:
+    # Under FSDP2 our kernels cast at each use.
+    if not found or f.label not in CASTS or is_partial or p.recompute or not p.compile or (gpus > 1 and f.kernels):
         return None
     micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
     base = replace(CASTS["bf16"], adds=gpus == 1)
@@ -313,8 +309,6 @@ class Options:
     gpu: Literal["h100", "h200"] = "h100"
     sizes: tuple[Literal["125m", "350m", "760m", "1p5b"], ...] = ("125m", "350m", "760m", "1p5b")   # of configs/gpt<size>_bf16.py
     context: int = 1024             # T, tokens
-
-    POSITIONAL: ClassVar = ()
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,6 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -56,8 +55,6 @@ class Options:
     gap: float | None = None            # FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0
     recipe: RecipeName = "tensorwise"   # the FP8 recipe
     study: str | None = None            # whose trunks with branches are the candidates; else our sizes at 5, 10, 20, 40
-
-    POSITIONAL: ClassVar = ()
 
     def __post_init__(self):
         if problems := positive(self, "gpus", "hours"):
