@@ -15,7 +15,6 @@ import math
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from glob import glob
 from hashlib import sha256
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -84,7 +83,7 @@ def read_rows(paths) -> list[Row]:
     """Rows of all scored models in `paths` (runs, or folders of runs, two levels deep). Raises UserError: a damaged file,
     nothing scored."""
     folders = {Path(folder).resolve(): Path(folder) for path in paths
-               for folder in (path, *sorted(glob(f"{path}/*")), *sorted(glob(f"{path}/*/*")))}
+               for folder in (path, *sorted(Path(path).glob("*")), *sorted(Path(path).glob("*/*")))}
     rows = [row for folder in folders.values() for row in _read_run(folder)]
     if not rows:
         raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
@@ -187,7 +186,7 @@ def build(rows: list[Row]) -> str:
     for limit in sorted({c.limit for c in columns}, key=lambda limit: limit or 0):
         parts.append(f"## limit={limit}: parts of tasks, to be compared with nothing else" if limit else "## By this command")
         parts.append(grid(table_of(rows, [c for c in columns if c.limit == limit])))
-    parts += [LEGEND, *([PUBLISHED.read_text().rstrip()] if {c.task for c in columns} & set(FULL) else [])]
+    parts += [LEGEND, *([PUBLISHED.read_text("utf-8").rstrip()] if {c.task for c in columns} & set(FULL) else [])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -209,14 +209,14 @@ def test_pairs_names_and_public_models(tmp_path, pair):
     write(tmp_path / "out" / "stranger", {"arc_easy": mean_row(rows)}, summary=summary("rowwise", pair="another"))
     write(tmp_path / "out" / "run_bf16", {"arc_easy": mean_row(rows)}, name="exact", dtype="float32")
     write(tmp_path / "out" / "hf_models_gpt2", {"arc_easy": mean_row(rows)}, run="hf:/data/models/gpt2/")
-    for name in ("a", "b"):
+    for name in ("a", "lr=[1e-3]"):     # no pattern
         write(tmp_path / "out" / name / "deep", {"arc_easy": mean_row(rows)})
     (tmp_path / "out" / "begun").mkdir()
     (tmp_path / "out" / "a.log").write_text("not a folder, as out/* finds them")
     text = page(tmp_path, *sorted((tmp_path / "out").iterdir()))
     ours, theirs = text.split("## Published by others")
     assert ours.count("*minus ") == 1 and "| run_bf16, float32 " in ours, "a pair is one dtype and one pair_id"
-    assert all(f"| {tmp_path / 'out' / name / 'deep'} " in ours for name in "ab") and "begun" not in ours
+    assert all(f"| {tmp_path / 'out' / name / 'deep'} " in ours for name in ("a", "lr=[1e-3]")) and "begun" not in ours
     assert ours.index("| gpt2 ") > ours.index("| run_tensorwise ")
     assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs
 
