@@ -146,8 +146,9 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
     if operand.scaling == "constant":
         return torch.full((), 2.0**operand.exponent, device=x.device)
     magnitude = x.detach().abs()
-    if operand.scaling in ("tile", "block"):
-        return _tile_scale(magnitude, operand, dim)
+    if operand.tile != (1, 1):
+        tiles = _in_tiles(magnitude.float(), operand, dim)
+        return _tile_scale(tiles, operand).expand_as(tiles).reshape(x.shape)
     # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
     return _scale(magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True), operand)
 
@@ -158,33 +159,39 @@ def _scale(amax: torch.Tensor, operand: Operand) -> torch.Tensor:
     return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
 
 
-def _tile_scale(magnitude: torch.Tensor, operand: Operand, dim: int) -> torch.Tensor:
-    """The scale of each value, by tiles; of E2M1 as NVFP4 has it: tiles' scales are E4M3 numbers times one of the tensor."""
-    rows, columns = operand.tile if dim % magnitude.ndim == magnitude.ndim - 1 else operand.tile[::-1]
-    tiles = magnitude.float().reshape(-1, magnitude.shape[-1]).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
-    amax = tiles.amax((1, 3), keepdim=True)
+def _in_tiles(x: torch.Tensor, operand: Operand, dim: int) -> torch.Tensor:
+    """x (any shape) as (tiles, rows of a tile, tiles, columns of a tile)."""
+    rows, columns = operand.tile if dim % x.ndim == x.ndim - 1 else operand.tile[::-1]
+    return x.reshape(-1, x.shape[-1]).unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+
+
+def _tile_scale(magnitude: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """The scale of each tile of _in_tiles(); of E2M1 as NVFP4 has it: an E4M3 number times one of the tensor."""
+    amax = magnitude.amax((1, 3), keepdim=True)
     if operand.scaling == "block":
         # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
         exponent = torch.ceil(torch.log2(amax.double() / FORMATS[operand.format][0]))
-        scale = torch.exp2(-torch.where(amax > 0, exponent, -127).clamp(-127, 127)).float()
-    elif operand.format == E2M1:
+        return torch.exp2(-torch.where(amax > 0, exponent, -127).clamp(-127, 127)).float()
+    if operand.format == E2M1:
         whole = _scale(amax.amax() / FORMATS[E2M1][0], Operand(E4M3))
         stored = _round(amax / FORMATS[E2M1][0] * whole, E4M3).clamp_(min=2**-9)        # E4M3's least value: no scale is 0
-        scale = whole / stored
-    else:
-        scale = _scale(amax, operand)
-    return scale.expand_as(tiles).reshape(magnitude.shape)
+        return whole / stored
+    return _scale(amax, operand)
 
 
 def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1, noise: torch.Tensor | None = None) -> torch.Tensor:
     """x (any shape) quantised and dequantised, in fp32: the values that the matmul multiplies; `dim` as in scale_of().
 
     noise: for stochastic rounding, values from 0 to 1 (exclusive) of x's shape; without it x is rounded to nearest."""
-    x = x.float()
+    x, shape = x.float(), x.shape
     if operand.format is None:
         return x
-    scale = scale_of(x, operand, dim)
-    return _round(x * scale, operand.format, noise).mul_(scale.reciprocal())
+    if operand.tile != (1, 1):      # one scale a tile: of each value torch 2.11 does not compile on a CPU
+        x, noise = _in_tiles(x, operand, dim), None if noise is None else _in_tiles(noise, operand, dim)
+        scale = _tile_scale(x.detach().abs(), operand)
+    else:
+        scale = scale_of(x, operand, dim)
+    return _round(x * scale, operand.format, noise).mul_(scale.reciprocal()).reshape(shape)
 
 
 def _round(x: torch.Tensor, format: torch.dtype | str, noise: torch.Tensor | None = None) -> torch.Tensor:
