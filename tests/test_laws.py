@@ -2,11 +2,13 @@
 
 import csv
 import json
+import math
 import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from scipy import stats
 from scipy.optimize import minimize, minimize_scalar
 
 from runtime.cli import UserError
@@ -312,6 +314,12 @@ def test_exponents_are_recovered_from_scattered_budgets():
     for row, C in zip(fit.budgets, BUDGETS, strict=True):
         assert row["sizes"] == 9 and row["reason"] is None and row["C"] == pytest.approx(C, rel=0.02)
         assert row["N"] == pytest.approx(best(EPOCH, C)[0], rel=0.05)      # the scatter of C is noise in L
+    x, y = np.log([[row["C"], row["N"]] for row in fit.budgets]).T
+    line, of_windows = stats.linregress(x, y), [one["a"] for one in fit.windows if not one["is_bent"] and one["a"] is not None]
+    doubt = math.sqrt(np.mean((np.array(of_windows) - line.slope) ** 2))       # of the window; beside that of the budgets
+    assert fit.se["a"] == pytest.approx(math.hypot(line.stderr, doubt)) and len(of_windows) > 1 and doubt > 0
+    assert fit.ci95["a"][1] - line.slope == pytest.approx(stats.t.ppf(0.975, 5) * fit.se["a"])
+    assert fit.residual_rms == pytest.approx(np.std(y - line.slope * x) * math.sqrt(7 / 5))
     # A grid whose centre drifts from 1x to 3x over the budgets: a parabola gives .5227 for .5139.
     drift = fit_isoflop(joined(*(grid(EPOCH, [C], 4, centre=c) for C, c in zip(BUDGETS, np.geomspace(1, 3, 7), strict=True))))
     assert drift.identified and drift.parameters["a"] == pytest.approx(0.5139, abs=0.0044)      # half of the parabola's shift
