@@ -67,6 +67,9 @@ def test_the_interval_is_the_union_of_its_forms():
     for points, why in ((points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"), (points_of(EPOCH, (5,)), "0 of 4 points")):
         with pytest.raises(UserError, match=why):
             forecast(points, TARGET)
+    steep = forecast(points_of(SimpleNamespace(loss=lambda N, D: 400 * (6 * N * D) ** -0.13)), TARGET)
+    assert {one["form"]: one["reason"] for one in steep["forms_left_out"] if "gamma" in one["form"]} == dict.fromkeys(
+        ("ray gamma=0.10", "ray gamma=0.12"), "it would need E below 0")       # which fall too slowly at any E
     width = {0.0: said["high"] - said["low"]}
     for sd in (FLOOR, 5e-3):                # the noise is at least that of seeds and the floor
         noisy = forecast(points_of(EPOCH), TARGET, seed_sd=sd)
