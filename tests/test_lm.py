@@ -104,6 +104,8 @@ def test_generate_until_is_greedy_and_stops_where_asked():
     assert all(got) and lm.n_truncated == 2     # 31 + 12 and 80 + 12 tokens do not fit 32
     kept = list(b"y" * 80)[-20:]
     assert got[4] == bytes_of(generate(model, torch.tensor([kept]), 12, eot=256)[0]).decode(errors="replace")
+    half = build_lm(model).generate_until([request("y" * 80, {"until": [], "max_gen_toks": 99})])       # at most half is freed
+    assert half == [bytes_of(generate(model, torch.tensor([[*b"y" * 16]]), 16, eot=256)[0]).decode(errors="replace")]
     calls = []
 
     def end_third(h):       # "A", "A", end-of-text, "A", ..
