@@ -153,8 +153,10 @@ class Log:
 
 class Wandb:
     def open(self, config: Config, resume_step: int) -> None:
-        self.run = import_module("wandb").init(project="nanofp8", name=config.run, id=config.run, resume="allow",
-                                               dir=str(config.run_dir), config=config.to_dict())
+        begun = json.loads((config.run_dir / "env.json").read_text())["t_start"]    # begun anew under its name it is another run
+        self.run = import_module("wandb").init(
+            project="nanofp8", name=config.run, id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", resume="allow",
+            dir=str(config.run_dir), config=config.to_dict())
         self.close = self.run.finish
         self.run.define_metric("step")
         for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does
