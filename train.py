@@ -5,6 +5,7 @@
     python train.py configs/gpt350m_fp8.py optim.lr=3e-4 fp8.skip=attn.out  any section.key=value after the file
     python train.py configs/gpt1p5b_fp8.py --plan h100                      what it would cost; trains nothing
     python train.py FILE start_from=out/<run>/checkpoints/step_00000400     another end of a wsd run
+    python train.py FILE start_from=out/<run>                               a training of its own on that run's weights
     python train.py configs/continue_llama.py                               on from an imported model (step_00000000)
     python train.py --help                                                  every key, its default and meaning
 

@@ -15,8 +15,9 @@ Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobo
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
 dtype is compared with the manifest first, and the unpickler knows only the classes that describe tensors.
 
-Branch: a branch continues with all that its parent had (weights, moments, step); see runtime/optim.py for when it may. An
-imported model (eval/from_hf.py) is a checkpoint of step 0 with weights alone: the run has its own data order and schedule.
+Branch: a branch continues with all that its parent had (weights, moments, step); see runtime/optim.py for when it may. Of an
+imported model (eval/from_hf.py: a checkpoint of step 0 without moments) and of a finished run that start_from names as a whole
+a run takes the weights alone, and has its own data order and schedule.
 """
 
 import hashlib
@@ -49,6 +50,7 @@ from runtime.config import CheckpointConfig, Config, config_from_dict, read_conf
 from runtime.machine import GIB, OUT_OF_MEMORY
 from runtime.optim import check_branch
 from runtime.rows import file_sha256, sync_folder, write_atomically
+from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it does; 2 is read too
 FORMAT_2_NAMES = {"moved_on": "data_offset", "train_s": "seconds", "probe_s": "probe_seconds"}
@@ -449,8 +451,7 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
     Of a checkpoint that is_weights_only() the weights alone are filled. By all ranks of `world` together. Raises UserError
     where there is no such checkpoint, it is damaged, or it does not fit this run.
     """
-    path = Path(config.start_from or "")
-    manifest = run_on_rank0(world, lambda: _branch_point(config, path, tokenizer_sha256))
+    path, manifest = run_on_rank0(world, lambda: _branch_point(config, tokenizer_sha256))
     if is_weights_only(manifest):
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     load(path, manifest, tensors, world)
@@ -458,38 +459,48 @@ def branch(config: Config, tokenizer_sha256: str, tensors: dict[str, torch.Tenso
 
 
 def is_weights_only(manifest: dict) -> bool:
-    """Whether a checkpoint is an imported model: no moments, no place in a data order."""
+    """Whether a checkpoint is an imported model, or taken for one: no moments, no place in a data order."""
     return "imported" in manifest["state"]
 
 
 def origin_of(manifest: dict) -> dict | None:
-    """The imported model (see eval/from_hf.py) that a checkpoint's weights go back to; None where they began from nothing."""
+    """The model that a checkpoint's weights go back to: imported (eval/from_hf.py), or a run's; None: they began from nothing."""
     return manifest["state"].get("imported") or manifest["state"].get("origin")
 
 
-def _branch_point(config: Config, path: Path, tokenizer_sha256: str) -> dict:
+def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     assert config.parent
-    run_dir, step = path.parent.parent, config.parent[1]
-    if path not in (there := checkpoints(run_dir)):
+    path, step = Path(config.start_from or ""), config.parent[1]
+    is_run = not path.name.startswith("step_")      # the weights alone of its last checkpoint
+    run_dir = path if is_run else path.parent.parent
+    there = checkpoints(run_dir)
+    path = there[-1] if is_run and there else path
+    if path not in there:
         remedy = (f"train that run past this step with checkpoint.at={step}, or leave start_from out: the whole run ends in the "
-                  f"same weights" if step else f"import the model first, python -m eval.export --from-hf DIR {run_dir}")
-        raise UserError(f"start_from={path} is no finished checkpoint; {run_dir} has "
+                  f"same weights" if step else
+                  f"train that run first, or import a model, python -m eval.export --from-hf DIR {run_dir}")
+        raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has "
                         f"{', '.join(p.name for p in there) or 'none'}: {remedy}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
+    if is_run and not is_weights_only(manifest):
+        if not (run_dir / "summary.json").exists():
+            raise UserError(f"start_from={run_dir} is not finished, so its last checkpoint may not be the last: finish that run")
+        manifest |= {"step": 0, "state": {"imported": {
+            "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     if not is_weights_only(manifest):
         check_branch(config, parent, manifest["step"])
-        return manifest
+        return path, manifest
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
     if changes := [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
                    if key not in WEIGHTS_FREE and ours[key] != theirs[key]]:
-        raise UserError(f"start_from={path} is another model: {'; '.join(changes)}; give the model section of its config.json, "
-                        f"of which n_ctx and loss_chunk alone are free")
+        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
+                        f"config.json, of which n_ctx and loss_chunk alone are free")
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
-        raise UserError(f"start_from={path} was imported with another tokenizer than data.tokenizer={config.data.tokenizer}, so "
-                        f"its ids mean other text: give data.tokenizer={run_dir / 'tokenizer'}, and shards that were prepared "
-                        f"with it")
-    return manifest
+        raise UserError(f"start_from={config.start_from} has another tokenizer than data.tokenizer={config.data.tokenizer}, so "
+                        f"its ids mean other text: give data.tokenizer={tokenizer_of(run_dir, parent.data.tokenizer)}, and "
+                        f"shards that were prepared with it")
+    return path, manifest
 
 
 # ---------------------------------------------------------------------------------------------------------------- ranks

@@ -188,7 +188,7 @@ class Config:
     out: str = "out"                        # folder of all runs
     deterministic: bool = False             # the same bits from every run of a GPU too, at some cost in speed
     profile: str | None = None              # steps to trace, first:last such as 10:15; none = no trace
-    start_from: str | None = None           # branch off another run: its out/<run>/checkpoints/step_<step>
+    start_from: str | None = None           # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
 
     def __post_init__(self):
         if problems := (type_problems("", self)         # each relies on what those before it have checked
@@ -222,8 +222,9 @@ class Config:
             yield f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every}; only saved ones are kept"
         if (self.steps is None) == (self.tokens_per_param is None):
             yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
-        if self.start_from is not None and not PARENT.search(self.start_from):
-            yield f"start_from={self.start_from!r} is no checkpoint's folder: write it like out/<run>/checkpoints/step_00000400"
+        if self.start_from is not None and not self.parent:
+            yield (f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
+                   f"out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone")
         if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
 
@@ -232,7 +233,7 @@ class Config:
         m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
-                   f"earlier checkpoint, or give more steps")
+                   f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
         named = [("checkpoint.at", step) for step in self.checkpoint.at] + [("profile", (self.profile_steps or (1,))[0])]
         for key, step in named:
             if not 1 <= step <= end:
@@ -285,9 +286,10 @@ class Config:
 
     @property
     def parent(self) -> tuple[str, int] | None:
-        """Of a branch: the run it starts from, and after which of that run's steps; None for a run from scratch."""
+        """Of a branch: the run it starts from, and after which of that run's steps, 0 where it takes the weights alone; None for
+        a run from scratch."""
         match = PARENT.search(self.start_from or "")
-        return (match[1], int(match[2])) if match else None
+        return (match[1], int(match[2] or 0)) if match else None
 
     @property
     def profile_steps(self) -> tuple[int, int] | None:
@@ -327,7 +329,7 @@ class Config:
 
 
 SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
-PARENT = re.compile(r"(?:^|/)([A-Za-z0-9][A-Za-z0-9_.-]*)/checkpoints/step_(\d{8})/?$")
+PARENT = re.compile(r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
             "parallel.replicate parallel.shard parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever "
             "checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
@@ -352,7 +354,7 @@ def positive(section, *names: str) -> list[str]:
 FOREIGN = {
     "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
     "out": "out_dir output_dir dump_folder",
-    "start_from, a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
+    "start_from, a run's or a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
     "steps": "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps",
     "steps, optimizer steps and not passes over the data": "epochs num_epochs num_train_epochs",
     "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",

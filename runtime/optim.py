@@ -180,7 +180,7 @@ def check_branch(config: Config, parent: Config, step: int) -> None:
     if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in {**now, **before}
                    if key not in BRANCH_FREE and not (is_switch and key.startswith("fp8.")) and before.get(key) != now.get(key)]:
         raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
-                        f"parent in run, out, precision, budget and decay alone")
+                        f"parent in run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
         if old != new:

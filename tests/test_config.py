@@ -96,7 +96,7 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
     ("parallel.timeout=3600", "parallel.start_timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
     *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="), ("profile=7:9", "1 to 6"),
-    ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=x", "is no checkpoint"),
+    ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=o/r/checkpoints/step_2", "is no checkpoint"),
     ("tokens_per_param=none", "exactly one"), ("optim.lr=-1 checkpoint.keep=0", "(?s)optim.lr=-1.*checkpoint.keep=0"),    # both
     ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "(?s)model.n_embd=40 .* 16.*model.n_ffn=72 .* 16"),
     ("fp8.recipe=mxfp8 model.n_ffn=80", "model.n_ffn=80 .* 32"), ("fp8.recipe=blockwise", "model.n_embd=32 .* 128, which"),
@@ -129,6 +129,7 @@ def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
         assert (pair_id(other) == pair_id(tiny)) == (change[:3] in ("fp8", "sta")), change     # a branch ends as from scratch
     llama = apply_overrides(tiny, ["start_from=o/llama/checkpoints/step_00000000"])
     assert pair_id(llama) != pair_id(tiny), "weights that came from elsewhere count"
+    assert apply_overrides(tiny, ["start_from=o/llama/"]).identity() == llama.identity(), "a run's weights alone"
     assert [tuple(lineage(config).values()) for config in (tiny, other, llama)] == [
         (None, None, None), ("r", 2, None), (None, None, "llama")]
     named, smaller = (apply_overrides(tiny, [change]) for change in ("run=b", "data.micro_batch=2"))

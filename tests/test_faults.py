@@ -345,7 +345,7 @@ def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path
         (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "step 4 or before"),
         (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),
-        (branch, f"start_from={tmp_path}/llama/checkpoints/step_00000000", "import the model first")]:
+        (branch, f"start_from={tmp_path}/llama/checkpoints/step_00000000", "or import a model")]:
         done = call_train(capsys, config, tmp_path, override)
         assert (done.returncode, told in done.stderr) == (2, True), (override, done.stderr)
         assert done.stderr.startswith("train.py: ") and done.stderr.count("\n") == 1

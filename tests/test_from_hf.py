@@ -262,7 +262,7 @@ def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
     for other, tokenizer, words in [
             (replace(new, model=replace(new.model, rope_theta=1000.0)), sha256, "model.rope_theta is 5000.0 there"),
             (new, load_tokenizer(str(source)).sha256, "its ids mean other text: give data.tokenizer=.*out/run/tokenizer"),
-            (replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, "import the model first"),
+            (replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, "or import a model"),
             (replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, "no finished checkpoint")]:
         with pytest.raises(UserError, match=words) as caught:
             branch(other, tokenizer, tensors, None)

@@ -27,11 +27,11 @@ from runtime import run as room
 from runtime.checkpoint import latest, load_model, read_manifest
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, FP8Config
-from runtime.data import Data
+from runtime.data import Data, open_data
 from runtime.log import pair_id
 from runtime.machine import check_device, out_of_memory
 from runtime.run import is_finished, lock_folder
-from runtime.tokenizer import keep_tokenizer, tokenizer_of
+from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 from tests import faults
 from tests.conftest import call_train, with_recipe, write_source
@@ -158,6 +158,34 @@ def test_a_branch_may_switch_its_precision_and_says_so(tiny, tmp_path, capsys, b
     assert [summary(config)["precision"]["switched_from"] for config in (trunk, switched)] == [None, label]
     assert summary(switched)["pair_id"] == pair_id(branch), "a pair: all but the precision is equal"
     assert [row["loss"] for row in faults.rows(switched)] == losses
+
+
+def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
+    """With other data, schedule, context and number of steps; the first loss is the parent's on the new run's first tokens."""
+    parent = with_recipe(tiny, "tensorwise", run="pretrained")
+    tuned = replace(tiny, run="tuned", steps=5, start_from=str(parent.run_dir), model=replace(tiny.model, n_ctx=16),
+                    data=replace(tiny.data, mixture={"code": 1}), optim=replace(tiny.optim, lr=1e-3))
+    for told in ("pretrained has none: train that run first", "is not finished, so"):
+        done = call_train(capsys, tuned, tmp_path)
+        assert (done.returncode, told in done.stderr, tuned.run_dir.exists()) == (2, True, False), done.stderr
+        assert call_train(capsys, parent, tmp_path).returncode == 0
+        (parent.run_dir / "summary.json").rename(tmp_path / "summary.json")
+    (tmp_path / "summary.json").rename(parent.run_dir / "summary.json")
+    for override, told in (("model.qk_norm=true", "is another model: model.qk_norm is False there"), (
+            f"start_from={parent.run_dir}/checkpoints/step_00000003", "alone; start_from=out/pretrained takes its weights")):
+        done = call_train(capsys, tuned, tmp_path, override)
+        assert (done.returncode, told in done.stderr) == (2, True), done.stderr
+    done = call_train(capsys, tuned, tmp_path)
+    assert done.returncode == 0 and f"on from {parent.run_dir}/checkpoints/step_00000006" in done.stdout
+    losses, about = [row["loss"] for row in faults.rows(tuned)], summary(tuned)
+    model, data = load_model(parent.run_dir)[0], open_data(tuned, load_tokenizer("byte").sha256)
+    batches = [data.batch(0, micro, 0, 1) for micro in range(tuned.accumulation(1))]
+    assert losses[0] == pytest.approx(sum(float(model(x, y).sum()) for x, y in batches) / 512, rel=1e-6)
+    assert (about["continued_from"], about["parent_run"], about["steps"]) == ("pretrained", None, 5)
+    faults.back_to(tuned, 3)
+    shutil.rmtree(parent.run_dir)       # it has its own now
+    assert call_train(capsys, tuned, tmp_path).returncode == 0
+    assert [row["loss"] for row in faults.rows(tuned)] == losses
 
 
 def watched_steps(monkeypatch):
