@@ -155,8 +155,8 @@ class Wandb:
     def open(self, config: Config, resume_step: int) -> None:
         begun = json.loads((config.run_dir / "env.json").read_text())["t_start"]    # begun anew under its name it is another run
         self.run = import_module("wandb").init(
-            project="nanofp8", name=config.run, id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", resume="allow",
-            dir=str(config.run_dir), config=config.to_dict())
+            project=os.environ.get("WANDB_PROJECT", "nanofp8"), name=config.run, resume="allow",
+            id=f"{config.run}-{re.sub('[^0-9]', '', begun)}", dir=str(config.run_dir), config=config.to_dict())
         self.close = self.run.finish
         self.run.define_metric("step")
         for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does

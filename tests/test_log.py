@@ -214,6 +214,7 @@ def test_wandb_gets_the_rows_through_a_rollback_and_when_down_ends_no_run(tiny, 
     config, wandb = replace(tiny, log=LogConfig(to=("wandb",))), MagicMock()
     wandb.init.return_value = wandb
     monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
     if broken:
         monkeypatch.setattr(wandb, broken, refuse)
     tiny.run_dir.mkdir(parents=True)
@@ -224,8 +225,7 @@ def test_wandb_gets_the_rows_through_a_rollback_and_when_down_ends_no_run(tiny, 
     assert len(read(tiny)) == 13 and capsys.readouterr().out.count("log.to=wandb") == bool(broken)
     if broken is None:
         options, sent = wandb.init.call_args.kwargs, [call.args[0] for call in wandb.log.call_args_list]
-        assert (options["name"], options["id"], options["resume"]) == (
-            "tiny", "tiny-20261124000102", "allow")
+        assert [options[key] for key in ("project", "name", "id", "resume")] == ["mine", "tiny", "tiny-20261124000102", "allow"]
         assert sent[0]["train/loss"] == 2.0 and sent[2] == {"val/tokens": 1024, "val/loss": 1.5, "step": 2}
         assert [v["step"] for v in sent if "train/loss" in v] == [1, 2, 3, 4, 5, 6, 5, 6, 7]
         assert {"event/rollback": 1, "step": 6} in sent and sent[-1]["event/SKIP"] == 1 and wandb.finish.called
