@@ -76,6 +76,8 @@ def export(options: Options) -> str:
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
+    if is_file and recipe != "off":     # our names have none for the scales, without which float8 values mean nothing
+        raise UserError(f"float8={recipe} needs a folder, {target.name} would hold no scales: name one, or drop float8=")
     model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe)
     weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast

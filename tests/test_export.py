@@ -222,6 +222,7 @@ def test_a_bf16_run_gets_the_recipe_s_own_choice_never_the_head(tmp_path, capsys
     ("{tmp}/run {tmp}/run", {}, "is there already and not an empty folder"),
     ("{tmp}/run {tmp}/hf dtype=fp32 float8=rowwise", {}, "drop one of the two"),
     ("{tmp}/run {tmp}/hf float8=mxfp8", {}, "has no counterpart that torchao's inference loads: use one of tensorwise,"),
+    ("{tmp}/run {tmp}/w.safetensors float8=rowwise", {}, "would hold no scales: name one, or drop float8="),
     ("{tmp}/run {tmp}/hf float8=rowwise", {"n_head": 8, "n_kv_head": 1}, "cannot store model.layers.0.self_attn.k_proj.weight"),
     ("{tmp}/run {tmp}/hf float8=tensorwise", {"n_ffn": 36}, "cannot convert layers.0.mlp.gate_up of 64 x 72"),
     ("--from-hf {tmp}/run {tmp}/new {tmp}/x", {}, "--from-hf takes a folder to read and the run to make")])
