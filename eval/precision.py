@@ -49,7 +49,8 @@ class Options:
 def compare(options: Options) -> str:
     """Measure BF16 and every recipe, write what was found, return the table.
 
-    Raises UserError: no such run or recipe, a recipe that cannot run here, validation data of another run.
+    Raises UserError: no such run or recipe, a recipe that cannot run here, validation data of another run, a newer checkpoint
+    meanwhile.
     """
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
@@ -61,7 +62,7 @@ def compare(options: Options) -> str:
     (run_dir / "eval").mkdir(exist_ok=True)
     micro_batch, arms, vals = options.micro_batch or config.data.micro_batch, {}, {}
     for recipe in ("off", *options.recipes):
-        arms[recipe], vals[recipe] = _arm(recipe, options, config, data, micro_batch)
+        arms[recipe], vals[recipe] = _arm(recipe, options, config, data, micro_batch, arms.get("off", {}).get("step"))
     reference, bf16 = vals.pop("off"), arms.pop("off")
     for recipe, val in vals.items():
         pairs = {source: losses - reference.sequences[source] for source, losses in val.sequences.items()}
@@ -75,10 +76,14 @@ def compare(options: Options) -> str:
     return table(record)
 
 
-def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int) -> tuple[dict, ValLoss]:
-    """Load, evaluate, probe; the model is gone before the next arm's is loaded."""
+def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int,
+         step: int | None) -> tuple[dict, ValLoss]:
+    """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: of the arms before."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe)
+    if step not in (None, inference.step):      # the run is still training
+        raise UserError(f"{options.run} wrote the checkpoint of step {inference.step} meanwhile, BF16 was measured at step "
+                        f"{step}: start again when the run has ended")
     if recipe != "off":
         print("\n".join(fp8.table(inference.layers, recipe, inference.device.type)[-2:]))
     val_sets = {source: data.val(source) for source in data.sources}

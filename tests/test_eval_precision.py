@@ -240,3 +240,13 @@ def test_a_run_that_gathered_float8_weights_is_loaded_whole(runs):
     gathered = replace(config, fp8=replace(config.fp8, all_gather=True))
     assert sample.check_recipe(gathered, "tensorwise", torch.device("cpu")) == replace(config.fp8, all_gather=False)
     assert sample.check_recipe(gathered, "rowwise", torch.device("cpu")) == FP8Config(recipe="rowwise")
+
+
+def test_a_run_that_writes_a_checkpoint_between_two_arms_is_refused(runs, capsys, monkeypatch):
+    def moving(run, device, dtype, recipe):
+        inference = sample.load_for_inference(run, device, dtype, recipe)
+        return inference if recipe == "off" else inference._replace(step=9)
+    monkeypatch.setattr(precision, "load_for_inference", moving)
+    assert precision.main([str(runs / "bf16"), "recipes=rowwise"]) == 2
+    assert "wrote the checkpoint of step 9 meanwhile, BF16 was measured at step 8" in capsys.readouterr().err
+    assert not any((runs / "bf16" / "eval").iterdir())
