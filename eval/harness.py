@@ -292,10 +292,15 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
     write_atomically(folder / f"{names}{kind}.json", json.dumps(record, indent=1) + "\n")
 
 
+def stands_for(row: dict) -> list[str]:
+    """The tasks that a group's row tells of; none where the group, as openllm, has no score of its own."""
+    return row.get("subtasks", []) if any(key.endswith("_se") for key in row) else []
+
+
 def table(record: dict) -> str:
     """The scores as Markdown; of a group's tasks the group's row alone."""
     lines = [["task", "metric", "score", "± se", "chance", "n"]]
-    hidden = {name for row in record["tasks"].values() for name in row.get("subtasks", ())}
+    hidden = {name for row in record["tasks"].values() for name in stands_for(row)}
     for name, row in record["tasks"].items():
         for metric in (key for key in row if f"{key}_se" in row and name not in hidden):
             error, chance = row[f"{metric}_se"], row.get("chance") if metric.startswith("acc") else None

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from eval.harness import RATIOS, influence, spread
+from eval.harness import RATIOS, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
@@ -106,7 +106,7 @@ def _read_run(folder: Path) -> list[Row]:
             step = None if record.get("step") in (last, 0) else record.get("step")      # 0: imported weights
             name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.name
             row = rows.setdefault((dtype, fp8, step), Row(folder, name, dtype, fp8, step, run.startswith("hf:")))
-            leaves = {task: set(scores.get("subtasks", ())) for task, scores in tasks.items()}
+            leaves = {task: set(stands_for(scores)) for task, scores in tasks.items()}
             inner = set().union(*leaves.values()) | {       # and mmlu_stem, a group within mmlu
                 task for task, mine in leaves.items() if mine and any(mine < others for others in leaves.values())}
             for task in tasks.keys() - inner:

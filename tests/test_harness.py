@@ -263,3 +263,11 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, 
     assert not (tmp_path / "ran").exists()
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(public, "pip install transformers accelerate")
+
+
+def test_the_tasks_of_a_group_without_a_score_of_its_own_are_shown(run, tmp_path, capsys):
+    folder = make_task(tmp_path / "mine", [{"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}] * 2)
+    (folder / "group.yaml").write_text("group: arithmetic\ntask: [sums]\n")
+    assert harness.main([str(run), "tasks=arithmetic", f"include={folder}"]) == 0
+    assert harness.main(["--table", str(run), f"out={tmp_path / 'table'}"]) == 0
+    assert "| sums | acc " in (out := capsys.readouterr().out) and "sums<br>acc [%]" in out
