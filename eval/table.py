@@ -104,7 +104,7 @@ def _read_run(folder: Path) -> list[Row]:
         for path, record in sorted(records.items(), key=lambda pair: pair[1].get("time", "")):  # noqa: B007  the newest counts
             run, dtype, fp8, limit, tasks = (record[key] for key in ("run", "dtype", "fp8", "limit", "tasks"))
             step = None if record.get("step") in (last, 0) else record.get("step")      # 0: imported weights
-            name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.name
+            name = run.rstrip("/").rpartition("/")[2].removeprefix("hf:") if run.startswith("hf:") else folder.absolute().name
             row = rows.setdefault((dtype, fp8, step), Row(folder, name, dtype, fp8, step, run.startswith("hf:")))
             leaves = {task: set(stands_for(scores)) for task, scores in tasks.items()}
             inner = set().union(*leaves.values()) | {       # and mmlu_stem, a group within mmlu

@@ -275,3 +275,9 @@ def test_the_figure_shows_scores_errors_and_chance(tmp_path):
     (bar,), = (container.lines[2] for container in panel.containers)
     low, high = sorted(x for x, _ in bar.get_segments()[0])
     assert (low + high) / 2 == pytest.approx(100 * row["acc"]) and high - low == pytest.approx(200 * row["acc_se"])
+
+
+def test_a_run_given_as_the_current_folder_has_its_name(tmp_path, monkeypatch):
+    write(tmp_path / "run", {"boolq": mean_row(answers("boolq", 1))})
+    monkeypatch.chdir(tmp_path / "run")
+    assert [row.name for row in table.read_rows(["."])] == ["run"]
