@@ -80,6 +80,9 @@ class Options:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
         if self.public and self.fp8 != "off":
             raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
+        if self.public and (made := set(tasks.DEMO) & set(self.task_names)):
+            raise UserError(f"{' and '.join(sorted(made))} are made from the shards of a run of ours, and {self.run} is none: "
+                            f"give other tasks")
 
     @property
     def task_names(self) -> list[str]:

@@ -271,3 +271,8 @@ def test_the_tasks_of_a_group_without_a_score_of_its_own_are_shown(run, tmp_path
     assert harness.main([str(run), "tasks=arithmetic", f"include={folder}"]) == 0
     assert harness.main(["--table", str(run), f"out={tmp_path / 'table'}"]) == 0
     assert "| sums | acc " in (out := capsys.readouterr().out) and "sums<br>acc [%]" in out
+
+
+def test_the_demo_tasks_of_a_public_model_are_refused_by_their_names(capsys):
+    assert harness.main(["hf:gpt2", "tasks=demo"]) == 2
+    assert "val_cloze and val_ppl are made from the shards of a run of ours, and hf:gpt2 is none" in capsys.readouterr().err
