@@ -50,11 +50,12 @@ class Options:
     dtype: Literal["bf16", "fp32"] = "bf16"     # fp32, the weights' own: then the logits of both sides are equal bit by bit
     float8: Recipe = "off"              # a recipe of training: which Linears, and how they are rounded
     license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
+    step: int | None = None             # of a checkpoint that was kept; none = the newest
 
     POSITIONAL: ClassVar = ("run", "folder")
 
     def __post_init__(self):
-        if self.from_hf is not None and (self.folder, self.dtype, self.float8) != (None, "bf16", "off"):
+        if self.from_hf is not None and (self.folder, self.dtype, self.float8, self.step) != (None, "bf16", "off", None):
             raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
                             "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
@@ -78,7 +79,8 @@ def export(options: Options) -> str:
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
     if is_file and recipe != "off":     # our names have none for the scales, without which float8 values mean nothing
         raise UserError(f"float8={recipe} needs a folder, {target.name} would hold no scales: name one, or drop float8=")
-    model, tokenizer, _, layers, step = load_for_inference(str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe)
+    model, tokenizer, _, layers, step = load_for_inference(
+        str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe, options.step)
     weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))

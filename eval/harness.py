@@ -13,7 +13,7 @@ commonsense_qa, at chance below a billion parameters). A forward pass has as man
 2,048 tokens counted as 2,048, and on a CPU at most 4,096; longer sequences go one at a time.
 
 Prints a table; writes out/RUN/eval/TASKS.json (with fp8=RECIPE: TASKS_fp8_RECIPE.json) and lm-eval's log of every document
-beside it (samples_TASK.jsonl.gz). A run that is still training is scored at its newest checkpoint. Recipes with one activation
+beside it (samples_TASK.jsonl.gz). A run is scored at its newest checkpoint, or at step=N. Recipes with one activation
 scale a tensor (tensorwise, amax) share it between all that shares a forward pass: their scores depend a little on
 micro_batch. Probabilities are normalised over the padded vocabulary, as in training; what would be generated (is_greedy,
 generate_until) is looked for among the tokenizer's own ids. A public model (hf:NAME, or hf:/a/folder in Hugging Face's format)
@@ -69,6 +69,7 @@ class Options:
     device: str = "auto"                # auto (a GPU where there is one), cpu, cuda
     dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained (an FP8 run: plain BF16 matmuls), or float32
     fp8: Recipe = "off"                 # the Linears that this recipe converts multiply in FP8, whatever trained the run
+    step: int | None = None             # of a checkpoint that was kept; none = the newest
 
     POSITIONAL: ClassVar = ("run",)
 
@@ -78,8 +79,9 @@ class Options:
                 raise UserError(f"{name}={value} must be at least 1")
         if not self.task_names:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-        if self.public and self.fp8 != "off":
-            raise UserError(f"fp8={self.fp8} converts runs of ours, and {self.run} is none: drop it")
+        for name, unset in (("fp8", "off"), ("step", None)):
+            if self.public and (value := getattr(self, name)) != unset:
+                raise UserError(f"{name}={value} is for runs of ours, and {self.run} is none: drop it")
         if self.public and (made := set(tasks.DEMO) & set(self.task_names)):
             raise UserError(f"{' and '.join(sorted(made))} are made from the shards of a run of ours, and {self.run} is none: "
                             f"give other tasks")
@@ -145,7 +147,7 @@ def _prepare(options: Options, world: World) -> tuple:
             raise UserError(f"{options.run} is scored by one process: start it without torchrun")
         return public_lm(options.public, pick_device(device), options.dtype, options.micro_batch), loaded, [], None
     from eval.lm import CheckpointLM  # after prepare_libraries()
-    model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8)
+    model, tokenizer, where, layers, step = load_for_inference(options.run, device, options.dtype, options.fp8, options.step)
     if world.is_main and options.fp8 != "off":
         print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
     return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
@@ -280,10 +282,11 @@ def _hash(hashes) -> str:
 
 def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> None:
     """Put record and logs into the run's eval/. The file names tell what may not be compared: FP8, another dtype, a part of the
-    documents. A log is named in its task's row."""
+    documents, the step that was asked for. A log is named in its task's row."""
     kind = "" if record["fp8"] == "off" else f"_fp8_{record['fp8']}"
     kind += "" if record["dtype"] == "bfloat16" else f"_{record['dtype']}"
     kind += f"_limit{record['limit']}" if record["limit"] else ""
+    kind += "" if options.step is None else f"_step{options.step}"
     folder, names = options.folder / "eval", "+".join(dict.fromkeys(word.strip() for word in options.tasks))
     folder.mkdir(parents=True, exist_ok=True)
     for task, rows in samples.items():

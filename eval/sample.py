@@ -39,6 +39,7 @@ class Options:
     device: str = "auto"            # auto (a GPU where there is one), cpu, cuda
     dtype: Literal["bfloat16", "float32"] = "bfloat16"      # as trained, or float32
     fp8: Recipe = "off"             # the Linears that this recipe converts multiply in FP8, whatever trained the run
+    step: int | None = None         # of a checkpoint that was kept; none = the newest
 
     POSITIONAL: ClassVar = ("run", "prompt")
 
@@ -99,8 +100,8 @@ class Inference(NamedTuple):
     step: int                   # of the checkpoint
 
 
-def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off") -> Inference:
-    """The newest checkpoint of a run, its Linears in FP8 by `recipe`, its other weights stored in the compute dtype.
+def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off", step: int | None = None) -> Inference:
+    """The newest checkpoint of a run, or that of `step`: its Linears in FP8 by `recipe`, other weights in the compute dtype.
 
     A BF16 Linear casts its weight at each use; storing the cast weight gives the same numbers for half the memory
     traffic. An FP8 Linear quantises its fp32 weight at each use, as in training: the losses are those of training,
@@ -115,17 +116,17 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
     while model is None:    # of a run that is training the newest checkpoint, while it is read, may give way to a newer one
         newest = latest(Path(run_dir))
         try:
-            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype))[0]
+            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)[0]
         except DamagedError:
-            if latest(Path(run_dir)) == newest:
+            if step is not None or latest(Path(run_dir)) == newest:
                 raise
-        model = model if latest(Path(run_dir)) == newest else None
+        model = model if step is not None or latest(Path(run_dir)) == newest else None
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
         if id(p) not in quantised:
             p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
-    return Inference(model.eval(), tokenizer, where, layers, step_of(newest))
+    return Inference(model.eval(), tokenizer, where, layers, step_of(newest) if step is None else step)
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
@@ -209,7 +210,8 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
 
 def sample(options: Options, out: TextIO) -> None:
     """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
-    model, tokenizer, device, layers, _ = load_for_inference(options.run, options.device, options.dtype, options.fp8)
+    model, tokenizer, device, layers, _ = load_for_inference(
+        options.run, options.device, options.dtype, options.fp8, options.step)
     for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():
         print(line, file=sys.stderr)        # how many Linears, and what this device makes of it
     ids, n_ctx = prompt_ids(tokenizer, options.prompt), model.config.n_ctx

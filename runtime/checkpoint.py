@@ -390,15 +390,18 @@ def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=Non
         raise DamagedError(f"{path} could not be loaded ({failures[0]})")
 
 
-def load_model(run_dir: str | Path, device: str | torch.device = "cpu",
-               compute_dtype: torch.dtype = torch.bfloat16) -> tuple[GPT, Config]:
-    """The newest checkpoint of a run as a plain model, whatever precision and world size trained it.
+def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_dtype: torch.dtype = torch.bfloat16,
+               step: int | None = None) -> tuple[GPT, Config]:
+    """The newest checkpoint of a run, or that of `step`, as a plain model, whatever precision and world size trained it.
 
-    Raises UserError where the folder is no run, has no finished checkpoint, or the checkpoint is damaged.
+    Raises UserError where the folder is no run, has no such finished checkpoint, or the checkpoint is damaged.
     """
-    config, path = read_config(run_dir), latest(Path(run_dir))
-    if path is None:
+    config, there = read_config(run_dir), {step_of(path): path for path in checkpoints(Path(run_dir))}
+    if not there:
         raise UserError(f"{run_dir} has no finished checkpoint yet: train it first, python train.py configs/{config.run}.py")
+    path = there.get(max(there) if step is None else step)
+    if path is None:
+        raise UserError(f"step={step}: {run_dir} has no such checkpoint, but those of steps {', '.join(map(str, there))}")
     manifest = read_manifest(path)
     with torch.device("meta"):
         model = GPT(config_from_dict(manifest["config"]).model, compute_dtype)

@@ -124,6 +124,10 @@ def test_the_file_holds_the_newest_weights_under_our_names(tmp_path, capsys):
             assert file.metadata()["step"] == "6" and json.loads(file.metadata()["config"])["model"]["n_embd"] == 64
             assert set(file.keys()) == wanted.keys()
             assert all(torch.equal(file.get_tensor(k), wanted[k].to(export.DTYPES[dtype])) for k in wanted)
+    _, earlier = write_run(tmp_path / "other", step=3)
+    assert export.main([str(tmp_path / "run"), str(path), "step=3", "dtype=fp32"]) == 0
+    with safe_open(path, "pt") as file:
+        assert file.metadata()["step"] == "3" and all(torch.equal(file.get_tensor(k), p) for k, p in earlier.named_parameters())
     shard = next(checkpoints(tmp_path / "run")[-1].glob("*.distcp"))
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

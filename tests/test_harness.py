@@ -56,6 +56,9 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     assert cloze["acc"] == pytest.approx(np.mean(right)) and cloze["chance"] == 0.25 and cloze["n"] == 12
     assert cloze["acc_se"] == pytest.approx(np.std(right, ddof=1) / math.sqrt(12))
     assert len(cloze["docs_sha256"]) == 64 and cloze["docs_sha256"] != ppl["docs_sha256"]
+    assert harness.main([str(run), "--tasks", "val_ppl", "limit=1", "step=1"]) == 0
+    assert {path.name for path in (run / "eval").glob("*step*")} == {
+        "val_ppl_limit1_step1.json", "samples_val_ppl_limit1_step1.jsonl.gz"}
     assert "val_cloze" in out and f"{cloze['acc']:.4f}" in out and "0.25" in out and "limit=12" in out
     assert record["truncated_requests"] == 48       # a context of 32 bytes holds no question whole, and it says so
     assert "48 requests were longer than the context" in out
@@ -153,6 +156,7 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     (harness, ["tasks=demo", "device=cuda:9"], "device='cuda:9' is not usable here"),
     (harness, ["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs"),
     (harness, ["tasks=demo", "fp8=rowwise", "dtype=float32"], "fp8=rowwise multiplies FP8 into BF16, so dtype=float32"),
+    (harness, ["tasks=demo", "step=3"], "has no such checkpoint, but those of steps 1"),
     (sample, ["x" * 33], "the prompt has 33 tokens, but the context of"),
     (sample, ["hi", "n=0"], "n=0 must be at least 1"), (sample, ["hi", "device=cud"], "device='cud' is not usable here"),
     (sample, ["hi", "temperature=-1"], "temperature=-1.0 must be 0 (the likeliest token) or between 0.01 and 100"),
@@ -273,6 +277,8 @@ def test_the_tasks_of_a_group_without_a_score_of_its_own_are_shown(run, tmp_path
     assert "| sums | acc " in (out := capsys.readouterr().out) and "sums<br>acc [%]" in out
 
 
-def test_the_demo_tasks_of_a_public_model_are_refused_by_their_names(capsys):
-    assert harness.main(["hf:gpt2", "tasks=demo"]) == 2
-    assert "val_cloze and val_ppl are made from the shards of a run of ours, and hf:gpt2 is none" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments, told", [
+    (["tasks=demo"], "val_cloze and val_ppl are made from the shards of a run of ours, and hf:gpt2 is none"),
+    (["tasks=piqa", "fp8=rowwise"], "fp8=rowwise is for runs of ours"), (["tasks=piqa", "step=3"], "step=3 is for runs of ours")])
+def test_what_runs_of_ours_alone_have_is_refused_of_a_public_model(capsys, arguments, told):
+    assert harness.main(["hf:gpt2", *arguments]) == 2 and told in capsys.readouterr().err
