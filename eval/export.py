@@ -55,7 +55,7 @@ class Options:
     POSITIONAL: ClassVar = ("run", "folder")
 
     def __post_init__(self):
-        if self.from_hf is not None and (self.folder, self.dtype, self.float8, self.step) != (None, "bf16", "off", None):
+        if self.from_hf and self != Options(run=self.run, from_hf=self.from_hf):
             raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
                             "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:

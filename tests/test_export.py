@@ -226,7 +226,6 @@ def test_a_bf16_run_gets_the_recipe_s_own_choice_never_the_head(tmp_path, capsys
     ("{tmp}/run {tmp}/run", {}, "is there already and not an empty folder"),
     ("{tmp}/run {tmp}/hf dtype=fp32 float8=rowwise", {}, "drop one of the two"),
     ("{tmp}/run {tmp}/hf float8=mxfp8", {}, "has no counterpart that torchao's inference loads: use one of tensorwise,"),
-    ("{tmp}/run {tmp}/w.safetensors float8=rowwise", {}, "would hold no scales: name one, or drop float8="),
     ("{tmp}/run {tmp}/hf float8=rowwise", {"n_head": 8, "n_kv_head": 1}, "cannot store model.layers.0.self_attn.k_proj.weight"),
     ("{tmp}/run {tmp}/hf float8=tensorwise", {"n_ffn": 36}, "cannot convert layers.0.mlp.gate_up of 64 x 72"),
     ("--from-hf {tmp}/run {tmp}/new {tmp}/x", {}, "--from-hf takes a folder to read and the run to make")])
@@ -313,3 +312,12 @@ def test_the_card_of_an_imported_model_and_of_one_trained_on(tmp_path):
     text = card_of(tmp_path / "branch", tmp_path / "d")
     assert "from the weights of trunk at step 4 to step 6" in text and ModelCard(text).data.tags == ["nanofp8", "fp8"]
     assert "Recipe of the FP8 matmuls: off, before the branch point rowwise." in text
+
+
+@pytest.mark.parametrize("arguments, told", [
+    ("{tmp}/run {tmp}/w.safetensors float8=rowwise", "would hold no scales: name one, or drop float8="),
+    ("--from-hf {tmp}/run {tmp}/new license=mit", "--from-hf takes a folder to read and the run to make")])
+def test_options_that_would_be_lost_are_refused(tmp_path, capsys, arguments, told):
+    write_run(tmp_path / "run")
+    assert export.main(arguments.format(tmp=tmp_path).split(" ")) == 2
+    assert told in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
