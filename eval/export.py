@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -55,7 +55,7 @@ class Options:
     POSITIONAL: ClassVar = ("run", "folder")
 
     def __post_init__(self):
-        if self.from_hf and self != Options(run=self.run, from_hf=self.from_hf):
+        if self.from_hf and any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in ("run", "from_hf")):
             raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
                             "python -m eval.export --from-hf DIR out/RUN")
         if self.from_hf is None and self.folder is None:
