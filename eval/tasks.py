@@ -79,11 +79,16 @@ def load(names: list[str], include: str | None, run_dir: str | None = None) -> d
             raise UserError(f"the task {name!r} could not be loaded ({type(error).__name__}: {said}): its data must lie where "
                             f"its YAML has them, have been saved by --fetch DIR and be read with offline=DIR, or the Hugging "
                             f"Face Hub be in reach") from error
+        for key, task in part["tasks"].items():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=SHOTS.get(task.config.dataset_path, 0))
+            shots = [t.get_config("num_fewshot") for t in (loaded["tasks"].get(key, task), task)]
+            if shots[0] != shots[1]:
+                raise UserError(f"the task {key!r} is asked for with {shots[0]} examples shown and, by {name}, with {shots[1]}: "
+                                f"score one after the other")
         for key in loaded:
             loaded[key] |= part[key]
     for name, task in loaded["tasks"].items():
-        if task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=SHOTS.get(task.config.dataset_path, 0))
         task.set_fewshot_seed(seed=1234)        # lm-eval's own default, for equal few-shot examples
         if (task.get_config("generation_kwargs") or {}).get("do_sample"):
             raise UserError(f"the task {name!r} asks for sampled answers, but only greedy ones are generated here: leave it out")

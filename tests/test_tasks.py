@@ -54,3 +54,11 @@ def test_a_task_whose_data_lack_is_named(tmp_path):
     (mine / "sums.jsonl").unlink()
     with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data must lie where"):
         tasks.load(["sums"], str(mine))
+
+
+def test_a_task_alone_and_in_a_group_that_shows_other_examples_is_refused(tmp_path):
+    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
+    assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
+    with pytest.raises(UserError, match="'sums' is asked for with 0 examples shown and, by five, with 2"):
+        tasks.load(["sums", "five"], str(mine))
