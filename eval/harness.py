@@ -31,6 +31,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,7 +116,7 @@ def score(options: Options, world: World) -> dict:
 
     The ranks of a `world` share the work, each returns the record, and the first writes. Raises UserError: no such run or
     task, a damaged checkpoint, data that cannot be had, an FP8 recipe that cannot run; for the mistakes of any rank on all.
-    Raises OSError where memory is too small.
+    Raises OSError where memory is too small, or the folder cannot be written.
     """
     start, names = time.perf_counter(), options.task_names
     if options.public is None:
@@ -124,6 +125,7 @@ def score(options: Options, world: World) -> dict:
     lm, loaded, layers, step = _together(world, lambda: _prepare(options, world))
     if len(set(gather(step, world))) > 1:
         raise UserError(f"{options.run} wrote a checkpoint while the processes read it, each another one: start again")
+    _together(world, lambda: _check_folder(options.folder / "eval"))
     scores, samples = _together(world, lambda: evaluate(lm, loaded, options.limit))
     record = {"run": str(options.run), "step": step, "time": datetime.now(UTC).isoformat(timespec="seconds"), "tasks": scores,
               "limit": options.limit, "dtype": options.dtype, "fp8": options.fp8,
@@ -151,6 +153,12 @@ def _prepare(options: Options, world: World) -> tuple:
     if world.is_main and options.fp8 != "off":
         print("\n".join(fp8.table(layers, options.fp8, where.type)), flush=True)
     return CheckpointLM(model, tokenizer, options.micro_batch, where, world), loaded, layers, step
+
+
+def _check_folder(folder: Path) -> None:
+    """Raise OSError where nothing can be written, as into a run of others: hours of scoring would be lost."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
@@ -288,7 +296,6 @@ def write(options: Options, record: dict, samples: dict[str, list[dict]]) -> Non
     kind += f"_limit{record['limit']}" if record["limit"] else ""
     kind += "" if options.step is None else f"_step{options.step}"
     folder, names = options.folder / "eval", "+".join(dict.fromkeys(word.strip() for word in options.tasks))
-    folder.mkdir(parents=True, exist_ok=True)
     for task, rows in samples.items():
         name = record["tasks"][task]["samples"] = f"samples_{task}{kind}.jsonl.gz"
         lines = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)

@@ -282,3 +282,10 @@ def test_the_tasks_of_a_group_without_a_score_of_its_own_are_shown(run, tmp_path
     (["tasks=piqa", "fp8=rowwise"], "fp8=rowwise is for runs of ours"), (["tasks=piqa", "step=3"], "step=3 is for runs of ours")])
 def test_what_runs_of_ours_alone_have_is_refused_of_a_public_model(capsys, arguments, told):
     assert harness.main(["hf:gpt2", *arguments]) == 2 and told in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_the_scoring(run, monkeypatch, capsys):
+    monkeypatch.setattr(harness, "evaluate", lambda *_: pytest.fail("scored for nothing"))
+    (run / "eval").symlink_to("/proc/self")     # not even root may write there
+    assert harness.main([str(run), "tasks=demo"]) == 1
+    assert f"{run / 'eval'}" in capsys.readouterr().err
