@@ -177,7 +177,7 @@ def is_accuracy(column: Column) -> bool:
 LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
 nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise. Chance:
 guessing among the answers. Step: the weights of that step, not those at the end of the training. Rows without tokens: public
-models."""
+models, and runs that have not finished."""
 
 
 def build(rows: list[Row]) -> str:
