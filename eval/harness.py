@@ -171,9 +171,16 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
         from lm_eval.models.huggingface import HFLM
         transformers.utils.logging.disable_progress_bar()
         transformers.utils.logging.set_verbosity_error()
+
+        class PublicLM(HFLM):
+            def loglikelihood_rolling(self, requests, disable_tqdm=False):
+                self.logits_cache = False       # it mixes up windows of equal tokens whose scored parts begin elsewhere
+                scores = super().loglikelihood_rolling(requests, disable_tqdm)
+                self.logits_cache = True
+                return scores
         # lm-eval refuses a model's own code unless told otherwise. The softmax as ours: BF16 holds a log-likelihood to 3 digits.
-        return HFLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
-                    use_safetensors=True, softmax_dtype="float32")
+        return PublicLM(pretrained=os.path.expanduser(name), device=str(device), dtype=dtype, batch_size=micro_batch,
+                        use_safetensors=True, softmax_dtype="float32")
     except Exception as error:      # foreign code and foreign files: whatever it raises, name the model
         if memory_error(error):
             raise

@@ -289,3 +289,11 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_scoring(run, monkeyp
     (run / "eval").symlink_to("/proc/self")     # not even root may write there
     assert harness.main([str(run), "tasks=demo"]) == 1
     assert f"{run / 'eval'}" in capsys.readouterr().err
+
+
+def test_a_public_models_score_of_a_document_does_not_depend_on_others_that_end_alike(public):
+    """Their last windows are the same tokens, of which more are scored in one document than in the other."""
+    lm, end = harness.public_lm(str(public), CPU, "float32", 64), "the cat sat on the mat and the dog ran away. " * 8
+    texts = [request("One two three. " * n + end) for n in (1, 2, 3)]
+    alone = [lm.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
+    assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
