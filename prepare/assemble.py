@@ -21,6 +21,7 @@ import numpy as np
 
 from runtime import shards
 from runtime.cli import UserError, grid
+from runtime.rows import read_bytes
 from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
@@ -56,17 +57,13 @@ class Piece:
 
 def read_piece(folder: Path, file: int) -> Piece | None:
     """Of input file number `file`; None where its task has not ended."""
-    facts = _read_json(folder / f"{file:05d}.json")
+    facts = json.loads(read_bytes(folder / f"{file:05d}.json") or "null")
     return facts and Piece(folder / f"{file:05d}", **facts)
 
 
 def begun(folder: Path) -> dict | None:
     """What was begun in a source's folder: what its tokens depend on, and the number of input `files`; None where nothing was."""
-    return _read_json(folder / "parts" / "begun.json")
-
-
-def _read_json(path: Path) -> dict | None:
-    return json.loads(path.read_bytes()) if path.exists() else None
+    return json.loads(read_bytes(folder / "parts" / "begun.json") or "null")
 
 
 @contextmanager
