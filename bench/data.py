@@ -74,7 +74,7 @@ def bench(options: Options) -> None:
 def some_text(mb: float) -> Iterator[str]:
     """What is installed, its sources by turns, over and over until there are `mb` megabytes."""
     def harvested():
-        return chain.from_iterable(zip_longest(*(harvest.documents(name, note=lambda _: None) for name in harvest.LICENSES)))
+        return chain.from_iterable(zip_longest(*(harvest.documents(name) for name in harvest.LICENSES)))
 
     size = 0
     for number, document in enumerate(filter(None, chain.from_iterable(harvested() for _ in count()))):

@@ -13,7 +13,7 @@ import platform
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -39,7 +39,7 @@ class Installed:
     stamp: None = None
 
     def read(self) -> Iterator[tuple[tuple[str], float]]:
-        for text in documents(self.name, note=lambda text: print(text, file=sys.stderr)):
+        for text in documents(self.name):
             yield (clean(text),), 0.0
 
 
@@ -57,22 +57,22 @@ def revision(source: str) -> str:
     return ", ".join([f"CPython {platform.python_version()}", *found])
 
 
-def documents(source: str, note: Callable[[str], None]) -> Iterator[str]:
-    """The documents of "python", "c", "science" or "prose", in a fixed order; `note` hears of unreadable files."""
+def documents(source: str) -> Iterator[str]:
+    """The documents of "python", "c", "science" or "prose", in a fixed order."""
     stdlib = Path(sysconfig.get_path("stdlib"))
     if source == "python":
-        yield from read_files(stdlib, "*.py", note)
+        yield from read_files(stdlib, "*.py")
     elif source == "c":
-        yield from read_files(Path(sysconfig.get_path("include")), "*.h", note)
-        yield from read_files(_package("numpy"), "*.h", note)
+        yield from read_files(Path(sysconfig.get_path("include")), "*.h")
+        yield from read_files(_package("numpy"), "*.h")
         if torch := _package("torch"):
-            yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", note, mixed=True))
+            yield from _at_most(TORCH_CHARS, read_files(torch / "include", "*.h", mixed=True))
     elif source == "science":
         for name in SCIENCE:
-            texts = (text for code in read_files(_package(name), "*.py", note, mixed=True) for text in docstrings(code))
+            texts = (text for code in read_files(_package(name), "*.py", mixed=True) for text in docstrings(code))
             yield from _at_most(SCIENCE_CHARS // len(SCIENCE), (text for text in texts if len(text) >= DOCSTRING_CHARS))
     else:
-        texts = (text for code in read_files(stdlib, "*.py", note) for text in docstrings(code))
+        texts = (text for code in read_files(stdlib, "*.py") for text in docstrings(code))
         yield from (text for text in texts if len(text) >= DOCSTRING_CHARS)
         from pydoc_data.topics import topics  # the language reference, as help() shows it
         yield from (topics[name] for name in sorted(topics))
@@ -94,9 +94,9 @@ def _distributions() -> list[importlib.metadata.Distribution]:
     return [found[name] for name in sorted(found)]
 
 
-def read_files(root: Path | None, pattern: str, note: Callable[[str], None], mixed: bool = False) -> Iterator[str]:
+def read_files(root: Path | None, pattern: str, mixed: bool = False) -> Iterator[str]:
     """The text of the files below `root`, if there is one: by path or, where the reader will stop early, by the hash of the path,
-    a fair sample of all folders."""
+    a fair sample of all folders. Prints which cannot be read."""
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob(pattern)} if root else {}
     order = sorted(paths, key=lambda p: blake2b(p.encode("utf-8", "surrogateescape")).digest() if mixed else p)
     for name in order:
@@ -104,7 +104,7 @@ def read_files(root: Path | None, pattern: str, note: Callable[[str], None], mix
             try:
                 yield paths[name].read_bytes().decode("utf-8", errors="replace")
             except OSError as error:
-                note(f"{paths[name]} is left out: {error.strerror}")
+                print(f"{paths[name]} is left out: {error.strerror}", file=sys.stderr)
 
 
 def _at_most(chars: int, texts: Iterator[str]) -> Iterator[str]:

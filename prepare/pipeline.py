@@ -141,8 +141,7 @@ def run_here(task: Task, ranks: list[int], processes: int, tick: Callable[[], No
     mostly, and leaves workers behind that write on when it is killed itself. `tick` is called twice a second."""
     if (workers := min(processes, len(ranks))) <= 1:
         for rank in ranks:
-            for _ in task(None, rank, 1):
-                tick()
+            _run_whole(task, rank, tick)
         return
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker) as pool:
         try:
@@ -169,9 +168,9 @@ def _begin_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _run_whole(task: Task, rank: int) -> None:
+def _run_whole(task: Task, rank: int, tick: Callable[[], object] = int) -> None:
     for _ in task(None, rank, 1):
-        pass
+        tick()
 
 
 # ----------------------------------------------------------------------------------------------------------------- parts

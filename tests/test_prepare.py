@@ -206,7 +206,7 @@ def test_documents_of_evaluation_files_are_left_out(tmp_path, capsys):
 
 def test_demo_writes_four_sources_and_stays_when_the_installation_ages(tmp_path, monkeypatch, capsys):
     texts = {source: some_documents(300, len(source)) for source in harvest.LICENSES}
-    monkeypatch.setattr(harvest, "documents", lambda source, note: iter(texts[source]))
+    monkeypatch.setattr(harvest, "documents", lambda source: iter(texts[source]))
     monkeypatch.setattr(harvest, "revision", lambda source: "CPython 3.11")
     assert main(["demo", f"--out={tmp_path / 'demo'}"]) == 0
     for source, seen in ("python", []), ("prose", texts["c"]):
