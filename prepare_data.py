@@ -28,7 +28,6 @@ A document that came before, word for word, in this source or another one of the
 moment, the same command goes on, and the shards end as if nothing had happened, however many processes there were.
 """
 
-import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from configs.sources import SOURCES
 from prepare import harvest
 from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
-from prepare.pipeline import Job, cached_tokenizer, prepare
+from prepare.pipeline import Job, cached_tokenizer, cores, prepare
 from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
 from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
@@ -161,11 +160,10 @@ def _run(arguments: list[str]) -> int:
     tokenizer = cached_tokenizer(options.tokenizer)       # what is wrong with the options is told before any server is asked
     grams = read_grams(list(options.decontaminate)) if options.decontaminate else None
     sources = _sources(kind, command, words, options)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     prepare(sources, Job(
         out=Path(options.out), tokenizer=tokenizer, val_per_10k=round(options.val_share * HASH_STEPS), grams=grams,
-        processes=options.processes or (cores if options.on == "local" else 100), skip_bad=options.skip_bad, on=options.on,
-        partition=options.partition, time=options.time, dry_run=options.dry_run, command=tuple(arguments),
+        processes=options.processes or (cores() if options.on == "local" else 100), skip_bad=options.skip_bad, on=options.on,
+        partition=options.partition, time=options.time, dry_run=options.dry_run,
         budgets=_budgets(options.tokens, [source.name for source in sources])))
     return 0
 

@@ -58,7 +58,6 @@ class Job:
     partition: str          # of Slurm
     time: str               # of Slurm, for one input file
     dry_run: bool
-    command: tuple[str, ...]        # the words of this command line
     budgets: dict[str, int] = field(default_factory=dict)       # source -> training tokens; a source not in it: all there are
 
     @property
@@ -326,26 +325,17 @@ def _submit(opened: list[tuple[Source, Parts]], job: Job) -> None:
     for source, parts in opened:
         if ranks := parts.ranks(target := job.first_target(source), source.tokens):
             launch(source.name, _task(parts, target, job), tasks=ranks[-1] + 1, workers=job.processes)
-    launch("shards", partial(_finish, behind_the_array(job.command), Path.cwd()), tasks=1, run_on_dependency_fail=True,
-           depends_job_id=":".join(arrays) or None)
+    launch("shards", partial(_finish, [source for source, _ in opened], replace(job, out=job.out.resolve())), tasks=1,
+           run_on_dependency_fail=True, depends_job_id=":".join(arrays) or None)
 
 
-def behind_the_array(command: tuple[str, ...]) -> tuple[str, ...]:
-    """The words of a command line without the options that are for Slurm's array of jobs alone."""
-    kept, rest = [], iter(command)
-    for word in rest:
-        name, equals, _ = word.partition("=")
-        key = name.removeprefix("--").replace("-", "_")
-        if key not in ("on", "partition", "time", "processes", "dry_run") or not (equals or word.startswith("--")):
-            kept.append(word)
-        elif not equals and key != "dry_run":
-            next(rest)      # --on slurm
-    return tuple(kept)
+def _finish(sources: list[Source], job: Job, data, rank: int, world_size: int) -> None:
+    """The step of the Slurm job behind the arrays, which finds all tasks done."""
+    prepare(sources, replace(job, on="local", processes=cores()))
 
 
-def _finish(command: tuple[str, ...], folder: Path, data, rank: int, world_size: int) -> None:
-    """The step of the Slurm job behind the arrays: the command itself, which finds all tasks done."""
-    subprocess.run([sys.executable, ROOT / "prepare_data.py", *command, "on=local"], cwd=folder, check=True)
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def assemble(source: Source, parts: Parts, job: Job) -> float | None:

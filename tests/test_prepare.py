@@ -478,12 +478,6 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     assert made == content(tmp_path / "calm"), said
 
 
-def test_the_job_behind_the_array_repeats_the_command_without_the_arrays_options():
-    kept = ["local", "time-series.jsonl", "on.txt", "name=mine", "--tokens", "1e9"]
-    given = [*kept[:2], "--on", "slurm", "--partition", "cpu", *kept[2:], "time=1:00:00", "processes=100", "--dry-run"]
-    assert pipeline.behind_the_array(given) == tuple(kept)
-
-
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 @pytest.mark.parametrize("arguments, expected", [
