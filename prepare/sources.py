@@ -107,7 +107,7 @@ def local_source(name: str, words: list[str], columns: tuple[str, ...], license:
             raise UserError(f"{path} is named twice")
         # Files of one name in several folders need their folders to be told apart.
         known_as = path.name if alike[path.name] == 1 else str(path)
-        files.append(LocalFile(known_as, path, path.stat().st_size, columns, path.stat().st_mtime_ns))
+        files.append(LocalFile(known_as, path.absolute(), path.stat().st_size, columns, path.stat().st_mtime_ns))
     stats = [(file.path.name, file.bytes, file.stamp) for file in files]
     dataset = f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}"
     return Source(name, lambda: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],

@@ -106,6 +106,15 @@ def test_reading_goes_on_behind_rows_that_were_read(name, data):
         assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
 
 
+def test_a_relative_path_is_read_from_any_folder(tmp_path, monkeypatch):
+    """Workers of a Ray cluster begin where it was started."""
+    write(tmp_path / "here/a.jsonl", DOCUMENTS)
+    monkeypatch.chdir(tmp_path / "here")
+    source = sources.local_source("mine", ["a.jsonl"], ("text",), None)
+    monkeypatch.chdir(tmp_path)
+    assert [texts[0] for texts, _ in source.files()[0].read()] == DOCUMENTS
+
+
 def test_odd_text(tmp_path, monkeypatch, capsys):
     """Half characters, nulls, blank lines, byte order marks, bytes that are not UTF-8; a long .txt is cut at blank lines."""
     rows = b'\xef\xbb\xbf{"text": "a\\ud800b"}\n\n{"text": "\\ud83d\\ude42"}\n{"text": null}\n'
