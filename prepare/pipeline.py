@@ -261,7 +261,7 @@ def prepare(sources: list[Source], job: Job) -> None:
             else:
                 opened.append((source, Parts(source, job)))
         _check_room(opened, job)
-        if job.on == "slurm":
+        if job.on == "slurm" and opened:
             stack.close()       # the jobs take the locks
             _submit(opened, job)
             return

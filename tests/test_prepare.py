@@ -485,6 +485,8 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
     made = {name: data for name, data in content(tmp_path / "out").items() if not name.startswith(".slurm")}
     assert made == content(tmp_path / "calm"), said
+    finish(command)
+    assert len((tmp_path / "stub.arguments").read_text().splitlines()) == 2, "nothing is submitted where all is complete"
 
 
 # ------------------------------------------------------------------------------------------------------------ bad input
