@@ -317,7 +317,10 @@ def _submit(opened: list[tuple[Source, Parts]], job: Job) -> None:
             logging_dir=str((job.out / ".slurm" / name).resolve()), skip_completed=False,
             env_command=f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}:$PYTHONPATH", **options)
         executor.launch_merge_stats = int       # no job that merges datatrove's statistics
-        executor.run()
+        try:
+            executor.run()
+        except subprocess.CalledProcessError as error:      # it has said why
+            raise UserError(f"sbatch refused the job (partition={job.partition} time={job.time}): correct that") from error
         arrays.append(executor.job_id)
 
     if job.dry_run:

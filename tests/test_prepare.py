@@ -453,6 +453,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path, monkeypatch):
 
 SBATCH = """#!/bin/bash
 for last; do :; done
+grep -q partition=cpu$ "$last" || exit 1
 cp "$last" "$STUB/job_$(ls $STUB | wc -l)"
 echo "$@" >> $STUB.arguments
 array=$(sed -n 's/#SBATCH --array=0-\\([0-9]*\\).*/\\1/p' $last)
@@ -480,6 +481,8 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
     command = [sys.executable, "prepare_data.py", *words, "on=slurm", "partition=cpu"]
     dry = subprocess.run([*command, "--dry-run"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=True).stdout
     assert "#SBATCH --array=0-1%100" in dry and "#SBATCH --partition=cpu" in dry and not list((tmp_path / "stub").iterdir())
+    wrong = subprocess.run([*command[:-1], "partition=cpux"], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert wrong.returncode == 2 and "sbatch refused" in wrong.stderr and "Traceback" not in wrong.stderr
     finish(command)
     said = (tmp_path / "stub.log").read_text()
     assert "--dependency=afterany:7" in (tmp_path / "stub.arguments").read_text().splitlines()[1], said
