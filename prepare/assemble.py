@@ -13,7 +13,6 @@ import hashlib
 import json
 import textwrap
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +20,8 @@ import numpy as np
 
 from runtime import shards
 from runtime.cli import UserError, grid
-from runtime.rows import read_bytes
-from runtime.shards import DTYPES, Index, damage, file_sha256, new_file, read_index, remove_shards
+from runtime.rows import new_file, read_bytes
+from runtime.shards import DTYPES, Index, damage, file_sha256, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left
 # out. A document that was left out has a row too, with no tokens: an empty one no bytes either, a contaminated one its bytes.
@@ -64,17 +63,6 @@ def read_piece(folder: Path, file: int) -> Piece | None:
 def begun(folder: Path) -> dict | None:
     """What was begun in a source's folder: what its tokens depend on, and the number of input `files`; None where nothing was."""
     return json.loads(read_bytes(folder / "parts" / "begun.json") or "null")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator:
-    """new_file(); an error names the file, which a full disk does not say."""
-    try:
-        with new_file(path) as file:
-            yield file
-    except OSError as error:
-        error.filename = error.filename or str(path)
-        raise
 
 
 # --------------------------------------------------------------------------------------------------------------- layout
@@ -151,7 +139,7 @@ def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], spl
     kept = [piece.table()["hash"][:len(home)][home != LEFT_OUT] for piece, home in zip(pieces, homes, strict=True)]
     hashes = np.concatenate(kept)
     hashes.sort()
-    with writing(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
+    with new_file(folder / "hashes.npy") as file:    # not by np.save, which on a full disk leaves a short file without a word
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(hashes))
         file.write(hashes)
     size, made = np.dtype(DTYPES[dtype]).itemsize, {}
@@ -160,7 +148,7 @@ def write_shards(folder: Path, pieces: list[Piece], homes: list[np.ndarray], spl
         for begin in range(0, counts["tokens"], shards.SHARD_TOKENS):
             tokens = min(shards.SHARD_TOKENS, counts["tokens"] - begin)
             path, digest, lacking = folder / f"{split}_{len(found):05d}.bin", hashlib.sha256(), size * tokens
-            with writing(path) as file:
+            with new_file(path) as file:
                 while lacking:
                     rest = rest or next(stream)
                     data, rest = rest[:lacking], rest[lacking:]

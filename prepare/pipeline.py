@@ -29,11 +29,11 @@ from pathlib import Path
 
 import numpy as np
 
-from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show, write_shards, writing
+from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show, write_shards
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
-from runtime.rows import write_json
+from runtime.rows import new_file, write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -95,7 +95,7 @@ class Task:
         file = self.files[rank]
         prefix, grams = np.array(tokenizer.prefix, tokenizer.dtype), _read_grams(self.grams)
         try:
-            with writing(stem.with_suffix(".bin")) as ids, writing(stem.with_suffix(".docs")) as table:
+            with new_file(stem.with_suffix(".bin")) as ids, new_file(stem.with_suffix(".docs")) as table:
                 for texts, share in file.read():
                     raw, tokens, size, digest = [text.encode() for text in texts], 0, 0, 0
                     if texts[-1] and not texts[-1].isspace():

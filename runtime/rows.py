@@ -65,7 +65,8 @@ def to_line(row: dict) -> bytes:
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left."""
+    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left,
+    and the error names the file, which a full disk does not say."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -73,6 +74,10 @@ def new_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())     # a rename can outlive a power cut that the file's content does not
         os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and not error.filename:      # one of words alone would lose them
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)       # it may have filled the disk
     sync_folder(path.parent)        # the caller may delete next what the file was made of

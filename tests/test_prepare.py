@@ -404,8 +404,10 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
     assert "was begun otherwise (tokenizer_sha256)" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
     assert "was begun otherwise (dataset)" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
-    write(files[0], DOCUMENTS[:30])
     write(files[1], DOCUMENTS[20:])
+    (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
+    assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
+    write(files[0], DOCUMENTS[:30])
     assert local(*files, out=tmp_path / "data") == 0 and "a.jsonl changed or could not be read" in capsys.readouterr().err
     assert found(tmp_path / "data/mine") == due(DOCUMENTS)
 
