@@ -226,7 +226,7 @@ def test_trunks_come_before_branches_and_one_at_a_time(fake, tmp_path):
 def test_two_jobs_run_side_by_side_each_with_its_share_of_the_machine(fake, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(sweep, "LOG_S", 0.05)
-    told = fake("time.sleep(0.4); finish()", "jobs=2", budgets=(20,), seeds=(1, 2))
+    told = fake("time.sleep(1.5); finish()", "jobs=2", budgets=(20,), seeds=(1, 2))
     assert "0 of 4 runs done; a_bf16_t20_s1 is starting; a_bf16_t20_s2 is starting" in told, told
     ran = list(summaries(tmp_path).values())
     overlaps = [sum(other["began"] < run["began"] < other["ended"] for other in ran) for run in ran]
