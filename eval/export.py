@@ -392,7 +392,7 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
                 f"each")
         training = (f"{'Muon and ' * (o.kind == 'muon')}AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; "
                     f"gradients clipped at {o.clip:g}), peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of "
-                    f"gradients and optimizer in fp32. Recipe of the FP8 matmuls: {recipe}"
+                    f"gradients and optimizer in fp32. Recipe of the FP8 or FP4 matmuls: {recipe}"
                     + f", before the branch point {before}" * bool(before) + ".")
     if summary.get("steps") == step and not is_import:      # else it tells of other weights
         training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "

@@ -28,7 +28,7 @@ from eval.harness import RATIOS, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
-from scaling.figures import RC, render, settle, sheet, write_files
+from scaling.figures import RC, name_recipe, render, settle, sheet, write_files
 from scaling.pairs import human
 
 PUBLISHED = Path(__file__).with_name("published.md")
@@ -237,7 +237,7 @@ def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
     if any(chance(rows, c) is not None for c in columns):
         lines.append(["*chance*", "", "", "", *(_value(c, chance(rows, c)) for c in columns)])
     for row in rows:
-        precision = {None: "", "bf16": "BF16"}.get(row.recipe, f"FP8 {row.recipe}")
+        precision = name_recipe(row.recipe) if row.recipe else ""
         lines.append([label(row), *(human(n) if n else "" for n in (row.params, row.tokens)), precision,
                       *(_value(c, row.scores[c].value, row.scores[c].se) if c in row.scores else "" for c in columns)])
         base = base_of(row, rows)

@@ -322,7 +322,12 @@ def name_of(group) -> str:
     """The recipe as the reader knows it, or the table's name."""
     if not group.records:
         return group.recipe if len(group.recipe) < 30 else f"{group.recipe[:14]}…{group.recipe[-14:]}"
-    return "BF16" if group.recipe == "bf16" else f"FP8 {group.recipe}"
+    return name_recipe(group.recipe)
+
+
+def name_recipe(recipe: str) -> str:
+    """With its number format: BF16, FP8 rowwise, FP4 nvfp4."""
+    return "BF16" if recipe == "bf16" else f"FP{4 if recipe.startswith('nvfp4') else 8} {recipe}"
 
 
 # ------------------------------------------------------------------------------------------------------------ lines of the laws

@@ -89,12 +89,14 @@ def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(tmp_path
 
 
 def test_neither_a_repeat_nor_a_branch_that_was_switched_to_bf16_is_a_partner(tmp_path, pair):
-    switched = {"precision": {"recipe": "bf16", "switched_from": "tensorwise"}}
-    for name, more in {"a_repeat": {"repeat": 1}, "b_switched": switched}.items():      # both before run_bf16 by name
+    others = {"a_repeat": {"repeat": 1}, "b_switched": {"precision": {"recipe": "bf16", "switched_from": "tensorwise"}},
+              "c_fp4": {"precision": {"recipe": "nvfp4"}}}      # all before run_bf16 by name
+    for name, more in others.items():
         write(tmp_path / "out" / name, {"arc_easy": mean_row(answers("arc_easy", name))}, summary=summary("bf16") | more)
     text = page(tmp_path)
-    assert "*minus a_repeat" not in text and "*minus b_switched" not in text and text.count("*minus run_bf16*") == 2
+    assert "*minus a_repeat" not in text and "*minus b_switched" not in text and text.count("*minus run_bf16*") == 3
     assert cells(text, "b_switched")[3] == "FP8 tensorwise>bf16" and cells(text, "a_repeat")[3] == "BF16"
+    assert cells(text, "c_fp4")[3] == "FP4 nvfp4"
 
 
 @pytest.mark.parametrize("metric", ["word_perplexity", "bits_per_byte", "perplexity"])
