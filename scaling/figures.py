@@ -58,17 +58,23 @@ FORMS = {"facecolor": "none", "edgecolor": "#777777", "hatch": "//////", "linewi
 
 def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n_columns: int = 4, **shared):
     """An empty page of `size` inches, laid out by matplotlib: title, legend, panels with a grid, caption; (figure, panels).
-    The title heads the legend: constrained layout would put the one on the other. shared: of Figure.subplots."""
+    The title heads the legend: constrained layout would put the one on the other. n_columns: of the legend at most; where long
+    names leave room for fewer, the page grows by its further lines. shared: of Figure.subplots."""
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     big = matplotlib.rcParams["font.size"]
     title = textwrap.fill(title, int(size[0] * 124 / big))
     if handles:
-        legend = figure.legend(handles=handles, loc="outside upper left", ncols=n_columns, frameon=False, title=title,
-                               alignment="left", title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2,
-                               columnspacing=1.4, handlelength=2.2)
-        for text in (legend.get_title(), *legend.get_texts()):
-            text.set_parse_math(False)          # the name of a run or of an event is data
+        for n in range(n_columns, 0, -1):
+            legend = figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title,
+                                   alignment="left", title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2,
+                                   columnspacing=1.4, handlelength=2.2)
+            for text in (legend.get_title(), *legend.get_texts()):
+                text.set_parse_math(False)          # the name of a run or of an event is data
+            if n == 1 or legend.get_window_extent().width <= figure.bbox.width:
+                break
+            legend.remove()
+        figure.set_figheight(size[1] + big / 50 * (math.ceil(len(handles) / n) - math.ceil(len(handles) / n_columns)))
     else:
         figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1, parse_math=False)
     figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444",
@@ -94,14 +100,21 @@ def steps_axis(panel) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
 
 
-def counts_axis(axis) -> None:
+def counts_axis(axis, words=human) -> None:
     """A few round values in words on a log axis whose limits stand."""
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
     axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
         subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def _power(x: float) -> str:
+    """A number of FLOPs, as 3 x 10^19."""
+    digits, exponent = f"{x:.1e}".split("e")
+    times = "" if digits == "1.0" else digits.removesuffix(".0") + r"\times"
+    return f"${times}10^{{{int(exponent)}}}$"
 
 
 def settle(figure: Figure) -> Figure:
@@ -185,10 +198,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
     each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
     among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
     panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
-    if axis == "C":
-        panel.xaxis.set_major_locator(LogLocator(numticks=5))
-    else:
-        counts_axis(panel.xaxis)
+    counts_axis(panel.xaxis, _power if axis == "C" else human)
     named = {}
     for group, style, values in zip(groups, styles([group.recipe for group in groups]), each, strict=True):
         is_cloud = len(group.loss) >= MANY

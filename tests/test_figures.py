@@ -47,7 +47,8 @@ def table(N, D, loss, name="points.csv"):
 
 
 def five_recipes(folder):
-    for recipe, params in itertools.product(("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "cscale"), (38_912, 184_320)):
+    arms = ("bf16", "tensorwise", "tensorwise+kernels+delayed+head", "rowwise_with_gw_hp+first_bf16=2+skip=attn.out", "cscale")
+    for recipe, params in itertools.product(arms, (38_912, 184_320)):
         write_run(folder / f"{params}_{recipe}", recipe=recipe, params=params, gap=0.004 * (recipe != "bf16"))
     return study(folder)
 
@@ -112,6 +113,11 @@ def test_every_study_shows_all_its_points(tmp_path, build):
     assert figure.axes[0].get_ylabel() == "validation loss\n[nats/token]" and figure._supxlabel.get_text().count("\n") < 2
     assert len(figure.axes) == len(axes) * (2 if found else 1)
     assert f"n = {len(groups[0].loss)}" in figure.legends[0].get_title().get_text()
+    assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
+    for panel in figure.axes[-len(axes):]:
+        ends = sorted(label.get_window_extent().intervalx.tolist() for label in panel.get_xticklabels(which="both")
+                      if label.get_text() and panel.bbox.x0 <= label.get_window_extent().intervalx.mean() <= panel.bbox.x1)
+        assert all(left[1] < right[0] for left, right in itertools.pairwise(ends)), "ticks can be read"
     for panel, axis in zip(figure.axes, axes, strict=False):
         (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
         ticks = [tick for tick in panel.xaxis.get_major_locator()() if left <= tick <= right]
