@@ -37,7 +37,7 @@ import torch.nn as nn
 from model import GPT
 from runtime import fp8, parallel
 from runtime.cli import UserError, command, grid, nearest, run_command
-from runtime.config import Config, load_config
+from runtime.config import Config, fp8_overrides, load_config
 from runtime.log import environment, peak_flops
 from runtime.machine import GIB, memory_error, nvidia_smi
 from runtime.parallel import World, build
@@ -129,14 +129,9 @@ def config_of(cell: Cell) -> Config:
     changes = {f"model.{key}": value for key, value in (cell.model or {}).items()}
     changes |= {"model.n_ctx": cell.T, "data.micro_batch": cell.micro_batch, "data.tokens_per_step": cell.tokens_per_step,
                 "run": "cell", "data.tokenizer": "./synthetic" if "model.vocab_size" in changes else "gpt2"}     # nothing is read
-    recipe, *extras = cell.label.split("+")
-    changes["parallel.compile"] = "off" if recipe == "bf16_eager" else "block"      # as studies, as runs on several GPUs
-    if recipe not in ("bf16_eager", BASELINE):
-        changes["fp8.recipe"] = recipe
-    for extra in extras:
-        changes |= {"fp8.scaling": "delayed"} if extra == "delayed" else {f"fp8.{extra}": True}
-    return load_config(base, [f"{key}={str(value).lower() if value is True or value is False else value}"
-                              for key, value in changes.items()])
+    changes["parallel.compile"] = "off" if cell.label == "bf16_eager" else "block"      # as studies, as runs on several GPUs
+    return load_config(base, [*(f"{key}={str(value).lower() if value is True or value is False else value}"
+                                for key, value in changes.items()), *fp8_overrides(cell.label.removesuffix("_eager"))])
 
 
 def is_bf16(cell: Cell, gpu: str | None) -> bool:

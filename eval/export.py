@@ -372,14 +372,15 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     from huggingface_hub import ModelCardData
 
     from eval.table import read_rows, sort_columns, table_of
+    from scaling.figures import name_recipe
 
     origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
     is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
     sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
     on_hub = {index["dataset"] for index in sources.values() if re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}
-    recipe, before = config.fp8.recipe, manifest["state"].get("switched_from")      # the precision of the trunk, if another
+    recipe, before = config.fp8.label, manifest["state"].get("switched_from")      # the precision of the trunk, if another
     head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation", datasets=sorted(on_hub)
-                         or None, tags=["nanofp8", *["fp8"] * (recipe != "off" or before not in (None, "bf16"))])
+                         or None, tags=["nanofp8", *["fp8"] * (recipe != "bf16" or before not in (None, "bf16"))])
     base = origin.get("folder")
     begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
     shown = [["source", "share", "data set", "revision", "licence"]]
@@ -392,8 +393,8 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
                 f"each")
         training = (f"{'Muon and ' * (o.kind == 'muon')}AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; "
                     f"gradients clipped at {o.clip:g}), peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of "
-                    f"gradients and optimizer in fp32. Recipe of the FP8 or FP4 matmuls: {recipe}"
-                    + f", before the branch point {before}" * bool(before) + ".")
+                    f"gradients and optimizer in fp32. Precision of the matmuls: {name_recipe(recipe)}"
+                    + (f", before the branch point {name_recipe(before)}." if before else "."))
     if summary.get("steps") == step and not is_import:      # else it tells of other weights
         training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "
                      f"per token).")

@@ -31,9 +31,8 @@ FP8_GATHERED = ("tensorwise", "tensorwise_gw_hp")
 # Recipes that our own kernels compute too: one scale per tensor, from its largest magnitude.
 FP8_KERNELS = ("tensorwise", "tensorwise_gw_hp", "amax")
 FP8_MULTIPLES = {"mxfp8": 32, "blockwise": 128, "blockwise_e5m2": 128}     # that dimensions must be of; 16 for the others
-WITH_KERNELS = "+kernels"    # behind a recipe's name: what fp8.kernels=true makes of it
-DELAYED = "+delayed"         # behind that: fp8.scaling=delayed
-WITH_FAST_BACKWARD = "+fast_backward"     # and fp8.fast_backward=true
+WITH_KERNELS = "+kernels"    # behind a recipe's name, as in FP8Config.label
+WITH_FAST_BACKWARD = "+fast_backward"
 # Recipes of torch's float8 matmul, which can accumulate fast.
 FP8_SCALED_MM = (*FP8_KERNELS, "cscale", "rowwise", "rowwise_with_gw_hp")
 RecipeName = Literal["off", "auto", "tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp", "amax", "cscale", "mxfp8",
@@ -76,22 +75,29 @@ class OptimConfig:
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
     recipe: RecipeName = "off"              # how the Linears' matmuls are scaled; auto = per layer, what this GPU gains from
-    include: tuple[str, ...] = ()           # names or patterns of the only Linears to convert; none = all but the head
-    skip: tuple[str, ...] = ()              # names or patterns of Linears to leave in BF16, such as layers.0.*
+    kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
+    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
+    fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
     head: bool = False                      # convert the head too; the loss is sensitive to it
     first_bf16: int = 0                     # blocks at the input that stay in BF16
     last_bf16: int = 0                      # blocks at the output that stay in BF16
+    include: tuple[str, ...] = ()           # names or patterns of the only Linears to convert; none = all but the head
+    skip: tuple[str, ...] = ()              # names or patterns of Linears to leave in BF16, such as layers.0.*
     all_gather: bool = False                # several ranks: gather weights as float8, half the bytes; tensorwise family only
-    kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
-    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
 
     @property
     def label(self) -> str:
-        """Name in records: "bf16", or a recipe, behind it WITH_KERNELS, DELAYED, WITH_FAST_BACKWARD (whose gradients differ)."""
+        """Name in records and of a study's arm: "bf16", or the recipe and all else that is set but for all_gather, in the order
+        of the fields, such as tensorwise+kernels+delayed+head or rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
         if self.recipe == "off":
             return "bf16"
-        return (self.recipe + WITH_KERNELS * self.kernels + DELAYED * self.is_delayed + WITH_FAST_BACKWARD * self.fast_backward)
+        label: str = self.recipe
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default and f.name not in ("recipe", "all_gather"):
+                words = ",".join(value) if isinstance(value, tuple) else value
+                label += "+" + (f.name if value is True else value if f.name == "scaling" else f"{f.name}={words}")
+        return label
 
     @property
     def is_delayed(self) -> bool:
@@ -430,6 +436,13 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
     if len(top.keys() & {"steps", "tokens_per_param"}) == 1:        # the command line's budget replaces the file's
         top = {"steps": None, "tokens_per_param": None} | top
     return replace(config, **top, **{section: replace(getattr(config, section), **new) for section, new in changes.items()})
+
+
+def fp8_overrides(label: str) -> list[str]:
+    """The overrides that turn a BF16 config into one of this FP8Config.label."""
+    recipe, *rest = label.split("+")
+    words = [word if "=" in word else f"scaling={word}" if word == "delayed" else f"{word}=true" for word in rest]
+    return [f"fp8.{word}" for word in (f"recipe={recipe}", *words)] if label != "bf16" else []
 
 
 def _meant(key: str) -> str:

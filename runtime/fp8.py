@@ -31,7 +31,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
-from runtime.cli import UserError
-from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config
+from runtime.cli import UserError, parse
+from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
@@ -279,12 +279,10 @@ add_weight_grad.register_fake(lambda total, g, x: None)
 # ------------------------------------------------------------------------------------------------------------- selection
 
 def by_name(label: str) -> FP8Config:
-    """The settings with this label: a recipe's name, behind it +kernels, +delayed, +fast_backward or none of them."""
-    recipe, *extras = label.split("+")
-    settings: dict[str, Any] = {"recipe": recipe, **dict.fromkeys(extras, True)}
-    if settings.pop("delayed", False):
-        settings["scaling"] = "delayed"
-    return FP8Config(**settings)
+    """The settings with this label, such as tensorwise+kernels."""
+    hints = get_type_hints(FP8Config)
+    pairs = (text.removeprefix("fp8.").split("=", 1) for text in fp8_overrides(label))
+    return FP8Config(**{key: parse(key, value, hints[key]) for key, value in pairs})
 
 
 @dataclass(frozen=True)

@@ -249,14 +249,13 @@ def modelled_ratio(config: Config, gpu: str, gpus: int = 1) -> float | None:
     f, p, m = config.fp8, config.parallel, config.model
     found = [c for name, c in GPUS.items()
              if re.search(rf"\b{name}\b", gpu, re.IGNORECASE) and peak_flops(gpu) == peak_flops(name)]
-    is_partial = f.include or f.skip or f.first_bf16 or f.last_bf16
     # Under FSDP2 our kernels cast at each use.
-    if not found or f.label not in CASTS or is_partial or p.recompute or not p.compile or (gpus > 1 and f.kernels):
+    if not found or f.label.removesuffix("+head") not in CASTS or p.recompute or not p.compile or (gpus > 1 and f.kernels):
         return None
     micro_batch = max(1, TOKENS // m.n_ctx) if config.data.micro_batch == "auto" else config.data.micro_batch
     base = replace(CASTS["bf16"], adds=gpus == 1)
     bf16, quantised = (step(found[0], shape_of(m), name, micro_batch, config.data.tokens_per_step // gpus, shard=p.shard or 1,
-                            bf16=base) for name in ("bf16", f.label + "+head" * f.head))
+                            bf16=base) for name in ("bf16", f.label))
     return bf16.seconds / quantised.seconds
 
 

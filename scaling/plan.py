@@ -11,7 +11,7 @@ they buy is counted in percentage points of the standard error of the predicted 
 
 import math
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from scipy.optimize import minimize_scalar
 from model import GPT
 from runtime import fp8
 from runtime.cli import UserError, command, grid, run_command
-from runtime.config import FP8Config, RecipeName, load_config, positive
+from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import PEAK_FLOPS, peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
@@ -53,7 +53,7 @@ class Options:
     law: str | None = None              # law.json of scaling/fit.py; without one, Epoch's published law
     runs: str | None = None             # a folder of runs, whose measured speed on that GPU counts in place of an assumed one
     gap: float | None = None            # FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0
-    recipe: RecipeName = "tensorwise"   # the FP8 recipe
+    recipe: str = "tensorwise"          # the FP8 recipe, or a study's arm such as tensorwise+kernels+head
     study: str | None = None            # whose trunks with branches are the candidates; else our sizes at 5, 10, 20, 40
 
     def __post_init__(self):
@@ -122,16 +122,16 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
     for path in sorted((ROOT / "configs").glob("gpt*_bf16.py")):
-        config = load_config(path)
+        config = load_config(path, fp8_overrides(options.recipe))
         with torch.device("meta"):
             model = GPT(config.model)
         counts = model.counts()
-        layers = fp8.select(model, replace(FP8Config(), recipe=options.recipe), options.gpu.upper())
+        layers = fp8.select(model, config.fp8, options.gpu.upper())
         # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
-        per_param = 4 if options.recipe.endswith("gw_hp") else 6
+        per_param = 4 if config.fp8.recipe.endswith("gw_hp") else 6
         share = per_param * sum(layer.params for layer in layers if layer.reason is None) / counts["flops_per_token"]
         N, most = counts["params_total"], 1 / (1 - share * (1 - bf16_peak / fp8_peak))
-        modelled = modelled_ratio(replace(config, fp8=replace(FP8Config(), recipe=options.recipe)), options.gpu)
+        modelled = modelled_ratio(config, options.gpu)
         sizes.append(Size(path.stem.removesuffix("_bf16"), N, counts["flops_per_token"],
                           _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))
     notes = ["speed: mfu_bf16 as measured, between sizes by interpolation" if base else

@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import math
 import os
+import re
 import runpy
 import time
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ import torch
 from model import GPT
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, nearest, type_problems
-from runtime.config import Config, FP8Config, load_config, read_config
+from runtime.config import Config, FP8Config, fp8_overrides, load_config, read_config
 from runtime.rows import write_json
 from scaling.records import read_json
 
@@ -52,7 +53,7 @@ class Study:
     tokens_per_param: tuple[float, ...]                 # budgets, in training tokens per parameter
     margin_percent: float                               # FP8 within this share of BF16's loss is called equivalent
     params: Literal["total", "nonembed"] = "total"      # which parameters the budgets count
-    recipes: tuple[str, ...] = ("bf16", "tensorwise")   # "bf16", or values of fp8.recipe
+    recipes: tuple[str, ...] = ("bf16", "tensorwise")   # arms: "bf16", fp8.recipe= and more (FP8Config.label): "rowwise+head"
     switch: tuple[str, ...] = ()                        # "tensorwise>bf16": each decay in another precision than its trunk
     overrides: tuple[str, ...] = ()                     # of every run, such as model.qk_norm=true
     null: tuple[str, ...] = ()                          # overrides of null runs that change their rounding alone
@@ -154,7 +155,7 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
             repeat: int) -> list[Row]:
     """A trunk with its branches."""
     size_name = base.run.removesuffix("_bf16")
-    name = f"{size_name}_{recipe}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
+    name = f"{size_name}_{_in_name(recipe)}" + "_null" * repeat + (f"_lr{lr:g}" if lr else "") + "_t{:g}" + f"_s{seed}"
     largest, *smaller = sorted(size.tokens_per_param or study.tokens_per_param, reverse=True)
     rows, switched, warmup = [], [], base.optim.warmup_steps(base.total_steps)
     switch = study.switch if size.switch is None else size.switch
@@ -171,24 +172,30 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
                      f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}"]
         overrides += [f"optim.lr={lr!r}"] if lr else []
         overrides += ["parallel.compile=block"] if base.parallel.compile else []       # one GPU and eight run the same graph
-        overrides += [f"fp8.recipe={recipe}"] if recipe != "bf16" else []
+        overrides += fp8_overrides(recipe)
         overrides += ["repeat=1", *study.null] if repeat else []
         if not is_branch:
             kept = [row.parent_step for row in rows] + ([leaves] if switches else [])
             overrides += ["checkpoint.at=" + ",".join(map(str, kept))] if kept else []
         config = load_config(ROOT / size.config, overrides)     # judges recipe and dimensions now, not in a week
+        if config.fp8.label != recipe:
+            raise UserError(f"recipes= names {recipe!r}: write it {config.fp8.label!r}, as its runs are called in every table")
         rows.insert(0, Row(
             run=config.run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
             steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
             repeat=repeat, parent=name.format(largest) if is_branch else None, parent_step=leaves if is_branch else None,
             config=size.config, overrides=tuple(overrides), held_out=size.held_out))
         for after in switches:
-            own = {"run": config.run.replace(f"_{recipe}_", f"_{recipe}-{after}_"),
-                   "fp8.recipe": "off" if after == "bf16" else after}
-            kept = [o for o in overrides if o.partition("=")[0] not in (*own, "checkpoint.at")]
-            switched.append(replace(rows[0], run=own["run"], recipe=f"{recipe}>{after}", parent=name.format(largest),
-                                    parent_step=leaves, overrides=(*(f"{key}={value}" for key, value in own.items()), *kept)))
+            run = config.run.replace(f"_{_in_name(recipe)}_", f"_{_in_name(recipe)}-{_in_name(after)}_")
+            kept = [o for o in overrides if not o.startswith(("run=", "fp8.", "checkpoint.at="))]
+            switched.append(replace(rows[0], run=run, recipe=f"{recipe}>{after}", parent=name.format(largest),
+                                    parent_step=leaves, overrides=(f"run={run}", *fp8_overrides(after), *kept)))
     return rows + switched
+
+
+def _in_name(recipe: str) -> str:
+    """A label as part of a run's name."""
+    return re.sub(r"[^\w.]+", "-", recipe)
 
 
 def declare(study: Study, rows: list[Row], folder: Path) -> dict:

@@ -295,7 +295,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     assert head.datasets == ["HuggingFaceFW/fineweb-edu"] and head.tags == ["nanofp8", "fp8"]
     assert rows(text, "web") == [["web", "75.0%", "HuggingFaceFW/fineweb-edu", COMMIT, "ODC-By 1.0"]]
     assert "trained with nanoFP8 from scratch to step 6 of 6, 384 tokens" in text
-    assert "Recipe of the FP8 or FP4 matmuls: tensorwise" in text and "3.2104 as trained, 3.2011 in BF16" in text
+    assert "Precision of the matmuls: FP8 tensorwise." in text and "3.2104 as trained, 3.2011 in BF16" in text
     assert rows(text, "run ")[0][-1] == rows(text, "run, FP8 inference (rowwise)")[0][-1] == "75.0 ± 1.4"
     (run / "summary.json").write_text(json.dumps(SUMMARY | {"steps": 12}))
     assert "3.2011" not in card_of(run, tmp_path / "later") and str(tmp_path) not in text
@@ -311,7 +311,7 @@ def test_the_card_of_an_imported_model_and_of_one_trained_on(tmp_path):
     write_run(tmp_path / "branch", state={"switched_from": "rowwise"}, start_from="out/trunk/checkpoints/step_00000004")
     text = card_of(tmp_path / "branch", tmp_path / "d")
     assert "from the weights of trunk at step 4 to step 6" in text and ModelCard(text).data.tags == ["nanofp8", "fp8"]
-    assert "Recipe of the FP8 or FP4 matmuls: off, before the branch point rowwise." in text
+    assert "Precision of the matmuls: BF16, before the branch point FP8 rowwise." in text
 
 
 @pytest.mark.parametrize("arguments, told", [

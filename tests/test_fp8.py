@@ -4,7 +4,7 @@ matmul say. On our own kernels: tests/test_fp8_kernels.py; on several ranks: tes
 import contextlib
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import numpy as np
@@ -246,6 +246,13 @@ def test_constant_gradient_scales_undo_the_loss_scale():
     x, w, g = operands("random")
     grads = [passes(linear(w, "cscale", loss_scale=scale), x, g * scale)[2] / scale for scale in (1.0, 2.0**-12)]
     assert torch.equal(*grads)
+
+
+@pytest.mark.parametrize("field", [f.name for f in fields(FP8Config) if f.name not in ("recipe", "all_gather")])
+def test_a_label_tells_every_setting_that_numbers_depend_on(field):
+    values = {bool: True, int: 2, tuple: ("attn.out", "layers.[01].*"), str: "delayed"}
+    config = FP8Config(recipe="tensorwise", **{field: values[type(getattr(FP8Config(), field))]})
+    assert fp8.by_name(config.label) == config != FP8Config(recipe="tensorwise") == fp8.by_name("tensorwise")
 
 
 def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_and_has_no_effect_on_a_cpu(tiny, monkeypatch):

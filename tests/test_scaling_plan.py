@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from runtime import fp8
 from runtime.cli import read_options
 from runtime.config import load_config
 from runtime.plan import ASSUMED_MFU
@@ -102,9 +103,12 @@ def test_break_even_gaps_at_the_target(speedup, gap):
     assert EPOCH.extra_tokens(found * EPOCH.loss(N, 20 * N * speedup), 20 * N) == pytest.approx(speedup, rel=1e-6)
 
 
-def test_the_bound_on_the_speedup_is_train_pys(sizes, tmp_path):
+@pytest.mark.parametrize("label", ["tensorwise", "tensorwise+kernels+delayed+head", "rowwise+skip=attn.out"])
+def test_the_bound_on_the_speedup_is_train_pys(label):
+    sizes, _ = read_sizes(f"recipe={label}")
     for size in sizes:
-        lines = "\n".join(train_plan(load_config(ROOT / f"configs/{size.name}_fp8.py"), "h100", torch.bfloat16))
+        config = replace(load_config(ROOT / f"configs/{size.name}_fp8.py"), fp8=fp8.by_name(label))
+        lines = "\n".join(train_plan(config, "h100", torch.bfloat16))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
         steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens
@@ -286,6 +290,7 @@ def test_the_winners_are_those_of_the_rows(capsys):
     (["hours=0"], "hours=0.0 must be a positive"), (["gpu=h10"], "no FP8 peak of that GPU"), (["gpu=a100"], "no FP8 peak"),
     (["hors=3"], "did you mean 'hours'?"), (["law=nowhere.json"], "nowhere.json cannot be read"),
     (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
+    (["recipe=rowise"], "did you mean 'rowwise'"),
     ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
     ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
 def test_mistakes_and_damaged_files_are_told_in_a_sentence(tmp_path, capsys, monkeypatch, arguments, sentence):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.cli import UserError
-from runtime.config import load_config
+from runtime.config import FP8Config, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from scaling.study import Size, Study, declare, expand, load_study, placed, state_of, summary_of, tokens_left, write_declaration
@@ -98,6 +98,17 @@ def test_a_decay_may_switch_its_precision_and_is_a_pair_of_its_bf16_run(study, s
         replace(study, switch=("mxfp8>bf16",))
 
 
+def test_an_arm_is_any_choice_of_fp8_by_its_label(study):
+    arms = {"bf16": FP8Config(), "rowwise+first_bf16=1+skip=attn.out,layers.*.mlp.down": FP8Config(
+                recipe="rowwise", first_bf16=1, skip=("attn.out", "layers.*.mlp.down")),
+            "tensorwise+kernels+delayed+head": FP8Config(recipe="tensorwise", kernels=True, scaling="delayed", head=True)}
+    rows = expand(replace(study, recipes=tuple(arms), switch=(">".join(list(arms)[1:]),)))
+    assert len({row.run for row in rows}) == len(rows) == 2 * 2 * 2 * 4       # sizes, seeds, budgets, arms with the switch
+    for row in rows:
+        label = row.recipe.rpartition(">")[2]
+        assert config_of(row).fp8 == arms[label] and config_of(row).fp8.label == label
+
+
 def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
     first, second = study.sizes
     rows = expand(replace(study, null=("parallel.compile=true",), sizes=(
@@ -128,6 +139,8 @@ def demo(**more):
     (demo(seeds=(1.5,)), "seeds=(1.5,) is not a list of whole numbers"), ({"recipes": ("bf16", "fp4")}, "recipe='fp4' is not"),
     (demo(null_seeds=(1337,)), "null= must not be empty"), ({"params": "all"}, "params='all' is not one of total, nonembed"),
     (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be among its seeds"),
+    ({"recipes": ("tensorwise+head+kernels",)}, "write it 'tensorwise+kernels+head'"),
+    ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"),
     (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter has 1 steps, and its decay begins at step 0"),
 ])
 def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
