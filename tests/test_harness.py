@@ -277,6 +277,17 @@ def test_the_tasks_of_a_group_without_a_score_of_its_own_are_shown(run, tmp_path
     assert "| sums | acc " in (out := capsys.readouterr().out) and "sums<br>acc [%]" in out
 
 
+def test_a_groups_chance_weighs_its_tasks_by_their_questions(run, tmp_path):
+    folder = make_task(tmp_path / "mine", [{"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}] * 2)
+    (folder / "four.jsonl").write_text(json.dumps({"q": "2 + 2 =", "answers": ["1", "2", "3", "4"], "gold": 3}) + "\n")
+    (folder / "four.yaml").write_text((folder / "sums.yaml").read_text().replace("task: sums", "task: four").replace(
+        "sums.jsonl", "four.jsonl"))
+    (folder / "group.yaml").write_text("group: arithmetic\ntask: [sums, four]\naggregate_metric_list: [{metric: acc}]\n")
+    assert harness.main([str(run), "tasks=arithmetic", f"include={folder}"]) == 0
+    group = json.loads((run / "eval" / "arithmetic.json").read_text())["tasks"]["arithmetic"]
+    assert (group["n"], group["chance"]) == (3, pytest.approx((2 / 2 + 1 / 4) / 3)) and group["num_fewshot"] == 0
+
+
 @pytest.mark.parametrize("arguments, told", [
     (["tasks=demo"], "val_cloze and val_ppl are made from the shards of a run of ours, and hf:gpt2 is none"),
     (["tasks=piqa", "fp8=rowwise"], "fp8=rowwise is for runs of ours"), (["tasks=piqa", "step=3"], "step=3 is for runs of ours")])
