@@ -60,6 +60,7 @@ class Record:
     repeat: int = 0                     # above 0: the same run once more, only rounded otherwise; a null, in no fit
     convention: str = "total"           # of CONVENTIONS: what the study beside the run counts its budgets by
     planned: tuple | None = None        # trunk and step that the study beside the run has it branch off
+    root: str | None = None             # of a branch: the run that its line of branches began with
 
     @property
     def N(self) -> int:
@@ -68,9 +69,9 @@ class Record:
 
     @property
     def trunk(self) -> str:
-        """The run that this one shares its training with: branches of one trunk are one cluster. A branch trained from scratch,
-        where its trunk's checkpoint was gone, has its trunk's seed, data and schedule."""
-        return self.parent_run or (self.planned[0] if self.planned else self.run_id)
+        """The run that this one shares its training with: branches of one trunk are one cluster, and so are those of a branch. A
+        branch trained from scratch, where its trunk's checkpoint was gone, has its trunk's seed, data and schedule."""
+        return self.root or (self.planned[0] if self.planned else self.run_id)
 
     @property
     def decays_from(self) -> int | None:
@@ -108,7 +109,7 @@ def _is_begun(folder: Path) -> bool:
     return any((folder / name).exists() for name in ("config.json", "metrics.jsonl", "checkpoints"))
 
 
-COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned")
+COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "convention", "planned", "root")
 MAY_BE_ZERO = ("seed", "repeat")
 
 
@@ -130,7 +131,8 @@ def read_record(folder) -> Record:
                         recipe=switched + precision["recipe"], is_compiled=precision["compile"],
                         weights={name: sources[name]["weight"] for name in sorted(sources)},    # as val_losses.npz numbers them
                         convention=study.get("params", CONVENTIONS[0]),     # studies from before the choice say nothing
-                        planned=planned and (planned["parent"], planned["parent_step"]), **values)
+                        planned=planned and (planned["parent"], planned["parent_step"]), **values,
+                        root=_root(folder.absolute().parent, values.get("parent_run")))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged or of another version ({type(error).__name__}: {error}): restore it, or leave the "
                         "run out") from None
@@ -142,6 +144,16 @@ def read_record(folder) -> Record:
         raise UserError(f"{path}: {wrong[0]}")
     total = sum(record.weights.values())
     return replace(record, weights={name: weight / total for name, weight in record.weights.items()})
+
+
+def _root(folder: Path, run: str | None) -> str | None:
+    """The run that the line of branches which `run` stands in began with, as far as their summaries lie in `folder`."""
+    line: list[str] = []
+    while run and run not in line:
+        line.append(run)
+        path = folder / run / "summary.json"
+        run = read_json(path).get("parent_run") if path.exists() else None
+    return line[-1] if line else None
 
 
 def usable(records) -> tuple[list[Record], list[str]]:
