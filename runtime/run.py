@@ -541,7 +541,7 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
     lr_last = optim.learning_rate(steps - 1, steps, o)
     arms = ("as_trained", as_trained), ("bf16", in_bf16)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config), **lineage(config),
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config), **lineage(config, run._origin),
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": digest(config.to_dict()), "device": name, "n_gpu": world.size,
@@ -586,10 +586,12 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
     }
 
 
-def lineage(config: Config) -> dict:
-    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch."""
+def lineage(config: Config, origin: dict | None = None) -> dict:
+    """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
+    origin: the model that a branch's parent had gone on with."""
     run, step = config.parent or (None, None)
-    return {"parent_run": run if step else None, "parent_step": step or None, "continued_from": None if step else run}
+    return {"parent_run": run if step else None, "parent_step": step or None,
+            "continued_from": (origin or {}).get("folder") if step else run}
 
 
 def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:

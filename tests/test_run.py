@@ -163,7 +163,8 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
     """With other data, schedule, context and number of steps; the first loss is the parent's on the new run's first tokens."""
     parent = with_recipe(tiny, "tensorwise", run="pretrained")
     tuned = replace(tiny, run="tuned", steps=5, start_from=str(parent.run_dir), model=replace(tiny.model, n_ctx=16),
-                    data=replace(tiny.data, mixture={"code": 1}), optim=replace(tiny.optim, lr=1e-3))
+                    data=replace(tiny.data, mixture={"code": 1}),
+                    optim=replace(tiny.optim, lr=1e-3, schedule="wsd", decay_share=0.2))
     for told in ("pretrained has none: train that run first", "is not finished, so"):
         done = call_train(capsys, tuned, tmp_path)
         assert (done.returncode, told in done.stderr, tuned.run_dir.exists()) == (2, True, False), done.stderr
@@ -185,6 +186,10 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
     shutil.rmtree(parent.run_dir)       # it has its own now
     assert call_train(capsys, tuned, tmp_path).returncode == 0
     assert [row["loss"] for row in faults.rows(tuned)] == losses
+    branch = replace(tuned, run="branch", steps=4, start_from=f"{tuned.run_dir}/checkpoints/step_00000003",
+                     optim=replace(tuned.optim, warmup_share=0.25, decay_share=0.25))
+    assert call_train(capsys, branch, tmp_path).returncode == 0
+    assert [summary(branch)[key] for key in ("continued_from", "parent_run")] == ["pretrained", "tuned"], "in no law"
 
 
 def watched_steps(monkeypatch):
