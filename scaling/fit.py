@@ -98,7 +98,7 @@ def main(arguments: list[str]) -> int:
 def _check(o: Options) -> None:
     """Refuse what does not go together."""
     strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
-    table = next((path for path in o.paths if Path(path).is_file()), None)
+    table = next((path for path in o.paths if Path(path).is_file() and not path.endswith(".log")), None)
     for is_wrong, sentence in (
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
             (not o.points and not o.paths, "no runs given: name run folders such as out/<run>, a folder that holds them, or a "

@@ -84,6 +84,8 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
     UserError for a path that does not exist, a damaged summary.json, or no finished run at all."""
     records, notes, folders = [], [], {}
     for path in map(Path, paths):
+        if path.suffix == ".log" and path.with_suffix("").is_dir():     # sweep.py's of that run: a pattern of the shell has both
+            continue
         if not path.is_dir():
             raise UserError(f"{path} {'is a file' if path.exists() else 'does not exist'}: give a run's folder such as "
                             "out/<run>, or a folder that holds such folders")

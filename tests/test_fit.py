@@ -293,6 +293,7 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
     ("good out=r d=D", "d: only for a table of points"), ("good out=r --where a=b", "where: only for a table of points"),
     ("good out=r seed_sd=nan", "seed_sd="), ("good out=good/a/summary.json", "out=good/a/summary.json is a file: name a folder"),
     ("absent out=r", "absent does not exist: give a run's folder such as out/<run>, or a folder that holds"),
+    ("good/a.log out=r", "no finished run in good/a.log"),
     ("t.csv out=r", "t.csv is a file: a table of points is given as --points t.csv --n COL --loss COL"),
     ("mixed out=r", "a and b differ in tokenizer_sha256"), ("broken out=r", "broken/a/summary.json is not valid JSON"),
     ("raw out=r", "no run is left to fit"),
@@ -311,6 +312,7 @@ def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, cap
     write_run(tmp_path / "broken" / "a")
     (tmp_path / "broken" / "a" / "summary.json").write_text('{"schema_version": 1,')
     write_run(tmp_path / "raw" / "a", is_annealed=False)
+    (tmp_path / "good" / "a.log").touch()
     (tmp_path / "t.csv").write_text("N,L\n1e8,3\n2e8,2.8\n")
     (tmp_path / "one.csv").write_text("N,D,L\n1e8,2e9,3\n")
     before = sorted(tmp_path.rglob("*"))

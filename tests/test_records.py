@@ -27,6 +27,8 @@ def test_reads_run_folders_and_folders_of_runs(tmp_path):
     all_of_them, notes = read_runs([tmp_path / "out", tmp_path / "out" / "a_bf16"])     # the second is there already
     assert [record.run_id for record in one] == ["a_bf16"] and notes == []
     assert [record.run_id for record in all_of_them] == ["a_bf16", "a_fp8", "b_bf16", "b_fp8", "c_bf16", "c_fp8"]
+    (tmp_path / "out" / "a_bf16.log").touch()       # by sweep.py: out/study/*_bf16* names it too
+    assert [record.run_id for record in read_runs(sorted((tmp_path / "out").glob("a_bf16*")))[0]] == ["a_bf16"]
     assert one[0].recipe == "bf16" and one[0].params_total == 38_912 and one[0].tokens == 778_240
     assert one[0].weights == pytest.approx({"docs": 0.1, "latex": 0.1, "python": 0.8})
 
