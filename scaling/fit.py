@@ -213,7 +213,8 @@ class Group:
     def robustness(self) -> list[dict]:
         """The headlined law under other choices; under the other counts too, where there are runs."""
         names = COUNTS["C"] if self.headline in ("ray", "power_c") else tuple(self.by_convention)
-        return robustness(self.points, self.headline, {n: self.counts[n] for n in names[1:] if n in self.counts}, human)
+        return robustness(self.points, self.headline, {n: self.counts[n] for n in names[1:] if n in self.counts}, human,
+                          self.seed_sd)
 
     @cached_property
     def allocation(self) -> dict[str, float]:

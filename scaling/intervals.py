@@ -6,6 +6,7 @@ trajectories leave a bootstrap too few different draws; there each is left out o
 """
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -153,21 +154,23 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
 
 # ---------------------------------------------------------------------------------------------------------- robustness
 
-def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format) -> list[dict]:
+def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format,
+               seed_sd: float = 0.0) -> list[dict]:
     """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
     out (with the error of predicting it). Strict JSON; a variant that cannot be fitted has its reason.
-    counts: convention -> N (n,) for laws in N, or C for laws in C. say: a size in words."""
+    counts: convention -> N (n,) for laws in N, or C for laws in C. say: a size in words. seed_sd: as of fit_form."""
+    row = partial(_row, form, seed_sd)
     order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
-    found = [_row("declared", "", points, form)]
+    found = [row("declared", "", points)]
     for k in DROPS:
         if k <= len(order) // 2:            # fewer than half left is another experiment
-            found.append(_row("drop highest", str(k), points.take(np.sort(order[k:])), form))
-    found += [_row("delta", "MSE" if delta is None else f"{delta:g}", points, form, delta) for delta in DELTAS]
-    found += [_row(f"count {axis} as", name, replace(points, **{axis: values}), form) for name, values in (counts or {}).items()]
+            found.append(row("drop highest", str(k), points.take(np.sort(order[k:]))))
+    found += [row("delta", "MSE" if delta is None else f"{delta:g}", points, delta) for delta in DELTAS]
+    found += [row(f"count {axis} as", name, replace(points, **{axis: values})) for name, values in (counts or {}).items()]
     for left_out in sizes(points.N):
         N = points.N[left_out]
         value = say(N.min()) if N.max() / N.min() < 1.01 else f"{say(N.min())} to {say(N.max())}"
-        found.append(_row("leave out N", value, points.take(~left_out), form, rest=points.take(left_out)))
+        found.append(row("leave out N", value, points.take(~left_out), rest=points.take(left_out)))
     return strict(found)
 
 
@@ -183,9 +186,10 @@ def sizes(N) -> list[np.ndarray]:
     return [index == i for i in range(index.max() + 1)] if found > 1 else []
 
 
-def _row(variant: str, value: str, points: Points, form: str, delta: float | None = DELTA, rest: Points | None = None) -> dict:
+def _row(form: str, seed_sd: float, variant: str, value: str, points: Points, delta: float | None = DELTA,
+         rest: Points | None = None) -> dict:
     """A variant's fit; with the error in per cent on the `rest` that it has not seen."""
-    fit = with_bootstrap(fit_form(form, points, delta=delta), points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4)
+    fit = with_bootstrap(fit_form(form, points, seed_sd, delta), points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4)
     row = {"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
         key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")}
     if rest is not None and fit.objective is not None:

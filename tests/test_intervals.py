@@ -232,6 +232,8 @@ def test_one_variable_laws_and_conventions():
     assert half["value"] == "half" and half["gamma"] == pytest.approx(0.155, rel=1e-6)
     assert half["K"] == pytest.approx(412 * 0.5**0.155, rel=1e-5)
     assert len(chosen(rows, "leave out N")) == 10       # twelve sizes in ten groups
+    wide = robustness(points, "ray", seed_sd=0.3)      # the seeds' noise is a floor in each variant, as it is in the law
+    assert not any(row["identified"] for row in wide) and wide[0]["gamma"] == rows[0]["gamma"]
     power = robustness(points, "power_n", {"double": 2 * N})
     # A power law through points of a ray law: Huber's valley is flat at its bottom, so the objective is compared.
     assert chosen(power, "count N as")[0]["objective"] == pytest.approx(power[0]["objective"], rel=1e-9)
