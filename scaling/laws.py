@@ -146,10 +146,10 @@ class Fit:
         if self.form == "isoflop":
             return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
         floor = f"{p['E']} + " if "E" in p else ""
-        if self.form.startswith("chinchilla"):
-            return f"L = {floor}{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}"
         factor, exponent = NAMES[self.form][-2:]
-        return f"L = {floor}{p[factor]} {symbol or AXIS[self.form]}^-{p[exponent]}".replace("^--", "^")
+        law = f"{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}" if self.form.startswith("chinchilla") else (
+            f"{p[factor]} {symbol or AXIS[self.form]}^-{p[exponent]}")
+        return f"L = {floor}{law}".replace("^--", "^")
 
     def plain(self) -> dict:
         """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
