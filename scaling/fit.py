@@ -354,7 +354,8 @@ def _lines(laws, headline, x, points, seed_sd, ray):
 # --------------------------------------------------------------------------------------------------- text for a terminal
 
 def _print(groups, notes, said, folder: Path, everything: bool) -> None:
-    """Warnings, headlines, notes and what else is `said`; all tables where everything is wanted, else at most LINES."""
+    """Warnings, headlines and notes, then what else is `said`, a score say; all tables where everything is wanted, else at most
+    LINES: what is said stays whole."""
     lines = [line for group in groups for line in _warnings(group)]
     for group in groups:
         lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
@@ -363,11 +364,11 @@ def _print(groups, notes, said, folder: Path, everything: bool) -> None:
         lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
     if len(notes) > 4 and not everything:
         notes = [*notes[:3], f"... and {len(notes) - 3} more such notes in law.json"]
-    lines = "\n".join([*lines, "", *notes, *said]).strip().split("\n")
-    if len(lines) > LINES - 2 and not everything:
-        lines = [*lines[:LINES - 3], f"... {len(lines) - LINES + 3} more lines with --all"]
+    lines, room = "\n".join([*lines, "", *notes]).lstrip("\n").split("\n"), max(1, LINES - 2 - len(said))
+    if len(lines) > room and not everything:
+        lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
     end = "" if everything else "; --all prints every law and table"
-    print(*lines, "", f"wrote {folder / 'law.json'}, figure.png, figure.svg{end}", sep="\n")
+    print("\n".join([*lines, *said]).rstrip("\n"), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg{end}", sep="\n")
 
 
 def _warnings(group) -> list[str]:

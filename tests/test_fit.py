@@ -84,7 +84,8 @@ def test_a_ladder_on_one_ray(ladder, capsys):
     for recipe in "abcdefghi":
         write_run(folder / "many" / recipe, recipe=recipe, curve=False, pair_id=recipe)
     lines = asked(capsys, cli.main, folder / "out", folder / "many", f"out={folder / 'r'}").splitlines()
-    assert len(lines) == 40 and "more lines with --all" in lines[-3] and lines[-1].startswith("wrote ")
+    assert len(lines) == 40 and "more lines with --all" in lines[-5] and lines[-1].startswith("wrote ")
+    assert lines[-4].startswith("Seed noise: ")         # what is said of all, a score too, is not what goes
 
 
 def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_figure):
