@@ -109,16 +109,16 @@ def is_held(record, predictions, names=()) -> bool:
 
 def held_of(recipe: str, records, predictions, names=(), loss_key: str = "loss_bf16") -> tuple[Held, ...]:
     """The held-out runs of one recipe among `records`, plus a Held without loss for each prediction whose run is not there; N as
-    the records count it."""
+    the records count it. Only predictions of loss_key come along."""
     held, met, count = [], set(), f"params_{records[0].convention if records else CONVENTIONS[0]}"
     for record in records:
         if record.recipe == recipe and is_held(record, predictions, names):
             prediction = next((one for one in predictions if is_of(record, one)), None)
             met.add(prediction)
             held.append(Held(record.run_id, record.N, record.tokens, record.flops_per_token * record.tokens,
-                             getattr(record, loss_key), prediction))
+                             getattr(record, loss_key), prediction if prediction and prediction.loss_key == loss_key else None))
     held += [Held(one.target, one.content["target"][count], one.D, one.C, None, one) for one in predictions
-             if one.recipe == recipe and one not in met]
+             if one.recipe == recipe and one not in met and one.loss_key == loss_key]
     return tuple(held)
 
 

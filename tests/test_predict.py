@@ -249,8 +249,10 @@ def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
     records = read_runs([study])[0]
     assert {one.run_id for one in records if predict.is_held(one, [made], names)} == {"big", "big_fp8_seed2"}
-    (held,) = predict.held_of("tensorwise", records, [made], names, "loss_as_trained")
+    (held,) = predict.held_of("tensorwise", records, [made], names)
     assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, made)
+    (held,) = predict.held_of("tensorwise", records, [made], names, "loss_as_trained")      # of which nothing was predicted
+    assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, None)
     (held,) = predict.held_of("bf16", records, [made], names)
     assert (held.name, held.prediction) == ("big", None)
 
