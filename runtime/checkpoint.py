@@ -503,6 +503,7 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
         raise UserError(f"start_from={config.start_from} has another tokenizer than data.tokenizer={config.data.tokenizer}, so "
                         f"its ids mean other text: give data.tokenizer={tokenizer_of(run_dir, parent.data.tokenizer)}, and "
                         f"shards that were prepared with it")
+    manifest["state"]["imported"]["run"] = run_dir.name     # which an import's own name is not
     return path, manifest
 
 

@@ -359,12 +359,16 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
     }
 
 
-def pair_id(config: Config) -> str:
+def pair_id(config: Config, began_from: str | None = None) -> str:
     """A hash of all that the weights depend on except the fp8 section: a BF16 and an FP8 run are compared where it is equal.
 
-    Where a branch starts from does not enter: it ends in the weights of the same run from scratch. An imported model does."""
-    is_branch = config.parent is None or config.parent[1] > 0
-    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and not (k == "start_from" and is_branch)}
+    Where a branch starts from does not enter: it ends in the weights of the same run as a whole. The run or imported model that
+    the first of them took its weights from does, began_from where `config` does not say it."""
+    if config.parent and config.parent[1] == 0:
+        began_from = config.parent[0]
+    shared = {k: v for k, v in config.identity().items() if not k.startswith("fp8.") and k != "start_from"}
+    if began_from:
+        shared["start_from"] = f"{began_from} at step 0"
     return digest({**shared, "data.micro_batch": config.data.micro_batch})[:16]
 
 

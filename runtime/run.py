@@ -539,9 +539,9 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
     peak = peak_flops(name) if on_gpu else None
     converted = [layer for layer in layers if layer.reason is None]
     lr_last = optim.learning_rate(steps - 1, steps, o)
-    arms = ("as_trained", as_trained), ("bf16", in_bf16)
+    arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
     return {
-        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config), **lineage(config, run._origin),
+        "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, began["continued_from"]), **began,
         "status": "ok" if guard.consecutive == 0 else "diverged",
         "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
         "config_sha256": digest(config.to_dict()), "device": name, "n_gpu": world.size,
@@ -590,8 +590,8 @@ def lineage(config: Config, origin: dict | None = None) -> dict:
     """Where the weights began: another run's checkpoint, or (step 0) a model that was imported; all None from scratch.
     origin: the model that a branch's parent had gone on with."""
     run, step = config.parent or (None, None)
-    return {"parent_run": run if step else None, "parent_step": step or None,
-            "continued_from": (origin or {}).get("folder") if step else run}
+    return {"parent_run": run if step else None, "parent_step": step or None,     # older checkpoints do not name the run
+            "continued_from": origin and origin.get("run", origin["folder"]) if step else run}
 
 
 def save_sequence_losses(path: Path, as_trained: ValLoss, in_bf16: ValLoss) -> None:

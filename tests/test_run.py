@@ -190,6 +190,7 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
                      optim=replace(tuned.optim, warmup_share=0.25, decay_share=0.25))
     assert call_train(capsys, branch, tmp_path).returncode == 0
     assert [summary(branch)[key] for key in ("continued_from", "parent_run")] == ["pretrained", "tuned"], "in no law"
+    assert summary(branch)["pair_id"] == pair_id(replace(branch, start_from=tuned.start_from)) != pair_id(branch)
 
 
 def watched_steps(monkeypatch):
