@@ -59,7 +59,7 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
     with torch.device("meta"):
         model = GPT(config.model, compute_dtype)
     layers = fp8.select(model, config.fp8, gpu.upper() or None)
-    c, tokens, steps = model.counts(), config.total_tokens, config.total_steps
+    c, tokens, steps, own = model.counts(), config.total_tokens, config.total_steps, _own_steps(config)
     total, nonembed = c["params_total"], c["params_nonembed"]
     in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
@@ -79,9 +79,11 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
         f"budget: {budget}",
         _row("tokens", tokens, f"{tokens / total:.2f} per parameter (total), "
              f"{tokens / nonembed:.2f} per non-embedding parameter"),
-        _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"), "",
+        _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"),
+        *([_row("of this branch", own, f"after step {steps - own}: FLOPs and hours are of these")] if own < steps else []),
+        "",
         "FLOPs of training",
-        *(f"  {name:22} {c[key] * tokens:.4e}   {c[key]:,} per token" for name, key in (
+        *(f"  {name:22} {c[key] * own * config.data.tokens_per_step:.4e}   {c[key]:,} per token" for name, key in (
             ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
             ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
             ("+ causal attention", "flops_per_token_causal"))), *_muon(config, model, c, gpus), "",
@@ -93,6 +95,11 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
              "while saving; host memory for one or two"),
         _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
     ]
+
+
+def _own_steps(config: Config) -> int:
+    """The steps that the run trains itself: of a branch, those after its branch point."""
+    return config.total_steps - (config.parent[1] if config.parent else 0)
 
 
 def _row(name: str, value: int, remark: str) -> str:
@@ -109,7 +116,7 @@ def _muon(config: Config, model: GPT, counts: dict[str, int], gpus: int) -> list
         return []
     update = sum(optim.newton_schulz_flops(p.shape[1], rows) for p, rows in optim.muon_parts(model).items())
     share = update / (counts["flops_per_token"] * config.data.tokens_per_step)
-    return [f"  {'Muon':22} {update * config.total_steps:.4e}   {update:.4e} an update, {share:.1%} of the step's"
+    return [f"  {'Muon':22} {update * _own_steps(config):.4e}   {update:.4e} an update, {share:.1%} of the step's"
             + f", each matrix on one of {gpus} GPUs" * (gpus > 1) + "; not in the hours below"]
 
 
@@ -154,7 +161,8 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
     peaks = peak_flops(gpu)
     assert peaks, "plan() has refused other GPUs"
     f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peaks
-    tokens = config.total_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
+    own_tokens = _own_steps(config) * config.data.tokens_per_step
+    tokens = own_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
     flops = counts["flops_per_token"] * tokens
     hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, "   the recomputed forward pass included" * p.recompute
     lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
@@ -170,7 +178,7 @@ def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: 
                         f"(python -m runtime.roofline); not measured"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
     share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if p.recompute else 0)
-    best = hours * (1 - share * in_fp8 * config.total_tokens / flops * (1 - bf16_peak / fp8_peak))
+    best = hours * (1 - share * in_fp8 * own_tokens / flops * (1 - bf16_peak / fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
                     f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
 

@@ -81,6 +81,17 @@ def test_hours_of_fp8_are_modelled_or_the_very_best():
     assert "micro-batch 1 (auto: the start tries larger ones)" in planned(auto(FP8_RUN))
 
 
+def test_a_branch_costs_the_steps_after_its_branch_point():
+    def work(page):
+        return [float(number) for number in re.findall(r"^  (?:\+ attention|Muon|BF16|FP8) +([\d.e+]+)", page, re.M)]
+
+    whole = replace(FP8_RUN, steps=10_000, tokens_per_param=None, optim=replace(FP8_RUN.optim, kind="muon"))
+    branch = planned(replace(whole, start_from="out/trunk/checkpoints/step_00008000"))
+    assert work(branch) == pytest.approx([number / 5 for number in work(planned(whole))], rel=0.01)
+    assert re.search("of this branch +2,000   after step 8000", branch)
+    assert "of this branch" not in planned(whole) + planned(replace(whole, start_from="out/weights"))
+
+
 H100 = GPUS["h100"]
 BIG = Shape(28, 2048, 5632, 16, 1024, 50304)
 
