@@ -180,11 +180,14 @@ class Run:
         before = manifest["state"].get("data", self._identity)      # an imported model has none
         free = {"fp8"} if is_switch else ()
         if changed := [key for key in self._identity if key not in free and before.get(key) != self._identity[key]]:
+            tokens = manifest["config"]["eval"]["tokens"], self.config.eval.tokens
             raise UserError(
-                f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
-                f"or choose another run=" if changed != ["fp8"] else
                 "fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings or another "
-                "fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun")
+                "fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun" if changed == ["fp8"] else
+                f"eval.tokens={tokens[1]} selects other validation windows than {checkpoint.parent.parent} was begun with: give "
+                f"eval.tokens={tokens[0]}" if changed == ["val"] and tokens[0] != tokens[1] else
+                f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
+                f"or choose another run=")
 
     def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
