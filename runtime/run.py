@@ -264,10 +264,16 @@ class Run:
         return max(1, self.data.targets(self.progress.step + self.progress.data_offset))
 
     def can_roll_back(self, before: int) -> bool:
-        """Whether there is a checkpoint of fewer than `before` steps; by all ranks."""
+        """Whether there is a checkpoint of fewer than `before` steps, a branch's branch point included; by all ranks."""
         self._at_slow("waiting for the save under way")
         self.saver.wait()
-        return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir)))
+        left = [Path(self.config.start_from or "")] if self._left_before(before) else []
+        return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir))
+                            or any((path / "DONE").exists() for path in left))
+
+    def _left_before(self, step: int) -> bool:
+        """Whether this is a branch that has left its trunk before `step`."""
+        return self.config.parent is not None and 0 < self.config.parent[1] < step
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
                  n_saturated: int = 0) -> None:
@@ -353,6 +359,8 @@ class Run:
         self._at_slow("going back to a checkpoint")
         found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._log_event("bad_checkpoint", bad, line),
                         guard.suspect_since)
+        if found is None and self._left_before(guard.suspect_since or 0):
+            found = branch(self.config, self.tokenizer.sha256, self._tensors, self.world)
         if found is None:
             raise MachineError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
         to, state = found[1]["step"], found[1]["state"]

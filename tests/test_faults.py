@@ -329,6 +329,15 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     assert b["is_annealed"] and b["pair_id"] == a["pair_id"] != summary(trunk)["pair_id"]
 
 
+def test_a_branch_without_a_checkpoint_of_its_own_goes_back_to_its_branch_point(arm):
+    ranks, branch = int(arm[2].run[-1]), arm[2]
+    config = finish(replace(branch, run=f"{branch.run}_back", guard=replace(branch.guard, skips=1),
+                            checkpoint=replace(branch.checkpoint, every=None)), faults=[f"nan_weight:{FORK + 1}:0"], ranks=ranks)
+    assert rollbacks(config) == [(FORK + 2, FORK)]
+    told = finish(replace(config, run=f"{branch.run}_told"), faults=[f"move_data:{FORK + 1}:2"], ranks=ranks)
+    assert faults.digest(config) == faults.digest(told) and faults.trajectory(config) == faults.trajectory(told)
+
+
 @pytest.mark.parametrize("arm", [1], indirect=True)
 def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path, capsys, arm):
     trunk, _, branch = arm
