@@ -267,8 +267,8 @@ class Data:
             steps = int(limit * there) * self._period // int(self._counts[s]) // self.sequences_per_step
             yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,}: "
                    f"{planned / there:.2f} epochs, and data.max_epochs={limit:g}; set data.max_epochs="
-                   f"{math.ceil(100 * planned / there) / 100:g}, or steps={steps} at most, or give {name} less of data.mixture, "
-                   f"or prepare more text")
+                   f"{math.ceil(100 * planned / there) / 100:g}{f', or steps={steps} at most' * (steps > 0)}, or give {name} "
+                   f"less of data.mixture, or prepare more text")
 
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]

@@ -269,6 +269,7 @@ def test_more_than_the_data_allows_or_too_little_is_refused(folder):
     assert "set data.max_epochs=9.15, or steps=6 at most" in said
     load(folder, {"b": 1.0}, steps=7, sequences=2, max_epochs=2)
     assert "steps=7 at most" in refusal(folder, {"b": 1.0}, steps=8, sequences=2, max_epochs=2)
+    assert "max_epochs=4.58, or give b less" in refusal(folder, {"b": 1.0}, steps=2, sequences=16, max_epochs=2), "no steps=0"
     write_numbered(folder / "short", (0,), 0, val_windows=0)
     said = refusal(folder, {"short": 1})
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
