@@ -489,6 +489,9 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
     if is_run and not is_weights_only(manifest):
         if not (run_dir / "summary.json").exists():
             raise UserError(f"start_from={run_dir} is not finished, so its last checkpoint may not be the last: finish that run")
+        if step_of(path) != parent.total_steps:
+            raise UserError(f"start_from={run_dir} is finished after step {parent.total_steps}, but {path.name} is the last of "
+                            f"its checkpoints: put the one of its last step back")
         manifest |= {"step": 0, "state": {"imported": {
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     if not is_weights_only(manifest):

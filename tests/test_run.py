@@ -171,6 +171,10 @@ def test_a_run_trains_on_another_ones_weights_alone(tiny, tmp_path, capsys):
         assert call_train(capsys, parent, tmp_path).returncode == 0
         (parent.run_dir / "summary.json").rename(tmp_path / "summary.json")
     (tmp_path / "summary.json").rename(parent.run_dir / "summary.json")
+    last = parent.run_dir / "checkpoints/step_00000006"
+    last.rename(tmp_path / last.name)
+    assert "step_00000003 is the last of its checkpoints" in call_train(capsys, tuned, tmp_path).stderr
+    (tmp_path / last.name).rename(last)
     for override, told in (("model.qk_norm=true", "is another model: model.qk_norm is False there"), (
             f"start_from={parent.run_dir}/checkpoints/step_00000003", "alone; start_from=out/pretrained takes its weights")):
         done = call_train(capsys, tuned, tmp_path, override)
