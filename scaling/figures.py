@@ -307,7 +307,7 @@ def _title(groups, loss_key: str) -> str:
     if not groups[0].records:
         return f"Loss in {name_of(groups[0])} (n = {n} points)"
     arms = " and ".join(map(name_of, groups)) if len(groups) < 3 else f"{len(groups)} precisions"
-    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n}{' each' * (len(groups) > 1)})"
+    return f"Validation loss of {arms}, {EVALUATED[loss_key]} (n = {n}{' each' * (len(groups) > 1 and ',' not in n)})"
 
 
 def _caption(groups, pairs, others) -> str:
@@ -320,7 +320,7 @@ def _caption(groups, pairs, others) -> str:
     elif any(map(is_spread, groups)):
         parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
     elif "D" in first.x:
-        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per parameter.")
+        parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per {KIND[first.convention]}parameter.")
     if pairs:
         parts.append("Gap bars: ± 1 standard error.")
     if others:

@@ -381,9 +381,9 @@ def _warnings(group) -> list[str]:
                      f"{100 * lack['noise']:.2g} % (of {lack['noise_of']})")
         if less := lack["without"]:
             names = group.names_of(lack["left_out"])
-            lines.append(f"  without the {len(names)} points below {lack['below']:.3g} tokens per parameter "
-                         f"({', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}): {less.formula()}, residuals of "
-                         f"{100 * less.residual_rms:.2g} %")
+            lines.append(f"  without the {len(names)} points below {lack['below']:.3g} tokens per "
+                         f"{KIND[group.convention]}parameter ({', '.join(names[:SHOWN])}{', ...' * (len(names) > SHOWN)}): "
+                         f"{less.formula()}, residuals of {100 * less.residual_rms:.2g} %")
         else:
             lines.append("  leaving out early points, up to half of all, does not mend it: another form is needed")
     return lines

@@ -193,6 +193,17 @@ def test_bands_hold_the_law_and_the_forms(ladder):
     assert (np.isclose(edges[:, 1], low) | np.isclose(edges[:, 1], high)).all()
 
 
+def test_words_count_as_the_study_does(tmp_path):
+    for params, recipe, seed in ((40_000, "bf16", 1), (40_000, "bf16", 2), (40_000, "tensorwise", 1), (90_000, "bf16", 1),
+                                 (90_000, "tensorwise", 1)):
+        tokens = 20 * (params - 257 * int((params / 12) ** 0.5))
+        write_run(tmp_path / f"{params}{recipe}{seed}", params=params, recipe=recipe, seed=seed, tokens=tokens, curve=False)
+    (tmp_path / "study.json").write_text('{"params": "nonembed"}')
+    figure = draw(*study(tmp_path))
+    assert "All at 20 tokens per non-embedding parameter." in caption(figure)
+    assert figure.legends[0].get_title().get_text().replace("\n", " ").endswith("(n = 3, 2)")
+
+
 @pytest.mark.parametrize("is_there, width", [(False, 0.02), (True, 0.7)])
 def test_the_held_out_run_is_a_star_with_its_frozen_prediction(branches, is_there, width):
     groups, _, loss_key = branches
