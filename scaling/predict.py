@@ -152,7 +152,7 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     for form, fit_of in _forms(ray, points, floor).items():
         try:
             fit = fit_of()
-            reason = _unfit(form, fit, ray.loss)
+            reason = _unfit(form, fit, ray)
         except UserError as error:
             reason = str(error)
         if not reason:
@@ -213,14 +213,15 @@ def _forms(ray: Points, points: Points, floor: float) -> dict:
                                                  RESAMPLES)}
 
 
-def _unfit(form: str, fit, loss) -> str | None:
+def _unfit(form: str, fit, ray: Points) -> str | None:
     """Why a fitted form may not speak, or None."""
-    needed = FREE_RAY if form == "ray" else 3
-    if fit.n < needed:
-        return f"{fit.n} points; it needs {needed}"
+    if form != "chinchilla" and (computes := len(np.unique(ray.C))) < 3:
+        return f"{computes} different computes; it needs 3"       # seeds add none
+    if form == "ray" and fit.n < FREE_RAY:
+        return f"{fit.n} points; it needs {FREE_RAY}"
     if form in ("ray", "chinchilla") and not fit.identified:
         return fit.reason
-    if form.startswith("ray") and fit.parameters["E"] < COLLAPSED * loss.min():
+    if form.startswith("ray") and fit.parameters["E"] < COLLAPSED * ray.loss.min():
         return "it would need E below 0"
     return None if fit.optimum.covariance is not None else fit.reason or "no degree of freedom"
 

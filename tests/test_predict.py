@@ -64,7 +64,9 @@ def test_the_interval_is_the_union_of_its_forms():
     assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
     for name in set(forms(mixed)) & set(forms(alone)) - {"chinchilla"}:         # of the target's ratio alone
         assert forms(mixed)[name]["loss"] == forms(alone)[name]["loss"] and forms(mixed)[name]["n"] == 8
-    for points, why in ((points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"), (points_of(EPOCH, (5,)), "0 of 4 points")):
+    for points, why in ((points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"),
+                        (points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.* 3 of different compute are needed"),
+                        (points_of(EPOCH, (5,)), "0 of 4 points")):
         with pytest.raises(UserError, match=why):
             forecast(points, TARGET)
     steep = forecast(points_of(SimpleNamespace(loss=lambda N, D: 400 * (6 * N * D) ** -0.13)), TARGET)
