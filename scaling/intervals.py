@@ -97,7 +97,10 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     with np.errstate(invalid="ignore", over="ignore"):          # a factor may overflow; law.json then has null
         se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
     ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
-    optimum = replace(best, covariance=np.cov(thetas[converged].T), dof=len(labels) - 1)
+    moved = thetas[converged]
+    if "E" in fit.parameters:       # linear in E, as the loss is: where it runs to 0 its logarithm would be all of the spread
+        moved[:, 0] = best.theta[0] + np.expm1(moved[:, 0] - best.theta[0])
+    optimum = replace(best, covariance=np.cov(moved.T), dof=len(labels) - 1)
     return replace(fit, se=se, ci95=ci95, interval="bootstrap", clusters=len(labels), resamples=resamples,
                    failed=int((~converged).sum()), optimum=optimum)
 

@@ -108,6 +108,18 @@ def test_the_interval_follows_the_number_of_trajectories():
     assert ratio == pytest.approx(3e-3 / low.residual_rms)
 
 
+def test_an_interval_survives_resamples_whose_E_runs_to_zero():
+    """Resamples whose ln E is anything below 0 may not be all of the spread: the interval of the law is about Student's."""
+    N, D, _ = ladder(np.geomspace(2.1e7, 1.3e9, 8), (5, 20, 80))
+    loss = (400 * N**-0.25 + 900 * D**-0.27) * np.exp(np.random.default_rng(3).normal(0, 3e-3, 24))
+    points = Points(N, D, 6 * N * D, loss, np.arange(24))
+    fit = fitted(points)
+    final = with_bootstrap(fit, points)
+    assert final.interval == "bootstrap" and final.identified and final.ci95["E"][0] < 1e-3
+    widths = [np.log(high / low) for _, low, high in (one.interval_at(1e10, 2e11) for one in (fit, final))]
+    assert widths[1] == pytest.approx(widths[0], rel=0.5)
+
+
 @pytest.mark.parametrize(("seeds", "interval"), [(1, "cluster"), (3, "cluster"), (5, "bootstrap")])
 def test_intervals_cover_when_branches_share_their_trunks_luck(seeds, interval):
     """Trunks 0.1 % apart, branches 0.02 %: nominal 95 % covers at least 90 %, the prediction at 1.5B included, where the plain
