@@ -397,16 +397,16 @@ def law_lines(group, axis: str, grid) -> list[Line]:
 
 def joined(group, axis: str, values) -> list[tuple[float, np.ndarray, np.ndarray]]:
     """(value, x, loss) of lines over D or N that join the points of one size or one ratio, means over seeds, where no law is
-    drawn there and the points are few: the eye takes a cloud of two dimensions for noise."""
+    drawn there and the points are few, FEW lines at most: the eye takes a cloud of two dimensions for noise."""
     if axis == "C" or is_surface(group) or not is_spread(group) or len(group.loss) >= MANY:
         return []
     lines = []
-    for value in _few(values):
+    for value in _distinct(values):
         near = np.abs(np.log(values / value)) < np.log(1.05)
         x = np.unique(group.x[axis][near])
         if len(x) > 1:
             lines.append((value, x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x])))
-    return lines
+    return [lines[round(i)] for i in np.linspace(0, len(lines) - 1, min(len(lines), FEW))]
 
 
 def _line(law, x, where, each=None) -> Line:
@@ -431,12 +431,16 @@ def _cheapest(group, compute):
     return N, D
 
 
-def _few(values) -> list[float]:
-    """The distinct values (within 5 %) where they are few, else three round ones that span them."""
+def _distinct(values) -> list[float]:
+    """The medians of values that lie within 5 %, ascending."""
     values = np.sort(values)
-    groups = np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))
-    if len(groups) <= FEW:
-        return [float(np.median(some)) for some in groups]
+    return [float(np.median(some)) for some in np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))]
+
+
+def _few(values) -> list[float]:
+    """The distinct values where they are few, else three round ones that span them."""
+    if len(found := _distinct(values)) <= FEW:
+        return found
     near = np.quantile(values, (0.05, 0.5, 0.95))
     return sorted({float(min((m * 10.0 ** np.floor(np.log10(v)) for m in (1, 2, 5, 10)), key=lambda r: abs(np.log(r / v))))
                    for v in near})

@@ -292,5 +292,9 @@ def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():
     for value, x, loss in by_ratio:
         assert x.tolist() == [1e6, 4e6] and np.allclose(loss, 3.05 - np.log10(value * x) / 10)
     assert joined(group, "C", N) == []
+    N = np.repeat(sizes := np.geomspace(1e6, 1e9, 9), 2)        # of many sizes some
+    points = Points(N=N, D=N * np.tile([5.0, 20.0], 9), C=N, loss=N, cluster=N)
+    group.points, group.x, group.loss = points, {"N": N, "D": points.D}, N
+    assert [value for value, *_ in joined(group, "D", N)] == pytest.approx(sizes[[0, 2, 3, 5, 6, 8]])
     group.headline = "chinchilla"
     assert joined(group, "D", N) == []
