@@ -48,6 +48,7 @@ from scaling.records import (
     without_repeats,
 )
 
+BESIDE_RUNS = (".log", ".json", ".md")      # files of a study that a pattern of the shell names too
 LINES = 40                  # of text, without --all
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
@@ -98,7 +99,7 @@ def main(arguments: list[str]) -> int:
 def _check(o: Options) -> None:
     """Refuse what does not go together."""
     strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
-    table = next((path for path in o.paths if Path(path).is_file() and not path.endswith(".log")), None)
+    table = next((path for path in o.paths if Path(path).is_file() and not path.endswith(BESIDE_RUNS)), None)
     for is_wrong, sentence in (
             (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
             (not o.points and not o.paths, "no runs given: name run folders such as out/<run>, a folder that holds them, or a "

@@ -295,6 +295,7 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
     ("good out=r seed_sd=nan", "seed_sd="), ("good out=good/a/summary.json", "out=good/a/summary.json is a file: name a folder"),
     ("absent out=r", "absent does not exist: give a run's folder such as out/<run>, or a folder that holds"),
     ("good/a.log out=r", "no finished run in good/a.log"),
+    ("good/a/summary.json out=r", "good/a/summary.json is a file: give a run's folder"),
     ("t.csv out=r", "t.csv is a file: a table of points is given as --points t.csv --n COL --loss COL"),
     ("mixed out=r", "a and b differ in tokenizer_sha256"), ("broken out=r", "broken/a/summary.json is not valid JSON"),
     ("raw out=r", "no run is left to fit"),
