@@ -314,7 +314,7 @@ def _caption(groups, pairs, others) -> str:
     """The first group's law, then what the lines are; law.json has the laws of all with their intervals."""
     first, axis, parts = groups[0], "C" if "C" in groups[0].x else "N", []
     if law := first.laws["chinchilla"] if is_surface(first) else first.lines.get(axis):
-        parts.append(f"{name_of(first)}: {law.formula(axis)}.")
+        parts.append(f"{name_of(first)}: {law.formula()}.")
     if any(map(is_surface, groups)):
         parts.append("Lines: lowest loss for a compute, of one size N, of one ratio D / N.")
     elif any(map(is_spread, groups)):

@@ -138,8 +138,8 @@ class Fit:
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
         return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
 
-    def formula(self, symbol: str | None = None) -> str:
-        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted. symbol: of another abscissa."""
+    def formula(self) -> str:
+        """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted."""
         if self.objective is None:
             return ""
         p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
@@ -148,7 +148,7 @@ class Fit:
         floor = f"{p['E']} + " if "E" in p else ""
         factor, exponent = NAMES[self.form][-2:]
         law = f"{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}" if self.form.startswith("chinchilla") else (
-            f"{p[factor]} {symbol or AXIS[self.form]}^-{p[exponent]}")
+            f"{p[factor]} {AXIS[self.form]}^-{p[exponent]}")
         return f"L = {floor}{law}".replace("^--", "^")
 
     def plain(self) -> dict:
