@@ -86,6 +86,7 @@ class Optimum:
     covariance: np.ndarray | None       # (p, p) of theta; None without a degree of freedom
     dof: int
     sigma: float | None                 # of one run's ln loss
+    lowest: float                       # smallest ln loss of the points, which ln E lies below
 
 
 @dataclass(frozen=True)
@@ -314,7 +315,7 @@ def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, 
     is_singular = singular[-1] < SINGULAR * singular[0]
     if why is None and is_singular:
         why = "the points do not separate the parameters (singular Jacobian)"
-    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms)
+    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min()))
     fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
               singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
     if n <= p or is_singular:
@@ -337,7 +338,8 @@ def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
             continue
         width = float(np.sqrt(gradient @ covariance @ gradient))
         se[name] = width * fit.parameters[name] if name in FACTORS else width
-        ci95[name] = tuple(back(name, value + side * quantile * width) for side in (-1, 1))
+        top = best.lowest if name == "E" else math.inf
+        ci95[name] = tuple(back(name, min(value + side * quantile * width, top)) for side in (-1, 1))
     return judged(replace(fit, se=se, ci95=ci95, interval=interval))
 
 

@@ -128,6 +128,9 @@ def test_what_points_cannot_say_is_said():
     assert pure.reason == "E runs to zero: the points fall at least as fast as a pure power law"
     vague = fit_ray(C[:4], L[:4] * np.array([1.002, 0.998, 1.003, 0.999]))
     assert not vague.identified or vague.ci95["gamma"][0] > 0
+    few = L[-4:] * np.exp(np.random.default_rng(5).normal(0, 2e-3, 6))[-4:]
+    above = fit_ray(C[-4:], few)        # ln E is uncertain, yet E lies below each loss
+    assert above.identified and above.ci95["E"][1] == pytest.approx(few.min(), rel=1e-12)
     x, noise = np.geomspace(1e15, 1e20, 30), np.random.default_rng(2).normal(0, 0.01, 30)
     for loss in (0 * x + 3, 3 * np.exp(noise), 3 * (x / 1e17) ** 0.05):         # no loss that falls
         assert not fit_ray(x, loss).identified and not fit_power(x, loss).identified
