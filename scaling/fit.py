@@ -364,7 +364,11 @@ def _print(groups, notes, said, folder: Path, everything: bool) -> None:
         lines += ["", f"{group.recipe}: every law", *_table(_law_rows(group))]
         lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
     if len(notes) > 4 and not everything:
-        notes = [*notes[:3], f"... and {len(notes) - 3} more such notes in law.json"]
+        kinds: dict[tuple[str, ...], list[str]] = {}        # a note is "verb run: reason", the reason's last word at most its own
+        for note in notes:
+            kinds.setdefault((note.split()[0], *note.partition(": ")[2].split()[:-1]), []).append(note)
+        notes = [line for some in kinds.values() for line in (
+            some if len(some) < 3 else [f"{some[0]} (and {len(some) - 1} more such, in law.json)"])]
     lines, room = "\n".join([*lines, "", *notes]).lstrip("\n").split("\n"), max(1, LINES - 2 - len(said))
     if len(lines) > room and not everything:
         lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]

@@ -216,6 +216,18 @@ def test_few_runs_and_several_ratios(tmp_path, capsys, no_figure):
         "the points lie at 5 to 40 tokens per parameter; the ray law needs one ratio")
 
 
+def test_of_many_notes_each_kind_is_said(tmp_path, capsys, no_figure):
+    write_ladder(tmp_path)
+    for repeat in range(1, 6):
+        write_run(tmp_path / f"r{repeat}", repeat=repeat, curve=False)
+    write_run(tmp_path / "late", params=300_000, is_annealed=False)
+    write_run(tmp_path / "new", params=200_000, curve=False)
+    out = asked(capsys, cli.main, tmp_path)
+    for line in ("left out late: its learning rate", "own (and 4 more such, in law.json)\n", "unpaired new: ", "left out r1: "):
+        assert line in out, line
+    assert "left out r2" not in out
+
+
 def test_every_convention_counts_trajectories_and_says_where_compute_goes(study):
     """params_matmul equals params_total in these runs: the same points, so the same interval; a depends on what C counts."""
     group = strict(study[0] / "law" / "law.json")["groups"]["bf16"]
