@@ -36,6 +36,7 @@ SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the 
 RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
 GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
 VACUOUS = 0.1               # of the loss: an interval that reaches farther holds every plausible outcome
+POINT = "recipe", "params_total", "tokens"      # what runs of one point share, whatever their seed
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
 
@@ -128,7 +129,7 @@ def is_of(record, prediction: Prediction) -> bool:
 
 def is_at(record, goal: dict) -> bool:
     """Whether a run has a target's recipe, size and tokens, whatever its seed."""
-    return all(getattr(record, key) == goal[key] for key in ("recipe", "params_total", "tokens"))
+    return all(getattr(record, key) == goal[key] for key in POINT)
 
 
 def digest(content: dict) -> str:
@@ -292,12 +293,13 @@ def _target(name: str, roots, configs: Path) -> dict:
 
 
 def _check_absent(target: str, goal: dict, groups, roots) -> None:
-    """Raise UserError where the run has begun, or where a run of its recipe, size and tokens is finished."""
+    """Raise UserError where a run of its recipe, size and tokens has begun, by its own name or one of a study, or is finished."""
     there = [record.run_id for group in groups for record in group.records if record.run_id == target or is_at(record, goal)]
     there += [held.name for group in groups for held in group.held_out if held.loss is not None and (held.name == target or (
         group.recipe == goal["recipe"] and (goal[f"params_{group.convention}"], goal["tokens"]) == (held.N, held.D)))]
-    there += [target for root in roots for name in ("summary.json", "metrics.jsonl", "checkpoints")
-              if (root / target / name).exists()]
+    there += [run["run"] for root in roots for run in [{"run": target} | goal, *read_study(root).get("runs", [])]
+              if all(run.get(key) == goal[key] for key in POINT)
+              and any((root / run["run"] / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoints"))]
     if there:
         raise UserError(f"{there[0]} has begun or is finished, and it is the run to be predicted: only what nobody has seen can "
                         "be predicted")

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -237,6 +238,12 @@ def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
         with pytest.raises(UserError, match=f"{name} has begun or is finished"):
             predict.freeze("big", groups, tmp_path)
     (study / "big" / "metrics.jsonl").unlink()
+    plan = json.loads((study / "study.json").read_text())
+    (study / "study.json").write_text(json.dumps(plan | {"runs": [*plan["runs"], GOAL | {"run": "second"}]}))
+    (study / "second" / "checkpoints").mkdir(parents=True)      # another seed of the same point is under way
+    with pytest.raises(UserError, match="second has begun or is finished"):
+        predict.freeze("big", clean, tmp_path)
+    shutil.rmtree(study / "second")
     write_big(study, "other_seed", seed=7)              # another name and seed, the same point
     with pytest.raises(UserError, match="other_seed has begun or is finished"):
         predict.freeze("big", groups_of(study), tmp_path)
