@@ -107,6 +107,8 @@ def _check(o: Options) -> None:
             (o.points and o.paths, f"{' '.join(o.paths)!r} beside --points: give runs or one table; quote names with spaces"),
             (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
             (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
+            (o.commit and not o.predict, f"commit={o.commit!r} is named by a prediction alone: give --predict RUN too"),
+            ((o.seed_sd or 0) < 0, f"seed_sd={o.seed_sd} must not be below 0"),
             (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
             (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs")):
         if is_wrong:

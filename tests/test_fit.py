@@ -303,6 +303,8 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
     ("good --out", "--out needs a value"), ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"),
     ("good out=r n=N", "n='N' must be total or nonembed for runs"),
     ("good out=r loss=fp8", "loss='fp8' must be bf16 or as_trained"),
+    ("good out=r commit=abc", "commit='abc' is named by a prediction alone: give --predict RUN too"),
+    ("good out=r seed_sd=-1", "seed_sd=-1.0 must not be below 0"),
     ("good out=r d=D", "d: only for a table of points"), ("good out=r --where a=b", "where: only for a table of points"),
     ("good out=r seed_sd=nan", "seed_sd="), ("good out=good/a/summary.json", "out=good/a/summary.json is a file: name a folder"),
     ("absent out=r", "absent does not exist: give a run's folder such as out/<run>, or a folder that holds"),
