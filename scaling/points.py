@@ -55,6 +55,9 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     # Stable: of equal losses the one that stands first in the file goes first.
     dropped = sorted(sorted(kept, key=lambda line: -values[loss][line])[:drop_highest])
     kept = [line for line in kept if line not in dropped]
+    if cluster and (nameless := [line for line in kept if not rows[line][cluster]]):
+        raise UserError(f"{path} line {nameless[0]}, column {cluster!r} is empty: name the run there, for rows without a "
+                        "name would pass for one run")
     N, L, third = (np.array([values[name][line] for line in kept]) if name else np.ones(len(kept)) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
     points = Points(N=N, D=D, C=C, loss=L, cluster=np.array([rows[line][cluster] if cluster else line for line in kept]))

@@ -102,6 +102,7 @@ def test_conditions_and_clusters(tmp_path):
     assert chosen.source["filters"] == {"run": ["b", "a"]} and chosen.source["rows_filtered_out"] == 2
     assert chosen.notes == ["4 of 6 rows of points.csv meet run = b or a"]
     assert chosen.points.cluster.tolist() == ["a", "b", "b", "b"]
+    assert refusal(path, cluster="lr").startswith("line 7, column 'lr' is empty: name the run there")
     assert refusal(path, where=["run=x"]) == "no row has run=x; values there: a, b, c, d"
     assert refusal(path, where=["run=a", "lr=0.03"]) == "no row meets all of run=a; lr=0.03"
     assert refusal(path, where=["runs=a"]) == "has no column 'runs'; did you mean 'run'?"
