@@ -316,32 +316,34 @@ def report_study(folder: Path) -> str:
 
 
 def study_runs(records: list[Record]) -> list[dict]:
-    """A row per size, recipe, budget and learning rate: means over its seeds, medians of the speed; the null runs are rows of
-    their own."""
+    """A row per size, recipe, budget, learning rate and machine: means over its seeds, medians of the speed; the null runs are
+    rows of their own."""
     groups, rows = {}, []
     for one in records:
-        groups.setdefault((one.N, one.recipe, one.repeat, one.tokens, one.device, one.lr_peak), []).append(one)
-    for (N, recipe, repeat, tokens, device, lr), some in groups.items():
-        base = groups.get((N, "bf16", 0, tokens, device, lr), [])
+        machine = one.device, one.n_gpu, one.is_compiled
+        groups.setdefault((one.N, one.recipe, one.repeat, one.tokens, one.lr_peak, *machine), []).append(one)
+    for (N, recipe, repeat, tokens, lr, *machine), some in groups.items():
+        base = groups.get((N, "bf16", 0, tokens, lr, *machine)) if recipe != "bf16" else None
         rate = median(one.tok_per_s_median for one in some)
-        alike = recipe != "bf16" and base and {one.is_compiled for one in base} == {one.is_compiled for one in some}
         rows.append({"N": N, "recipe": recipe + " null" * bool(repeat), "tokens": tokens, "tokens_per_param": tokens / N,
-                     "lr_peak": lr,
-                     "runs": [one.run_id for one in some], "seeds": sorted({one.seed for one in some}), "device": device,
+                     "lr_peak": lr, "runs": [one.run_id for one in some], "seeds": sorted({one.seed for one in some}),
+                     "device": machine[0], "n_gpu": machine[1],
                      "loss_bf16": mean(one.loss_bf16 for one in some), "tok_per_s_median": rate,
                      "loss_as_trained": mean(one.loss_as_trained for one in some),
-                     "speed_against_bf16": rate / median(one.tok_per_s_median for one in base) if alike else None})
+                     "speed_against_bf16": rate / median(one.tok_per_s_median for one in base) if base else None})
     return rows
 
 
 def _runs(rows: list[dict]) -> str:
     lines = [["N", "recipe", "tokens", "tokens/N", "peak rate", "seeds", "loss in BF16 [nats/token]", "as trained", "tokens/s",
               "speed against BF16", "device"]]
-    is_sweep = len({(row["N"], row["recipe"], row["tokens"], row["device"]) for row in rows}) < len(rows)   # of learning rates
+    runs = {(row["N"], row["recipe"], row["tokens"], row["lr_peak"]) for row in rows}
+    is_sweep = len({run[:3] for run in runs}) < len(runs)       # of learning rates
     lines += [[si(row["N"]), row["recipe"], si(row["tokens"]), f"{row['tokens_per_param']:.3g}",
                f"{row['lr_peak']:g}" if is_sweep and row["lr_peak"] else "",
                ", ".join(map(str, row["seeds"])), f"{row['loss_bf16']:.4f}", f"{row['loss_as_trained']:.4f}",
-               f"{row['tok_per_s_median']:,.0f}", _fixed(row["speed_against_bf16"], 3), row["device"]] for row in rows]
+               f"{row['tok_per_s_median']:,.0f}", _fixed(row["speed_against_bf16"], 3),
+               f"{row['n_gpu']} x " * (row["n_gpu"] > 1) + row["device"]] for row in rows]
     return grid(lines) + ("\n\nLosses: means over the seeds; gaps of single pairs are below. Speed: of the median step."
                           + f" {CPU}" * any(row["device"].startswith("cpu") for row in rows))
 

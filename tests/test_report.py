@@ -325,6 +325,17 @@ def test_runs_at_several_learning_rates_are_not_taken_for_seeds(tmp_path, capsys
     assert [line[4:7] for line in cells(out)[1:3]] == [["0.002", "1, 2", "3.2000"], ["0.004", "1, 2", "3.4000"]]
 
 
+def test_speeds_of_other_numbers_of_gpus_are_not_compared(tmp_path, capsys):
+    for recipe, seed, n_gpu, speed in (("bf16", 1, 8, 8000.0), ("bf16", 2, 8, 8200.0), ("bf16", 3, 1, 1000.0),
+                                       ("tensorwise", 1, 1, 1300.0), ("tensorwise", 2, 8, 9720.0)):
+        write_arm(tmp_path / "s" / f"{recipe}_{seed}", recipe, seed=seed, n_gpu=n_gpu, tok_per_s_median=speed)
+    out = asked(capsys, report.main, "--study", tmp_path / "s")
+    assert [[line[1], *line[-3:]] for line in cells(out)[1:5]] == [
+        ["bf16", "8,100", "", "8 x NVIDIA H100 80GB HBM3"], ["bf16", "1,000", "", "NVIDIA H100 80GB HBM3"],
+        ["tensorwise", "1,300", "1.300", "NVIDIA H100 80GB HBM3"],
+        ["tensorwise", "9,720", "1.200", "8 x NVIDIA H100 80GB HBM3"]]
+
+
 def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
     folder = shutil.copytree(study, tmp_path / "s")
     path = folder / "s30000_bf16_1/summary.json"
