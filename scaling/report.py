@@ -29,8 +29,18 @@ from scaling import learning_rate
 from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
 from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
 from scaling.pairs import Gap, Pair, null_pairs, pairs
-from scaling.predict import load
-from scaling.records import LAW_FOLDER, Record, listed, read_json, read_runs, read_study
+from scaling.predict import is_held, load
+from scaling.records import (
+    LAW_FOLDER,
+    Record,
+    from_scratch,
+    listed,
+    read_json,
+    read_runs,
+    read_study,
+    usable,
+    without_repeats,
+)
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 SAME = {"val_sha256": "validation set", "tokenizer_sha256": "tokenizer", "data_sha256": "training data"}
@@ -293,7 +303,9 @@ def report_study(folder: Path) -> str:
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
     told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
-    notes += _stale(records, law, "law.json") + _stale(records, precision, "precision.json")
+    whole = usable(records)[0]
+    points = [one for one in from_scratch(without_repeats(whole)[0])[0] if not is_held(one, predictions, held)]
+    notes += _stale(records, points, law, f"fit.py {folder}") + _stale(records, whole, precision, f"precision.py {folder}")
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
         sections = {
@@ -402,11 +414,15 @@ def _gaps(precision: dict, folder: Path) -> str:
         + precision["ranking"]["reason"]])
 
 
-def _stale(records: list[Record], made: dict, name: str) -> list[str]:
-    """Sentences where a file was made from other runs than those that are there now."""
+def _stale(records: list[Record], wanted: list[Record], made: dict, command: str) -> list[str]:
+    """Sentences where a file was made from other runs than those that are there now. wanted: those of `records` that it would
+    take; command: what makes it, after scaling/."""
     there = {record.run_id: record.summary_sha256 for record in records}
-    changed = [one["run_id"] for one in made.get("inputs", []) if there.get(one["run_id"]) != one["summary_sha256"]]
-    return [f"{name} is not of these files: {listed(changed)} went in with other bytes"] * bool(changed)
+    taken = {one["run_id"]: one["summary_sha256"] for one in made.get("inputs", [])}
+    changed = [run for run, digest in taken.items() if there.get(run) != digest]
+    new = [record.run_id for record in wanted if taken and record.run_id not in taken]
+    return [f"scaling/{command} was run {what}: run it again" for what in (
+        *[f"when {listed(changed)} had other files"] * bool(changed), *[f"before {listed(new)} had finished"] * bool(new))]
 
 
 def _figure(folder: Path, name: str) -> str:

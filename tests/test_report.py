@@ -340,8 +340,13 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     folder = shutil.copytree(study, tmp_path / "s")
     path = folder / "s30000_bf16_1/summary.json"
     path.write_text(path.read_text() + " ")
+    write_run(folder / "later_bf16", params=90_000)
+    write_run(folder / "later_null", params=90_000, repeat=1)       # of use to precision.py alone
     asked(capsys, report.main, "--study", folder)
-    assert "law.json is not of these files: s30000_bf16_1 went in with other bytes" in (folder / "README.md").read_text()
+    notes = (folder / "README.md").read_text().split("## Notes\n\n")[1].splitlines()
+    assert notes == [f"- scaling/{name} {folder} was run {what}: run it again" for name, new in (
+        ("fit.py", "later_bf16"), ("precision.py", "later_bf16, later_null, s240000_bf16_1")) for what in (
+        "when s30000_bf16_1 had other files", f"before {new} had finished")]
     score = folder / "law/score_s240000_bf16_1.json"
     score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
     assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)
