@@ -97,7 +97,8 @@ def read_margin(records, given: float | None = None) -> Margin | None:
             raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}); expected margin_percent and "
                             "declared, as scaling/sweep.py writes them: restore it or give margin=PERCENT") from None
         when = f"after {early} of {len(begun)} runs had begun" if early or not begun else "before the runs"
-        found[percent] = Margin(percent, f"{folder}/study.json, declared {study['declared']}, {when}", bool(begun) and not early)
+        if not (is_declared := bool(begun) and not early) or percent not in found:      # of equal ones a late one counts
+            found[percent] = Margin(percent, f"{folder}/study.json, declared {study['declared']}, {when}", is_declared)
     if len(found) > 1 or any(not 0 < percent < 100 for percent in found):
         raise UserError(f"margin: {', '.join(map(str, found))}; expected one number of per cent of the loss, above 0 and below "
                         "100: correct it, analyse one study at a time, or give margin=PERCENT")
