@@ -106,6 +106,7 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
         settings = {f"{key}.{name}" if name else key: item for key, value in config.items()
                     for name, item in (value.items() if isinstance(value, dict) else [("", value)])}
         settings |= {key: summary.get(key) for key in ("device", "n_gpu", "torch", "torchao", "git_commit")}
+        settings["start_from"] = record.parent_step or config.get("start_from")     # each branch leaves the trunk of its recipe
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({record.run_id})"
         history = read_history(record.folder)
         if not len(history.train["step"]):

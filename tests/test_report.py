@@ -179,6 +179,15 @@ def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path,
     assert "another training data" in err and str(tmp_path / "runs/third") in err and not (tmp_path / "r").exists()
 
 
+def test_branches_of_trunks_of_their_own_are_one_training(tmp_path, capsys):
+    def branch(recipe, step):
+        return write_arm(tmp_path / f"{recipe}_{step}", recipe, steps=40 + step, parent_step=step or None,
+                         settings={"start_from": f"out/{recipe}_t20/checkpoints/step_{step:08d}" if step else None})
+    bf16 = branch("bf16", 50)
+    assert call(capsys, bf16, branch("tensorwise", 50))[1]["notes"] == []
+    assert "start_from 50 against None" in str(call(capsys, bf16, branch("rowwise", 0))[1]["notes"])
+
+
 def test_what_differs_besides_is_said_and_another_machine_has_no_speed(runs, tmp_path, capsys):
     other = write_arm(tmp_path / "runs/other", "tensorwise", settings={"eval": {"every": 5}, "fp8": {"head": True}},
                       device="NVIDIA H200")
