@@ -207,11 +207,12 @@ def read_law(path: str | None) -> Law:
     content = read_json(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
         raise UserError(f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS n=total out=DIR)")
-    groups = content.get("groups", {})
-    recipe = "bf16" if "bf16" in groups else next(iter(groups), None)
-    runs = [one for one in content.get("inputs", []) if one["recipe"] == recipe]
+    groups = content.get("groups", {"bf16": content})       # a table's law.json has one set of laws
+    if "bf16" not in groups:
+        raise UserError(f"{path} holds no law of BF16 runs, only of {', '.join(groups)}: fit both, or plan without law=")
+    runs = [one for one in content.get("inputs", []) if one["recipe"] == "bf16"]
     points, names = tuple((one["N"], one["D"], one["trunk"]) for one in runs), frozenset(one["run_id"] for one in runs)
-    said = (groups[recipe] if recipe else content)["laws"]["chinchilla"]
+    said = groups["bf16"]["laws"]["chinchilla"]
     if not said["identified"]:
         return Law(EPOCH, f"{path} identifies no L(N, D) ({said['reason']}), so {published}", points, names)
     surface = Surface(path, path, **{key: said[key] for key in ("E", "A", "B", "alpha", "beta")})

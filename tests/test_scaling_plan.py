@@ -126,6 +126,8 @@ def test_own_law_is_told_with_its_reach_and_knows_what_is_done(tmp_path, capsys)
     out = output(capsys, f"law={tmp_path / 'law.json'}")
     assert "law.json, 16 points" in out and "16 runs done; " in out and "a wide prior" not in out
     assert "gpt125m at 20 " not in out and "gpt760m at 20" in out
+    groups = {"tensorwise": json.loads((tmp_path / "law.json").read_text())["groups"]["bf16"]}     # with the gap in it
+    assert "no law of BF16 runs, only of tensorwise" in output(capsys, f"law={write_law(tmp_path, groups=groups)}", code=2)
     published = read_law(None)
     assert published.beyond(360e6, 400 * 360e6) == "" and published.beyond(53e6, 735e9).startswith("13,868 tokens per parameter")
 
