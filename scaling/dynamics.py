@@ -22,7 +22,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from runtime.cli import UserError, grid
 from runtime.progress import si
 from runtime.rows import metrics_rows, read_rows
-from scaling.figures import RC, counts_axis, render, settle, sheet, steps_axis, write_files
+from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, steps_axis, write_files
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project
 # A shape of its own for each name; any other name gets OTHER.
@@ -38,8 +38,6 @@ SCALES, SHARES = ("scale_min", "scale", "scale_max"), ("underflow", "saturated")
 PROBED = (*SCALES, *SHARES, "error")
 OUTLIERS = ("attention_logit_max", "swiglu_amax", "swiglu_rms")
 KINDS = ("qkv", "out", "gate_up", "down", "head")
-STYLES = ((BLUE, "o"), (ORANGE, "s"), ("#009E73", "D"), ("#CC79A7", "^"), ("#E69F00", "v"), ("#56B4E9", "P"), ("#000000", "X"),
-          ("#8B5A00", "*"))
 WINDOW = 40         # losses are smoothed over a fortieth of the steps
 
 
@@ -303,11 +301,12 @@ def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
                                   in zip(inference.items(), itertools.cycle("sDo^v<>"), strict=False))]
     layers = list(dict.fromkeys(layer for *_, source in sources for layer in source.layers))
     kinds = list(kinds_of(layers))
-    style = {kind: STYLES[(KINDS.index(kind) if kind in KINDS else len(KINDS) + i) % len(STYLES)] for i, kind in enumerate(kinds)}
+    place_of = {kind: KINDS.index(kind) if kind in KINDS else len(KINDS) + i for i, kind in enumerate(kinds)}
+    style = {kind: {key: STYLES[i % len(STYLES)][key] for key in ("color", "marker")} for kind, i in place_of.items()}
     blocks = {place(layer)[0] for layer in layers}
     end = max(blocks - {math.inf}, default=-1) + 1      # where the head is drawn
     hollow = {"markersize": 4.4, "markerfacecolor": "none", "markeredgewidth": 0.6, "linestyle": "none"}
-    handles = [Line2D([], [], color=style[kind][0], marker=style[kind][1], markersize=2.4, label=kind) for kind in kinds]
+    handles = [Line2D([], [], **style[kind], markersize=2.4, label=kind) for kind in kinds]
     handles += [Line2D([], [], color="#444444", marker=marker, label=label, **hollow) for label, marker, _ in sources[1:]]
     title = f"Scales of FP8 tensors in {name} ({probe.recipe}; n = {len(probe.layers)} Linears, {len(probe.steps)} probed steps)"
     figure, panels = sheet((7.4, 4.9), 2, 3, title, caption, handles, 8, sharey="col")
@@ -317,7 +316,7 @@ def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
             for kind, rows in kinds_of(source.layers).items():
                 shift = 0.14 * (kinds.index(kind) - (len(kinds) - 1) / 2)   # whiskers beside each other
                 x = [min(place(source.layers[i])[0] + shift, end) for i in rows]
-                colour, filled = style[kind]
+                colour, filled = style[kind].values()
                 if label:
                     top.plot(x, middle[rows], marker=marker, color=colour, **hollow)
                 else:

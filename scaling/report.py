@@ -26,8 +26,8 @@ from matplotlib.lines import Line2D
 from runtime.cli import UserError, command, grid, run_command
 from runtime.progress import si
 from scaling import learning_rate
-from scaling.dynamics import STYLES, History, read_history, running_mean, window_of
-from scaling.figures import RC, as_json, settle, sheet, steps_axis, write_files, write_with
+from scaling.dynamics import History, read_history, running_mean, window_of
+from scaling.figures import RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import is_held, load
 from scaling.records import (
@@ -254,8 +254,9 @@ def draw_losses(arms: list[Arm]) -> Figure:
             gaps[arm.label] = both, 100 * _smooth(loss[second] - base[first], CALM) / _smooth(base[first], CALM)
     caption = (f"Training: mean over {window_of(arms[0].history.train['step'])} steps. Validation: each run as it was trained. "
                "Minus BF16, above zero: worse than BF16.")
-    looks = {arm.label: {"color": color, "marker": marker, "linewidth": 2.2 if color == STYLES[0][0] else 1.2, "markersize": 3.6}
-             for arm, (color, marker) in zip(arms, (STYLES * len(arms))[not has_base:], strict=False)}      # blue is BF16's alone
+    names = ["bf16", *(arm.label for arm in arms[has_base:])]      # blue is BF16's alone
+    looks = {arm.label: {"color": style["color"], "marker": style["marker"], "linewidth": 2.2 if style is STYLES[0] else 1.2,
+                         "markersize": 3.6} for arm, style in zip(arms, styles(names)[not has_base:], strict=True)}
     handles, record = [Line2D([], [], label=label, **look) for label, look in looks.items()], arms[0].record
     title = f"Loss: {si(record.params_total)} parameters, {si(record.tokens)} tokens (n = 1 run each)"
     with matplotlib.rc_context(RC):
@@ -267,7 +268,7 @@ def draw_losses(arms: list[Arm]) -> Figure:
                 panel.plot(x, y, **looks[label], markevery=((offset * every) // 5 % every, every))
                 ends += [np.quantile(y[len(y) // 10:], (0.01, 0.99))] if len(y) else []
             if ends and name.endswith("[%]"):
-                panel.axhline(0, color=STYLES[0][0], linewidth=1.4, zorder=1)
+                panel.axhline(0, color=STYLES[0]["color"], linewidth=1.4, zorder=1)
                 low, high = min(0, np.min(ends)), max(0, np.max(ends))
             elif ends:                      # nor does one run that diverged
                 low, high = np.min(ends), min(np.max(ends), 1.5 * min(end[1] for end in ends))
