@@ -47,6 +47,8 @@ def window_of(values) -> int:
 
 def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
     """Running mean over so many times window_of values; the window is cut where it would leave the ends."""
+    if not len(values):
+        return values
     kernel = np.ones(min(times * window_of(values), len(values)))
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
@@ -140,9 +142,7 @@ def draw(history: History, name: str) -> Figure:
         known = np.isfinite(history.train[key])
         panel.plot(history.train["step"][known], history.train[key][known], color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
         x, y = _accepted(history.train, key)
-        if len(y):
-            y = y if key == "lr" else running_mean(y)
-            panel.plot(x, y, "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
+        panel.plot(x, y if key == "lr" else running_mean(y), "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
     for rows, color in ((history.undone_val, GREY), (history.val, "#000000")):
         panels["loss"].plot(rows["step"], rows["loss"], "D", color=color, markersize=3.4, markerfacecolor="white", zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))

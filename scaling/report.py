@@ -242,7 +242,7 @@ def _fixed(value: float | None, digits: int) -> str:
 def draw_losses(arms: list[Arm]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over steps."""
     train, val = ({arm.label: _finite(getattr(arm.history, key)) for arm in arms} for key in ("train", "val"))
-    panels = {"training loss\n[nats/token]": {label: (x, _smooth(y)) for label, (x, y) in train.items()},
+    panels = {"training loss\n[nats/token]": {label: (x, running_mean(y)) for label, (x, y) in train.items()},
               "validation loss\n[nats/token]": val}
     has_base = arms[0].record.recipe == "bf16"
     if has_base and len(arms) > 1:
@@ -251,7 +251,7 @@ def draw_losses(arms: list[Arm]) -> Figure:
         for arm in arms[1:]:
             x, loss = train[arm.label]
             both, first, second = np.intersect1d(x0, x, return_indices=True)
-            gaps[arm.label] = both, 100 * _smooth(loss[second] - base[first], CALM) / _smooth(base[first], CALM)
+            gaps[arm.label] = both, 100 * running_mean(loss[second] - base[first], CALM) / running_mean(base[first], CALM)
     caption = (f"Training: mean over {window_of(arms[0].history.train['step'])} steps. Validation: each run as it was trained. "
                "Minus BF16, above zero: worse than BF16.")
     names = ["bf16", *(arm.label for arm in arms[has_base:])]      # blue is BF16's alone
@@ -282,10 +282,6 @@ def draw_losses(arms: list[Arm]) -> Figure:
 def _finite(columns: dict) -> tuple[np.ndarray, np.ndarray]:
     known = np.isfinite(columns["loss"])
     return columns["step"][known], columns["loss"][known]
-
-
-def _smooth(values: np.ndarray, times: int = 1) -> np.ndarray:
-    return running_mean(values, times) if len(values) else values
 
 
 # ----------------------------------------------------------------------------------------------------------- a study
