@@ -105,12 +105,10 @@ def read_margin(records, given: float | None = None) -> Margin | None:
     return next(iter(found.values()), None)
 
 
-def tost(found: Estimate, low: float, high: float) -> float | None:
-    """p of the two one-sided t-tests that the mean lies within low to high (Schuirmann 1987); None without an interval."""
-    if found.se is None:
-        return None
-    return float(max(student.sf((found.mean - low) / found.se, found.n - 1),
-                     student.sf((high - found.mean) / found.se, found.n - 1)))
+def tost(found: Estimate, margin: float) -> float | None:
+    """p of the two one-sided t-tests that the mean lies within +-margin (Schuirmann 1987), the larger one's, which is the nearer
+    bound's; None without an interval."""
+    return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
 def tost_power(sd: float, n: int, margin: float) -> float:
@@ -194,7 +192,7 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
     if found.se is None:
         return "one pair: no interval" if found.n == 1 else "no interval: equal gaps are copies, not independent pairs"
     within = ""
-    if margin and (p := tost(found, -margin.percent, margin.percent)) < ALPHA:
+    if margin and (p := tost(found, margin.percent)) < ALPHA:
         within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{'' if margin.is_declared else ', margin after the fact'})"
     if found.low > 0 or found.high < 0:
         return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
@@ -208,7 +206,7 @@ def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
     or show equivalence (None where unknown), fewest and most Linears converted. What was not FP8 gets no verdict on FP8."""
     can_plan, said = found.se is not None and margin, IDLE if is_idle(chosen) else verdict(found, margin)
     return {"verdict": said, "converted": n_converted(chosen),
-            "tost_p": margin and tost(found, -margin.percent, margin.percent),
+            "tost_p": margin and tost(found, margin.percent),
             "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n),
             "pairs_to_see_margin": pairs_to_see(found.sd, margin.percent) if can_plan else None,
             "pairs_to_show_margin": pairs_to_show(found.sd, margin.percent) if can_plan else None}
@@ -598,14 +596,14 @@ def throughput(chosen) -> dict:
 # The laws of Kumar et al. and Sun et al. disagree by a factor of 10 to 85 at 125M to 1.5B parameters, and in whether the gap
 # falls or rises with size: they are drawn beside measured points, never used in place of them. N is the total parameter count.
 
-def kumar_gap(N, weight_bits=8, activation_bits=8, offsets=True):
-    """Nats that integer weights and activations cost at N parameters, whatever the tokens; of N's shape.
+def kumar_gap(N, offsets=True):
+    """Nats that integer weights and activations of 8 bits cost at N parameters, whatever the tokens; of N's shape.
     Kumar et al. 2024, arXiv:2411.04330, Table 2: A N_eff^-alpha - A N^-alpha, N_eff / N the product of 1 - e^-(P / gamma + n).
     465 runs of 30M to 220M parameters, integer fake quantisation in the forward pass alone. The main text's formula has no n,
     their fit has: both are given. The authors: the constants are unlikely to be useful elsewhere."""
     share = 1.0                         # N_eff / N
-    for bits, gamma, n in ((weight_bits, 2.6745, 0.3037), (activation_bits, 2.2102, 1.4072)):
-        share *= 1 - math.exp(-(bits / gamma + n * offsets))
+    for gamma, n in ((2.6745, 0.3037), (2.2102, 1.4072)):       # of weights, of activations
+        share *= 1 - math.exp(-(8 / gamma + n * offsets))
     return 4.299e3 * N**-0.4965 * (share**-0.4965 - 1)
 
 

@@ -46,10 +46,10 @@ def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, wor
     assert (found.low, found.high) == pytest.approx((theirs.low, theirs.high), rel=1e-12)
     assert (found.mean, found.sd, found.n) == pytest.approx((mean, sd, n))
     theirs = max(ttest_1samp(values, -0.25, alternative="greater").pvalue, ttest_1samp(values, 0.25, alternative="less").pvalue)
-    assert pairs.tost(found, -0.25, 0.25) == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED).startswith(words)
+    assert pairs.tost(found, 0.25) == pytest.approx(theirs, rel=1e-9) and pairs.verdict(found, DECLARED).startswith(words)
     for same in ([mean], [mean] * 3, [0.0, 0.0]):       # without spread
         found = estimate(same)
-        assert found.mean == pytest.approx(same[0]) and found.se is found.half is found.low is pairs.tost(found, -1, 1) is None
+        assert found.mean == pytest.approx(same[0]) and found.se is found.half is found.low is pairs.tost(found, 1) is None
         assert "no interval" in pairs.verdict(found, DECLARED)
 
 
@@ -57,7 +57,7 @@ def test_tost_rejects_at_its_margin_five_times_in_a_hundred_and_never_more():
     """Size by simulation: the true gap is the margin, so each "equivalent" is an error."""
     rng, n, runs = np.random.default_rng(1), 6, 3000
     for sd in (0.02, 0.3):       # well below the margin the size is alpha, above it less
-        wrong = np.mean([pairs.tost(estimate(rng.normal(0.25, sd, n)), -0.25, 0.25) < 0.05 for _ in range(runs)])
+        wrong = np.mean([pairs.tost(estimate(rng.normal(0.25, sd, n)), 0.25) < 0.05 for _ in range(runs)])
         assert wrong < 0.062
         assert sd > 0.1 or wrong == pytest.approx(0.05, abs=0.012)
 
