@@ -89,6 +89,8 @@ class Options:
             raise UserError(problems[0])
         if peak_flops(self.gpu) is None:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
+        if self.slurm and (self.run or self.limit or self.jobs > 1):
+            raise UserError("--slurm: a task has one job, for as long as the script says; --run, jobs= and limit= go without it")
 
 
 def main(arguments: list[str], began: float | None = None) -> int:

@@ -178,6 +178,7 @@ def predict(row, folder, **changes):
 
 @pytest.mark.parametrize("arguments, told", [
     (["--rum"], "there is no key 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
+    *((["--slurm", one], "go without it") for one in ("--run", "jobs=2", "limit=3600")),
     (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["only=a_bf16_t10_s2"], "did you mean 'a_bf16_t10_s1'?")])
 def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, arguments, told):
     assert told in asked(capsys, sweep.main, tiny_study(tiny, tmp_path), f"out={tmp_path}/out", *arguments, code=2)
