@@ -27,7 +27,7 @@ from runtime.cli import UserError, command, grid, run_command
 from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import History, read_history, running_mean, window_of
-from scaling.figures import RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
+from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Gap, Pair, null_pairs, pairs
 from scaling.predict import is_held, load
 from scaling.records import (
@@ -301,13 +301,13 @@ def report_study(folder: Path) -> str:
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
     told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
-    whole = usable(records)[0]
+    counted, whole = f"params_{records[0].convention}", usable(records)[0]
     points = [one for one in from_scratch(without_repeats(whole)[0])[0] if not is_held(one, predictions, held)]
     notes += _stale(records, points, law, f"fit.py {folder}") + _stale(records, whole, precision, f"precision.py {folder}")
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
         sections = {
-            "Runs": _runs(runs),
+            "Runs": f"{_runs(runs)} N: {counted}.",
             "Laws": _laws(law, folder) if not rates else "",
             "Predictions": _predictions(predictions, scores, folder) if predictions or held else "",
             "FP8 against BF16": _gaps(precision, folder) if precision or len({record.recipe for record in records}) > 1 else "",
@@ -320,7 +320,7 @@ def report_study(folder: Path) -> str:
                         f"{told}. This page: `python scaling/report.py --study {folder}`.",
                         *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
-               "runs": runs, "inputs": {record.run_id: record.summary_sha256 for record in records}}
+               "N": counted, "runs": runs, "inputs": {record.run_id: record.summary_sha256 for record in records}}
     write_files(folder, {"report.json": as_json(content), page.name: f"{MARK}\n{text}\n"})
     return f"{text}\n\nwrote {page}, report.json"
 
@@ -372,7 +372,8 @@ def _laws(law: dict, folder: Path) -> str:
             residuals = "" if fit["residual_rms"] is None else f"{100 * fit['residual_rms']:.3f}"
             lines.append([recipe, form + " (headline)" * (form == head), fit["formula"] or "not fitted", ", ".join(ends),
                           residuals, str(fit["n"]), "yes" if fit["identified"] else f"no: {fit['reason']}"])
-    return "\n\n".join([_figure(folder, "figure") + grid(lines), "\n".join(reasons)])
+    return "\n\n".join([_figure(folder, "figure") + grid(lines), "\n".join(reasons),
+                        f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
 
 
 def _predictions(predictions, scores: dict, folder: Path) -> str:
@@ -406,10 +407,10 @@ def _gaps(precision: dict, folder: Path) -> str:
             (si(row["N"]), si(row["tokens"]), row["recipe"], row) for row in precision["sizes"]]:
         half = "" if row[arm]["high"] is None else f" ± {row[arm]['high'] - row[arm]['mean']:.3f}"
         lines.append([N, tokens, recipe, f"{row[arm]['mean']:+.3f}{half}", str(row[arm]["n"]), row["verdict"]])
+    null = f"BF16 with another seed differs by {pooled['sd_percent']:.3f} % (SD of the difference). " if pooled else ""
     return _figure(folder, "precision") + "\n\n".join([
-        grid(lines), "Gap: FP8 minus BF16 in per cent of the BF16 loss, ± half a 95 % t-interval over independent pairs. "
-        + (f"BF16 with another seed differs by {pooled['sd_percent']:.3f} % (SD of the difference). " if pooled else "")
-        + precision["ranking"]["reason"]])
+        grid(lines), f"N: {precision['conventions']['N']}. Gap: FP8 minus BF16, {EVALUATED[f'loss_{arm}']}, in per cent of the "
+        f"BF16 loss, ± half a 95 % t-interval over independent pairs. {null}{precision['ranking']['reason']}"])
 
 
 def _stale(records: list[Record], wanted: list[Record], made: dict, command: str) -> list[str]:

@@ -309,6 +309,17 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
     assert (study / "README.md").read_text() == page
 
 
+def test_other_counts_of_parameters_and_other_evaluations_are_told(tmp_path, capsys):
+    folder = write_branches(tmp_path / "s", sizes=(30_000, 60_000), ratios=(5, 20), seeds=(1,))
+    for command in (precision, fit):
+        assert command.main([str(folder), "n=nonembed", "loss=as_trained"]) == 0
+    capsys.readouterr()
+    runs, laws, gaps = asked(capsys, report.main, "--study", folder).split("## ")[1:]
+    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "FP8 minus BF16, evaluated as trained" in gaps
+    assert cells(runs)[1][0] == "30k" and "N: params_total." in runs and strict(folder / "report.json")["N"] == "params_total"
+    assert cells(gaps)[2][0] == "17.1k" and "N: params_nonembed." in gaps
+
+
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
