@@ -62,9 +62,9 @@ class Study:
     def __post_init__(self):
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
             raise UserError(problems[0])
-        for switch in {*self.switch, *(s for size in self.sizes for s in size.switch or ())}:
+        for recipes, switch in [(part.recipes, switch) for part in (self, *self.sizes) for switch in part.switch or ()]:
             before, arrow, after = switch.partition(">")
-            if not arrow or before == after or before not in self.recipes:
+            if not arrow or before == after or before not in (recipes or self.recipes):
                 raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with its trunk among "
                                 f"recipes=")
 

@@ -94,8 +94,12 @@ def test_a_decay_may_switch_its_precision_and_is_a_pair_of_its_bf16_run(study, s
         assert row.parent_step in trunk.checkpoint.at and placed(row, Path("out")) == row
         assert row.parent_step == row.steps - config.optim.decay_steps(row.steps)
         check_branch(config, trunk, row.parent_step)
-    with pytest.raises(UserError, match="such as tensorwise>bf16"):
-        replace(study, switch=("mxfp8>bf16",))
+    size, none = study.sizes[0], [{"switch": ("mxfp8>bf16",)}, demo(recipes=("bf16",), switch=("tensorwise>bf16",))]
+    for changes in none:        # no trunk of that recipe there
+        with pytest.raises(UserError, match="such as tensorwise>bf16"):
+            replace(study, **changes)
+    own = expand(replace(study, sizes=(replace(size, recipes=("rowwise",), switch=("rowwise>bf16",)),)))
+    assert len([row for row in own if row.recipe == "rowwise>bf16"]) == 2 * 2
 
 
 def test_an_arm_is_any_choice_of_fp8_by_its_label(study):
