@@ -52,6 +52,9 @@ class Estimate:
         """Half the interval."""
         return None if self.se is None else self.high - self.mean
 
+    def __str__(self) -> str:
+        return f"{self.mean:+.3f}" + ("" if self.half is None else f" ± {self.half:.3f}")
+
 
 def estimate(values) -> Estimate:
     """The Estimate of independent values, shape (n,); equal ones are copies, not a sample without noise: no interval."""

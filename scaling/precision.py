@@ -103,7 +103,7 @@ def _headline(result: dict) -> str:
              f"to show within {shown}"]]
     for recipe, one in result["common"].items():
         plans = [one[f"pairs_to_{plan}_margin"] or pairs.OVER if margin and one[arm].se else "" for plan in ("see", "show")]
-        rows.append([recipe, _shown(one[arm]), one["verdict"], f"{one[arm].n} of {one['pairs']}", f"{one['sizes']}",
+        rows.append([recipe, str(one[arm]), one["verdict"], f"{one[arm].n} of {one['pairs']}", f"{one['sizes']}",
                      f"{one['smallest_seen']:.2g}" if one[arm].se else "", *map(str, plans)])
     text = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 % t-interval over independent "
             "pairs (branches of one trunk count once); seen or shown: with a probability of 80 %."]
@@ -119,7 +119,7 @@ def _ranking(result: dict) -> str:
     rows = [["recipe, lowest gap first", "gap [%]", "above the first [%]", "ties with it", "tok/s FP8/BF16", "Linears in FP8"]]
     for row in result["ranking"]["recipes"]:
         above, ratio = row["difference"], row["throughput"]["ratio"]
-        rows.append([row["recipe"], _shown(row["gap"]), _shown(above) if above else "", "yes" if row["ties"] else "no",
+        rows.append([row["recipe"], str(row["gap"]), str(above or ""), "yes" if row["ties"] else "no",
                      f"{ratio:.3f}" if ratio else "no number", " to ".join(map(str, sorted(set(row["converted"]))))])
     left_out = [f"Not ranked: {one['recipe']} ({one['reason']})." for one in result["ranking"]["left_out"]]
     return "\n".join([grid(rows), "", "Pairs at the largest budget of each size, the same sizes and seeds for all; a tie: the "
@@ -132,10 +132,10 @@ def _sizes(result: dict) -> str:
     for row in null["sizes"]:
         rows.append((row, "bf16, two seeds", f"{row['runs']} runs", *[f"SD {row['sd_percent']:.3f}"] * 2, "null"))
     for row in null["same_seed"]["sizes"]:
-        rows.append((row, "bf16, same seed", str(row["pairs"]), _shown(row["bf16"]), _shown(row["as_trained"]),
+        rows.append((row, "bf16, same seed", str(row["pairs"]), str(row["bf16"]), str(row["as_trained"]),
                      "no null: equal to the last bit" if row["equal"] == row["pairs"] else "null: rounded otherwise"))
     for row in result["sizes"]:
-        rows.append((row, row["recipe"], str(row["bf16"].n), _shown(row["bf16"]), _shown(row["as_trained"]), row["verdict"]))
+        rows.append((row, row["recipe"], str(row["bf16"].n), str(row["bf16"]), str(row["as_trained"]), row["verdict"]))
     rows.sort(key=lambda row: (row[0]["N"], row[0]["tokens"]))
     lines = [["N", "tokens", "recipe", "pairs", "gap in BF16 [%]", "gap as trained [%]", "verdict"]]
     lines += [[f"{at['N']:,}", f"{at['tokens']:,}", *cells] for at, *cells in rows]
@@ -167,10 +167,6 @@ def _costs(result: dict) -> str:
                     "below, their numbers can be wrong by a factor of ten and more.")
     reasons = dict.fromkeys(cost["reason"] for row in result["sizes"] for cost in row["costs"] if cost["reason"])
     return "\n".join([grid(lines), "", *text, *(f"No number: {reason}." for reason in reasons)])
-
-
-def _shown(found) -> str:
-    return f"{found.mean:+.3f}" + ("" if found.half is None else f" ± {found.half:.3f}")
 
 
 def _ends(values, form: str) -> str:

@@ -28,7 +28,7 @@ from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import History, read_history, running_mean, window_of
 from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
-from scaling.pairs import Gap, Pair, null_pairs, pairs
+from scaling.pairs import Estimate, Gap, Pair, null_pairs, pairs
 from scaling.predict import is_held, load
 from scaling.records import (
     LAW_FOLDER,
@@ -405,8 +405,7 @@ def _gaps(precision: dict, folder: Path) -> str:
     lines = [["N", "tokens", "recipe", "gap [%]", "independent pairs", "verdict"]]
     for N, tokens, recipe, row in [("all", "all", recipe, row) for recipe, row in precision["common"].items()] + [
             (si(row["N"]), si(row["tokens"]), row["recipe"], row) for row in precision["sizes"]]:
-        half = "" if row[arm]["high"] is None else f" ± {row[arm]['high'] - row[arm]['mean']:.3f}"
-        lines.append([N, tokens, recipe, f"{row[arm]['mean']:+.3f}{half}", str(row[arm]["n"]), row["verdict"]])
+        lines.append([N, tokens, recipe, str(Estimate(**row[arm])), str(row[arm]["n"]), row["verdict"]])
     null = f"BF16 with another seed differs by {pooled['sd_percent']:.3f} % (SD of the difference). " if pooled else ""
     return _figure(folder, "precision") + "\n\n".join([
         grid(lines), f"N: {precision['conventions']['N']}. Gap: FP8 minus BF16, {EVALUATED[f'loss_{arm}']}, in per cent of the "
