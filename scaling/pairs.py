@@ -231,12 +231,17 @@ class Gap:
 
 @dataclass(frozen=True)
 class Pair:
-    """A BF16 run beside the FP8 run that shares its seed, data order and everything else but the precision."""
+    """A BF16 run beside the FP8 run that shares its seed, data order and everything else but the precision; a null has the BF16
+    run's repeat in FP8's place."""
     bf16: Record
     fp8: Record
     as_trained: Gap                     # each run evaluated in the precision that it was trained in
     in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
+
+    @property
+    def is_null(self) -> bool:
+        return self.fp8.recipe == "bf16"
 
     def gap(self, arm: str) -> Gap:
         """The gap under one evaluation, "bf16" or "as_trained"."""
@@ -248,34 +253,26 @@ class Pair:
 
 
 def pairs(records) -> tuple[list[Pair], list[str]]:
-    """Match each FP8 run with the BF16 run of its pair_id, smallest model first; plus a line for each run left alone. Raises
-    UserError where the partners' validation losses do not belong to the same sequences."""
-    partners = _partners(records)
-    runs = sorted((r for r in records if r.recipe != "bf16"), key=lambda r: (r.N, r.tokens, r.recipe))
-    found = [_pair(partners[fp8.pair_id], fp8) for fp8 in runs if not fp8.repeat and fp8.pair_id in partners]
-    paired = {run.folder for pair in found for run in (pair.bf16, pair.fp8)}
-    return found, [f"unpaired {run.run_id}: " + ("an FP8 run's repeat is no null" if run.repeat else
-                                                 f"no {other} run with its pair_id {run.pair_id}")
-                   for some, other in ((runs, "BF16"), (partners.values(), "FP8")) for run in some if run.folder not in paired]
-
-
-def null_pairs(records) -> tuple[list[Pair], list[str]]:
-    """Match each repeat of a BF16 run, which takes FP8's place, with the run that it repeats; plus a line for each alone."""
-    partners = _partners(records)
-    runs = sorted((r for r in records if r.recipe == "bf16" and r.repeat), key=lambda r: (r.N, r.tokens, r.seed))
-    return ([_pair(partners[again.pair_id], again) for again in runs if again.pair_id in partners],
-            [f"unpaired {again.run_id}: the BF16 run that it repeats is not there" for again in runs
-             if again.pair_id not in partners])
-
-
-def _partners(records) -> dict[str, Record]:
-    """pair_id -> its BF16 run. Raises UserError for two of one pair."""
+    """Match each FP8 run, and each repeat of a BF16 run, a null in FP8's place, with the BF16 run of its pair_id, smallest model
+    first; plus a line for each run left alone. Raises UserError for two BF16 runs of one pair, and where the partners'
+    validation losses do not belong to the same sequences."""
     partners = {}
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
             raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
                             f"{record.pair_id}: leave one out")
-    return partners
+    runs = sorted((r for r in records if r.recipe != "bf16" or r.repeat), key=lambda r: (r.N, r.tokens, r.recipe, r.seed))
+    found, alone = [], []
+    for run in runs:
+        if run.repeat and run.recipe != "bf16":
+            alone.append((run, "an FP8 run's repeat is no null"))
+        elif run.pair_id in partners:
+            found.append(_pair(partners[run.pair_id], run))
+        else:
+            alone.append((run, f"no BF16 run with its pair_id {run.pair_id}"))
+    paired = {pair.bf16.folder for pair in found if not pair.is_null}
+    alone += [(run, f"no FP8 run with its pair_id {run.pair_id}") for run in partners.values() if run.folder not in paired]
+    return found, [f"unpaired {run.run_id}: {reason}" for run, reason in alone]
 
 
 def _pair(bf16: Record, fp8: Record) -> Pair:
@@ -355,10 +352,10 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
 
 
 def measure(records, repeated, arm: str) -> dict:
-    """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from
-    null_pairs; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one trunk add no
-    degree of freedom. Same seed: the root mean square around 0, as which came first is arbitrary; pairs that are equal to the
-    last bit were not rounded differently: counted, no null."""
+    """The null of other seeds per size and tokens ("sizes"), then "pooled", and that of the same seed ("same_seed"), from the
+    null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
+    trunk add no degree of freedom. Same seed: the root mean square around 0, as which came first is arbitrary; pairs that are
+    equal to the last bit were not rounded differently: counted, no null."""
     plain, rows, trunks, freedom = [r for r in records if r.recipe == "bf16" and not r.repeat], [], {}, {}
     for N, D in sorted({(r.N, r.tokens) for r in plain}):
         alike = {r.trunk: r for r in plain if (r.N, r.tokens) == (N, D)}

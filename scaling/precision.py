@@ -55,6 +55,7 @@ def analyse(records, found, arm: str, margin) -> dict:
     """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
     `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
+    nulls, found = ([p for p in found if p.is_null is is_null] for is_null in (True, False))
     sizes, common, cell_of = [], {}, lambda pair: (pair.fp8.N, pair.fp8.tokens, pair.fp8.recipe)
     for N, D, recipe in sorted(set(map(cell_of, found))):
         chosen = [p for p in found if cell_of(p) == (N, D, recipe)]
@@ -66,7 +67,7 @@ def analyse(records, found, arm: str, margin) -> dict:
     for recipe in sorted({p.fp8.recipe for p in found}):
         common[recipe] = _common([p for p in found if p.fp8.recipe == recipe], arm, margin)
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
-            "null": pairs.measure(records, pairs.null_pairs(records)[0], arm), "common": common,
+            "null": pairs.measure(records, nulls, arm), "common": common,
             "ranking": pairs.rank(found, arm), "sizes": sizes,
             "laws": {law.name: law.source for some in laws.values() for law in some}, "no_own_law": reason,
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
@@ -296,10 +297,10 @@ def _run(options: Options) -> None:
         raise UserError("\n".join(["no run is left to compare", *left_out]))
     check_comparable(records)
     found, alone = pairs.pairs(records)
-    notes += left_out + alone + pairs.null_pairs(records)[1]
+    notes += left_out + alone
     result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
-    wrote = write_with(folder, "precision", draw_precision(result) if found else None, {
+    wrote = write_with(folder, "precision", draw_precision(result) if result["pairs"] else None, {
         "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
     _print(tables(result), notes, wrote, options.all)
 

@@ -28,7 +28,7 @@ from runtime.progress import si
 from scaling import learning_rate
 from scaling.dynamics import History, read_history, running_mean, window_of
 from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
-from scaling.pairs import Estimate, Gap, Pair, null_pairs, pairs
+from scaling.pairs import Estimate, Gap, Pair, pairs
 from scaling.predict import is_held, load
 from scaling.records import (
     LAW_FOLDER,
@@ -169,7 +169,7 @@ def step_times(history: History) -> dict | None:
 def analyse(arms: list[Arm]) -> dict:
     """What report.json holds but notes: a row per arm. Losses in nats per token, times in seconds, gaps against BF16."""
     records = [arm.record for arm in arms]
-    found = {pair.fp8.run_id: pair for pair in pairs(records)[0] + null_pairs(records)[0]}
+    found = {pair.fp8.run_id: pair for pair in pairs(records)[0]}
     return {"pair_id": arms[0].record.pair_id, "runs": [_row(arm, found.get(arm.record.run_id)) for arm in arms]}
 
 
