@@ -8,7 +8,6 @@ which values are not. A gap costs compute under a law L(N, D), our own or a publ
 
 
 import bisect
-import itertools
 import math
 import zipfile
 from dataclasses import dataclass
@@ -397,11 +396,12 @@ def at(record) -> dict:
 
 def rank(found, arm: str) -> dict:
     """The ranking of the recipes of `found` (Pairs) by the evaluation `arm`, gaps in per cent.
-    Ranked is every recipe that converts a Linear in each of its pairs and ran in all that is compared: the sizes and seeds, at
-    the largest budget of each size, where more than half of the recipes ran. First is the lowest common gap, with its sign. A
-    recipe whose paired difference to it has a 95 % interval that holds 0 (or none) ties; of these the fastest is the best, or the
-    first where speed means nothing. {"best", "reason", "cells", "recipes", "left_out"}; best is None where none can be ranked."""
-    by_recipe, left_out, longest = {}, [], {}
+    Ranked is every recipe that converts a Linear in each of its pairs and ran in all that is compared: the sizes, budgets and
+    seeds where more than half of the recipes ran, of each size the largest such budget. First is the lowest common gap, with its
+    sign. A recipe whose paired difference to it has a 95 % interval that holds 0 (or none) ties; of these the fastest is the
+    best, or the first where speed means nothing. {"best", "reason", "cells", "recipes", "left_out"}; best is None where none can
+    be ranked."""
+    by_recipe, left_out = {}, []
     for recipe in sorted({p.fp8.recipe for p in found}):
         chosen = [p for p in found if p.fp8.recipe == recipe]
         if idle := [p.fp8.run_id for p in chosen if is_idle([p])]:
@@ -409,17 +409,16 @@ def rank(found, arm: str) -> dict:
                                                          f"({idle[0]}): it is BF16 there"})
         else:
             by_recipe[recipe] = chosen
-    for p in itertools.chain(*by_recipe.values()):
-        longest[p.fp8.N] = max(longest.get(p.fp8.N, 0), p.fp8.tokens)
-    cells = {recipe: {(p.fp8.N, p.fp8.seed): p for p in chosen if p.fp8.tokens == longest[p.fp8.N]}
-             for recipe, chosen in by_recipe.items()}
+    cells = {recipe: {(p.fp8.N, p.fp8.tokens, p.fp8.seed): p for p in chosen} for recipe, chosen in by_recipe.items()}
     present = [cell for own in cells.values() for cell in own]
-    compared = [cell for cell in sorted(set(present)) if 2 * present.count(cell) > len(cells)]
+    shared = [cell for cell in sorted(set(present)) if 2 * present.count(cell) > len(cells)]
+    longest = {N: tokens for N, tokens, _ in shared}
+    compared = [cell for cell in shared if cell[1] == longest[cell[0]]]
     ranked = []                         # (recipe, its pairs, its gap)
     for recipe, own in cells.items():
-        lacking = [f"{human(N)} seed {seed}" for N, seed in compared if (N, seed) not in own]
+        lacking = [f"{human(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
         if lacking or not compared:
-            left_out.append({"recipe": recipe, "reason": f"no finished pair at the largest budget of {', '.join(lacking)}"
+            left_out.append({"recipe": recipe, "reason": f"no finished pair at the largest common budget of {', '.join(lacking)}"
                              if lacking else "ran at no size and seed where more than half of the recipes did"})
         else:
             chosen = [own[cell] for cell in compared]
@@ -442,8 +441,8 @@ def _best(rows: list[dict], compared) -> tuple[str | None, str]:
     if not rows:
         return None, "No recipe converts a Linear and ran wherever more than half of the others did: none is ranked."
     first, tied = rows[0], [row for row in rows if row["ties"]]
-    where = f"{len(compared)} pair{'s' * (len(compared) != 1)} at the largest budget of " + " and ".join(
-        dict.fromkeys(human(N) for N, _ in compared))
+    where = f"{len(compared)} pair{'s' * (len(compared) != 1)} at the largest common budget of " + " and ".join(
+        dict.fromkeys(human(N) for N, *_ in compared))
     said = f"{first['recipe']} has the lowest gap, {first['gap'].mean:+.3f} % over {where}"
     if len(rows) == 1:
         return first["recipe"], f"{said}; no other recipe can be ranked."

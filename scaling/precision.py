@@ -123,8 +123,8 @@ def _ranking(result: dict) -> str:
         rows.append([row["recipe"], str(row["gap"]), str(above or ""), "yes" if row["ties"] else "no",
                      f"{ratio:.3f}" if ratio else "no number", " to ".join(map(str, sorted(set(row["converted"]))))])
     left_out = [f"Not ranked: {one['recipe']} ({one['reason']})." for one in result["ranking"]["left_out"]]
-    return "\n".join([grid(rows), "", "Pairs at the largest budget of each size, the same sizes and seeds for all; a tie: the "
-                      "interval of the difference holds 0, or there is none.", *left_out])
+    return "\n".join([grid(rows), "", "Pairs at the largest common budget of each size, the same sizes and seeds for all; a tie: "
+                      "the interval of the difference holds 0, or there is none.", *left_out])
 
 
 def _sizes(result: dict) -> str:

@@ -279,13 +279,14 @@ def test_what_cannot_be_compared_is_not_ranked(tmp_path):
     assert found["best"] == "rowwise" and {cell["tokens_per_param"] for cell in found["cells"]} == {20}
     assert found["left_out"] == [{"recipe": "auto", "reason":
                                   "converts no Linear in 1 of 4 pairs (auto_40000_2_20): it is BF16 there"}]
-    write_study(tmp_path, {"rowwise": (0.5, 800)}, sizes=(200_000,))        # the chosen recipe's further sizes undo nothing
+    for more in ({"sizes": (200_000,)}, {"ratio": 40}):         # the chosen recipe's further sizes and budgets undo nothing
+        write_study(tmp_path, {"rowwise": (0.5, 800)}, **more)
     assert ranked(tmp_path) == found
     write_study(tmp_path / "c", {"rowwise": (0.002, 800), "tensorwise": (0.006, 1100), "cscale": (0.001, 1300)})
     (tmp_path / "c/cscale_90000_2_20/summary.json").unlink()
     found = ranked(tmp_path / "c")
     assert names(found) == ["rowwise", "tensorwise"]
-    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at the largest budget of 90k seed 2"}]
+    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at the largest common budget of 90k seed 2"}]
     write_study(tmp_path / "d", {"rowwise": (0.002, 800)}, sizes=BUDGETS[:1])
     write_study(tmp_path / "d", {"tensorwise": (0.002, 800)}, sizes=BUDGETS[1:])
     assert ranked(tmp_path / "d")["best"] is None and len(ranked(tmp_path / "d")["left_out"]) == 2
