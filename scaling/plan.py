@@ -269,11 +269,12 @@ def gradient(law, N, D, target) -> np.ndarray:
 def advice(law: Law, sizes, options: Options) -> list[str]:
     """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     goal = next(size for size in sizes if size.name == TARGET[0])
-    candidates = candidates_of(law, sizes, options.study, goal)
-    if not candidates:
-        return [f"every candidate is done: nothing is left that would narrow {TARGET[0]}"]
     # Runs far smaller than our sizes, such as the demo's, are no evidence for the target; nor is a law of such runs alone.
-    done = [point for point in law.points if sizes[0].N / REACH <= point[0] <= 1.05 * goal.N]
+    lowest, highest = sizes[0].N / REACH, 1.05 * goal.N
+    candidates = [one for one in candidates_of(law, sizes, options.study, goal) if lowest <= one[1][0][0] <= highest]
+    if not candidates:
+        return [f"no candidate would narrow {TARGET[0]}: each is done, too small or too large to count"]
+    done = [point for point in law.points if lowest <= point[0] <= highest]
     surface = law.surface if done or not law.points else EPOCH
     target, mfu, rows = (goal.N, TARGET[1] * goal.N), {size.N: size.mfu for size in sizes}, {}
     prior = bound(surface, done, target) is None

@@ -145,6 +145,7 @@ def test_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
     changed = {key: 2 * getattr(EPOCH, key) for key in ("E", "A", "B")} | {"alpha": 0.5, "beta": 0.5, "identified": True, "n": 16}
     law = write_law(tmp_path, sizes=small, groups={"bf16": {"laws": {"chinchilla": changed}}})
     assert advice(output(capsys, f"law={law}")) == advice(without)
+    assert output(capsys, f"study={ROOT}/configs/study_demo.py").endswith("each is done, too small or too large to count\n")
     # runs at a size that counts stay beside the others
     out = output(capsys, f"law={write_law(tmp_path, sizes=(33e3, 50e6, 125e6, 7e9))}")
     assert "after 8 runs done (8 more are too small or too large to count)" in out
