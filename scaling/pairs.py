@@ -585,7 +585,7 @@ def throughput(chosen) -> dict:
     is_cpu = any(p.fp8.device.startswith("cpu") for p in chosen)
     if is_cpu or not len(ratios):
         return {"ratio": None, "se_log": None, "reason": "a CPU has no FP8 units: its throughput means nothing" if is_cpu else
-                "the arms ran on different devices or compile settings"}
+                "the arms ran on different devices, numbers of GPUs or compile settings"}
     se = float(np.std(ratios, ddof=1)) / math.sqrt(len(ratios)) if len(ratios) > 1 else None
     return {"ratio": float(np.exp(ratios.mean())), "se_log": se, "reason": None}
 
