@@ -252,8 +252,9 @@ def draw_losses(arms: list[Arm]) -> Figure:
             x, loss = train[arm.label]
             both, first, second = np.intersect1d(x0, x, return_indices=True)
             gaps[arm.label] = both, 100 * running_mean(loss[second] - base[first], CALM) / running_mean(base[first], CALM)
-    caption = (f"Training: mean over {window_of(arms[0].history.train['step'])} steps. Validation: each run as it was trained. "
-               "Minus BF16, above zero: worse than BF16.")
+    window = window_of(arms[0].history.train["step"])
+    caption = f"Training: mean over {window} steps. Validation: each run as it was trained."
+    caption += f" Minus BF16: mean over {CALM * window} steps; above zero: worse than BF16." * (len(panels) > 2)
     names = ["bf16", *(arm.label for arm in arms[has_base:])]      # blue is BF16's alone
     looks = {arm.label: {"color": style["color"], "marker": style["marker"], "linewidth": 2.2 if style is STYLES[0] else 1.2,
                          "markersize": 3.6} for arm, style in zip(arms, styles(names)[not has_base:], strict=True)}

@@ -229,6 +229,8 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
     assert val[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist() and len(loss) == 3
     steps = np.arange(1, 41)
     assert gap[0].get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
+    assert draw_losses(arms).get_supxlabel().endswith("Minus BF16: mean over 3 steps; above zero: worse than BF16.")
+    assert "Minus BF16" not in draw_losses(arms[1:]).get_supxlabel()
     low, high = draw_losses(arms).axes[2].get_ylim()
     assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
     for some in ([0, 1, 2], [0, 2], [1, 2]):        # a recipe has its colour in every figure, whatever stands beside it
