@@ -300,6 +300,8 @@ def report_study(folder: Path) -> str:
     predictions, runs, held = load(law_folder), study_runs(records), study.get("held_out", [])
     scores = {path.stem.removeprefix("score_"): read_json(path) for path in sorted(law_folder.glob("score_*.json"))}
     lacking = sorted({row["run"] for row in study.get("runs", [])} - {record.run_id for record in records})
+    trials = {(row["N"], row["recipe"], row["tokens"], row["lr_peak"]) for row in runs}
+    is_sweep = len({trial[:3] for trial in trials}) < len(trials)       # of learning rates
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
     told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
     counted, whole = f"params_{records[0].convention}", usable(records)[0]
@@ -308,11 +310,11 @@ def report_study(folder: Path) -> str:
     notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     try:
         sections = {
-            "Runs": f"{_runs(runs)} N: {counted}.",
-            "Laws": _laws(law, folder) if not rates else "",
+            "Runs": f"{_runs(runs, is_sweep)} N: {counted}.",
+            "Laws": _laws(law, folder) if not (rates or is_sweep) else "",
             "Predictions": _predictions(predictions, scores, folder) if predictions or held else "",
             "FP8 against BF16": _gaps(precision, folder) if precision or len({record.recipe for record in records}) > 1 else "",
-            "Learning rate": _figure(folder, "learning_rate") + learning_rate.tables(rates) if rates else "",
+            "Learning rate": _rates(rates, folder) if rates or is_sweep else "",
             "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError) as error:      # law.json and its like, of another version
         raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
@@ -345,11 +347,9 @@ def study_runs(records: list[Record]) -> list[dict]:
     return rows
 
 
-def _runs(rows: list[dict]) -> str:
+def _runs(rows: list[dict], is_sweep: bool) -> str:
     lines = [["N", "recipe", "tokens", "tokens/N", "peak rate", "seeds", "loss in BF16 [nats/token]", "as trained", "tokens/s",
               "speed against BF16", "device"]]
-    runs = {(row["N"], row["recipe"], row["tokens"], row["lr_peak"]) for row in rows}
-    is_sweep = len({run[:3] for run in runs}) < len(runs)       # of learning rates
     lines += [[si(row["N"]), row["recipe"], si(row["tokens"]), f"{row['tokens_per_param']:.3g}",
                f"{row['lr_peak']:g}" if is_sweep and row["lr_peak"] else "",
                ", ".join(map(str, row["seeds"])), f"{row['loss_bf16']:.4f}", f"{row['loss_as_trained']:.4f}",
@@ -411,6 +411,11 @@ def _gaps(precision: dict, folder: Path) -> str:
     return _figure(folder, "precision") + "\n\n".join([
         grid(lines), f"N: {precision['conventions']['N']}. Gap: FP8 minus BF16, {EVALUATED[f'loss_{arm}']}, in per cent of the "
         f"BF16 loss, ± half a 95 % t-interval over independent pairs. {null}{precision['ranking']['reason']}"])
+
+
+def _rates(rates: dict, folder: Path) -> str:
+    return (_figure(folder, "learning_rate") + learning_rate.tables(rates) if rates else
+            _missing("law/learning_rate.json", f"learning_rate.py {folder}"))
 
 
 def _stale(records: list[Record], wanted: list[Record], made: dict, command: str) -> list[str]:

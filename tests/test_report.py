@@ -1,6 +1,7 @@
 """scaling/report.py: every number by an independent count, every refusal a sentence; a study's page says what its files say."""
 
 import json
+import re
 import shutil
 import statistics
 from dataclasses import asdict
@@ -344,6 +345,7 @@ def test_runs_at_several_learning_rates_are_not_taken_for_seeds(tmp_path, capsys
             write_run(tmp_path / "s" / f"lr{lr:g}_{seed}", loss=3 + 100 * lr, seed=seed, lr_peak=lr, pair_id=f"{lr}_{seed}")
     out = asked(capsys, report.main, "--study", tmp_path / "s")
     assert [line[4:7] for line in cells(out)[1:3]] == [["0.002", "1, 2", "3.2000"], ["0.004", "1, 2", "3.4000"]]
+    assert re.findall(r"scaling/(\w+)\.py", out) == ["report", "learning_rate"]        # no law: fit.py would refuse the runs
 
 
 def test_speeds_of_other_numbers_of_gpus_are_not_compared(tmp_path, capsys):
