@@ -114,15 +114,18 @@ class Size:
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     """The repository's sizes with exact counts; MFU and FP8's speed-up as measured on that GPU, else assumed and bounded."""
     found, (bf16_peak, fp8_peak) = {}, options.peak
+    paths = sorted((ROOT / "configs").glob("gpt*_bf16.py"))
+    configs = {path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe)) for path in paths}
+    every = [config.model.params_total for config in configs.values()]
     for record in without_repeats(usable(read_runs([options.runs])[0])[0])[0] if options.runs else []:
-        if peak_flops(record.device) == options.peak and options.gpu.lower() in record.device.lower():
+        is_near = min(every) / REACH <= record.params_total <= max(every) * REACH
+        if is_near and peak_flops(record.device) == options.peak and options.gpu.lower() in record.device.lower():
             mfu = record.tok_per_s_median * record.flops_per_token / (record.n_gpu * bf16_peak)
             found.setdefault((record.recipe, record.params_total), []).append(mfu)
     base = {N: float(np.median(mfu)) for (recipe, N), mfu in found.items() if recipe == "bf16"}
     both = {N: float(np.median(mfu)) / base[N] for (recipe, N), mfu in found.items() if recipe == options.recipe and N in base}
     sizes = []
-    for path in sorted((ROOT / "configs").glob("gpt*_bf16.py")):
-        config = load_config(path, fp8_overrides(options.recipe))
+    for name, config in configs.items():
         with torch.device("meta"):
             model = GPT(config.model)
         counts = model.counts()
@@ -132,10 +135,10 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
         share = per_param * sum(layer.params for layer in layers if layer.reason is None) / counts["flops_per_token"]
         N, most = counts["params_total"], 1 / (1 - share * (1 - bf16_peak / fp8_peak))
         modelled = modelled_ratio(config, options.gpu)
-        sizes.append(Size(path.stem.removesuffix("_bf16"), N, counts["flops_per_token"],
+        sizes.append(Size(name, N, counts["flops_per_token"],
                           _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))
     notes = ["speed: mfu_bf16 as measured, between sizes by interpolation" if base else
-             f"speed: an assumed mfu_bf16 of {ASSUMED_MFU:.0%}, nothing measured on {options.gpu}",
+             f"speed: an assumed mfu_bf16 of {ASSUMED_MFU:.0%}, nothing measured on {options.gpu} at such sizes",
              f"FP8's speed-up: measured, {options.recipe} at {len(both)} sizes" if both else
              "FP8's speed-up: MODELLED by python -m runtime.roofline, nothing measured" if modelled else
              "FP8's speed-up: an upper bound, from the share of FLOPs in FP8 with casts free; small sizes can be slower"]

@@ -174,6 +174,7 @@ def test_measured_speed_counts_on_that_gpu_alone(tmp_path, capsys):
         write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", curve=False,
                   tok_per_s_median=speed / 3, flops_per_token=flops, n_gpu=2, repeat=1)     # not compiled
         write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200", curve=False)      # equal peaks
+        write_run(tmp_path / "there" / f"demo_{recipe}", recipe=recipe, device="NVIDIA H100 80GB HBM3", curve=False)    # tiny
     sizes, notes = read_sizes(f"runs={tmp_path / 'here'}")
     assert {round(size.mfu, 6) for size in sizes} == {round(400e3 * flops / (2 * 989.4e12), 6)}
     assert {round(size.speedup, 9) for size in sizes} == {1.25}
