@@ -100,14 +100,15 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
     run is finished, a file is damaged, or runs differ in more than the precision."""
     records, notes = read_runs(paths)
     records.sort(key=lambda record: (record.recipe != "bf16", record.repeat))
-    recipes, arms = [record.recipe for record in records], []
+    recipes, names, arms = [record.recipe for record in records], [record.run_id for record in records], []
     for record in records:
         summary, config = (read_json(record.folder / name) for name in ("summary.json", "config.json"))
         settings = {f"{key}.{name}" if name else key: item for key, value in config.items()
                     for name, item in (value.items() if isinstance(value, dict) else [("", value)])}
         settings |= {key: summary.get(key) for key in ("device", "n_gpu", "torch", "torchao", "git_commit")}
         settings["start_from"] = record.parent_step or config.get("start_from")     # each branch leaves the trunk of its recipe
-        label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({record.run_id})"
+        name = record.run_id if names.count(record.run_id) == 1 else record.folder
+        label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({name})"
         history = read_history(record.folder)
         if not len(history.train["step"]):
             raise UserError(f"{record.folder / 'metrics.jsonl'} holds no step that counts: restore it, or leave the run out")
@@ -169,8 +170,8 @@ def step_times(history: History) -> dict | None:
 def analyse(arms: list[Arm]) -> dict:
     """What report.json holds but notes: a row per arm. Losses in nats per token, times in seconds, gaps against BF16."""
     records = [arm.record for arm in arms]
-    found = {pair.fp8.run_id: pair for pair in pairs(records)[0]}
-    return {"pair_id": arms[0].record.pair_id, "runs": [_row(arm, found.get(arm.record.run_id)) for arm in arms]}
+    found = {pair.fp8.folder: pair for pair in pairs(records)[0]}
+    return {"pair_id": arms[0].record.pair_id, "runs": [_row(arm, found.get(arm.record.folder)) for arm in arms]}
 
 
 def _row(arm: Arm, pair: Pair | None) -> dict:

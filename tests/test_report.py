@@ -181,6 +181,15 @@ def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path,
     assert "another training data" in err and str(tmp_path / "runs/third") in err and not (tmp_path / "r").exists()
 
 
+def test_one_run_trained_twice_under_one_name_is_two_arms(runs, tmp_path, capsys):
+    again = write_arm(tmp_path / "there" / runs[0].name, "tensorwise", device="NVIDIA H200", loss=2.7)
+    out, _ = call(capsys, *runs, again)
+    for folder, gap, speed in ((runs[0], 0.01 / 2.6, "1.300"), (again, 0.11 / 2.6, "")):
+        label = f"tensorwise ({folder})"
+        assert tables_of(out)["Validation"][label]["gap in BF16 [%]"].startswith(f"{100 * gap:+.3f} ")
+        assert tables_of(out)["Time,"][label]["speed against BF16"] == speed
+
+
 def test_branches_of_trunks_of_their_own_are_one_training(tmp_path, capsys):
     def branch(recipe, step):
         return write_arm(tmp_path / f"{recipe}_{step}", recipe, steps=40 + step, parent_step=step or None,
