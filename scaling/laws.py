@@ -338,7 +338,7 @@ def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
             continue
         width = float(np.sqrt(gradient @ covariance @ gradient))
         se[name] = width * fit.parameters[name] if name in FACTORS else width
-        top = best.lowest if name == "E" else math.inf
+        top = max(best.lowest, value) if name == "E" else math.inf
         ci95[name] = tuple(back(name, min(value + side * quantile * width, top)) for side in (-1, 1))
     return judged(replace(fit, se=se, ci95=ci95, interval=interval))
 
