@@ -298,6 +298,17 @@ def over(chosen, value) -> Estimate:
     return estimate([values[own].mean() for own in trajectories(chosen)])
 
 
+def over_tokens(chosen, arm: str) -> Estimate | None:
+    """Change of the gap [%] per doubling of the tokens at a size: the slope over log2 D within each trunk or, where runs are no
+    branches, within each size and seed, whose own level drops out; None where none has two budgets."""
+    slopes = []
+    for own in clusters([{p.bf16.trunk, p.fp8.trunk, (p.fp8.N, p.fp8.seed)} for p in chosen]):
+        x, y = np.log2([chosen[i].fp8.tokens for i in own]), np.array([chosen[i].gap(arm).percent for i in own])
+        if np.ptp(x) > 0:
+            slopes.append((x - x.mean()) @ y / np.sum((x - x.mean())**2))
+    return estimate(slopes) if slopes else None
+
+
 def percents(chosen) -> dict[str, Estimate]:
     """The gap in per cent of BF16's loss under both evaluations."""
     return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}

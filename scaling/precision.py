@@ -76,7 +76,7 @@ def analyse(records, found, arm: str, margin) -> dict:
 
 
 def _common(chosen, arm: str, margin) -> dict:
-    """One recipe's gap over all sizes: 100 delta of ln L_FP8 = ln L_BF16 + delta, its trend over size, its verdict."""
+    """One recipe's gap over all sizes: 100 delta of ln L_FP8 = ln L_BF16 + delta, its trends over size and tokens, verdict."""
     logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
     is_established = logs[arm].se and abs(logs[arm].mean) > logs[arm].half
     effect = abs(logs[arm].mean) if is_established else margin and margin.percent
@@ -84,7 +84,7 @@ def _common(chosen, arm: str, margin) -> dict:
     trend = pairs.fit_trend([np.exp(np.mean([math.log(chosen[i].fp8.N) for i in own])) for own in grouped],
                       [np.mean([chosen[i].gap(arm).percent for i in own]) for own in grouped], effect)
     return {**logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "trend": trend,
-            **pairs.judged(chosen, logs[arm], margin)}
+            "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
 
 
 # -------------------------------------------------------------------------------------------------------------- tables
@@ -100,14 +100,15 @@ def _headline(result: dict) -> str:
     """A row per recipe with its verdict and what the design can see; the best recipe, the null, the margin."""
     arm, margin, pooled = result["loss"], result["margin"], result["null"]["pooled"]
     shown = f"±{margin.percent:g} %" if margin else "margin"
-    rows = [["recipe", "gap [%]", "verdict", "independent pairs", "sizes", "sees from [%]", f"pairs to see {shown}",
-             f"to show within {shown}"]]
+    rows = [["recipe", "gap [%]", "verdict", "independent pairs", "sizes", "per doubling of D [%]", "sees from [%]",
+             f"pairs to see {shown}", f"to show within {shown}"]]
     for recipe, one in result["common"].items():
         plans = [one[f"pairs_to_{plan}_margin"] or pairs.OVER if margin and one[arm].se else "" for plan in ("see", "show")]
         rows.append([recipe, str(one[arm]), one["verdict"], f"{one[arm].n} of {one['pairs']}", f"{one['sizes']}",
-                     f"{one['smallest_seen']:.2g}" if one[arm].se else "", *map(str, plans)])
+                     str(one["over_tokens"] or ""), f"{one['smallest_seen']:.2g}" if one[arm].se else "", *map(str, plans)])
     text = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 % t-interval over independent "
-            "pairs (branches of one trunk count once); seen or shown: with a probability of 80 %."]
+            "pairs (branches of one trunk count once); per doubling of the training tokens D: its change at a size, over trunks "
+            "(over seeds where runs are no branches); seen or shown: with a probability of 80 %."]
     text += [f"Best: {result['ranking']['reason']}"] * (len(rows) > 2)
     text += [f"Null: 95 % of the differences of two BF16 seeds lie within ±{pooled['band']:.2g} % ({pooled['runs']} runs, "
              f"degrees of freedom: {pooled['dof']})."] if pooled else []

@@ -125,6 +125,28 @@ def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
     assert "copies" in pairs.fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2).reason
 
 
+def test_the_change_over_tokens_is_each_trunks_own_and_covers():
+    """Six trunks whose level varies ten times as much as their branches; half of the studies are of runs that are no branches.
+    One line through all pairs of two sizes with other budgets would take the sizes' levels for the effect of tokens."""
+    rng, truth, covered, naive = np.random.default_rng(7), 0.05, 0, 0
+    for study in range(1000):
+        found, is_branch = [], study % 2
+        for i, budgets in enumerate([(5, 10, 20), (5, 10), (5, 10, 20)] * 2):
+            level = rng.normal(0.1 * (i > 2), 0.1)
+            for D in budgets:
+                percent = level + truth * math.log2(D) + rng.normal(0, 0.01)
+                trunk = f"{i}" if is_branch else f"{i}_{D}"
+                found.append(SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), gap=lambda arm, percent=percent:
+                             SimpleNamespace(percent=percent), fp8=SimpleNamespace(trunk=f"f{trunk}", N=1 + i // 3, seed=i % 3,
+                                                                                   tokens=D * (1 + 9 * (i > 2)))))
+        slope = pairs.over_tokens(found, "bf16")
+        line = linregress([math.log2(p.fp8.tokens) for p in found], [p.gap("").percent for p in found])
+        covered += slope.low < truth < slope.high
+        naive += abs(line.slope - truth) < student.ppf(0.975, len(found) - 2) * line.stderr
+    assert slope.n == 6 and covered / 1000 == pytest.approx(0.95, abs=0.02) and naive / 1000 < 0.85
+    assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
+
+
 # ------------------------------------------------------------------------------------------------------ pairs and nulls
 
 LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
