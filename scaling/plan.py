@@ -234,7 +234,10 @@ def read_gap(options: Options, sizes) -> tuple[float, str]:
                   for row in content["sizes"])
     if not (is_near and (said := content["common"].get(options.recipe))):
         return 0.0, f"FP8's loss gap: not measured for {options.recipe} at such sizes and counted as 0; give one with gap="
-    return said["bf16"]["mean"] / 100, f"FP8's loss gap: {said['bf16']['mean']:+.3f} % for {options.recipe}, from {path}"
+    change = said.get("over_tokens") or {}
+    moves = (f"; counted as constant, though per doubling of D it changed by {change['mean']:+.3g} [{change['low']:+.3g} to "
+             f"{change['high']:+.3g}] %" if change.get("low") is not None and change["low"] * change["high"] > 0 else "")
+    return said["bf16"]["mean"] / 100, f"FP8's loss gap: {said['bf16']['mean']:+.3f} % for {options.recipe}, from {path}{moves}"
 
 
 # ------------------------------------------------------------------------------------------------------- the run to add

@@ -155,7 +155,11 @@ def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
     law, none = write_law(tmp_path), output(capsys, "gap=0")
     assert row(output(capsys), "FP8") == row(none, "FP8")
     sizes = [{"recipe": recipe, "params_total": 10**8} for recipe in ("tensorwise", "rowwise")]
-    (tmp_path / "precision.json").write_text(json.dumps({"sizes": sizes, "common": {"tensorwise": {"bf16": {"mean": 0.5}}}}))
+    for low, warns in ((-0.1, False), (0.1, True)):
+        change = {"n": 3, "mean": 0.25, "sd": 0.1, "se": 0.1, "low": low, "high": 0.4}
+        (tmp_path / "precision.json").write_text(json.dumps({"sizes": sizes, "common": {"tensorwise": {
+            "bf16": {"mean": 0.5}, "over_tokens": change}}}))
+        assert ("per doubling of D it changed by +0.25 [+0.1 to +0.4] %" in output(capsys, f"law={law}")) is warns
     for arguments, gap in ((["gap=0.3"], 0.003), ([f"law={law}"], 0.005), ([f"law={law}", "gap=0.3"], 0.003),
                            ([f"law={law}", "recipe=rowwise"], 0)):
         out, free = output(capsys, *arguments), output(capsys, "gap=0", *(a for a in arguments if a.startswith("recipe")))
