@@ -333,14 +333,14 @@ def size_lines(c: Ceilings, size: str, context: int) -> list[str]:
     shape, micro_batch = shape_of(replace(config.model, n_ctx=context)), max(1, MICRO_BATCH[size] * 1024 // context)
     lines = [f"{size}, T={context}, micro-batch {micro_batch}, {TOKENS_PER_STEP:,} tokens a step, "
              f"{shape.flops_per_token / 1e9:.3f} GFLOP a token",
-             f"  {'label':26} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{b:>10}" for b in BUCKETS)]
+             f"  {'label':31} {'tok/s':>8} {'ratio':>6} {'mfu_bf16':>9}   " + "".join(f"{b:>10}" for b in BUCKETS)]
     base, (peak, _) = step(c, shape, "bf16", micro_batch, TOKENS_PER_STEP).seconds, PEAK_FLOPS[c.name.split()[0]]
     rows: list[tuple[str, str, Casts | None]] = [(label, label, None) for label in LABELS]
     rows += [("zero casts", "tensorwise", FREE), ("zero casts, head too", "tensorwise+head", FREE)]
     for name, label, casts in rows:
         s = step(c, shape, label, micro_batch, TOKENS_PER_STEP, casts)
         shares = "".join(f"{round(s.buckets[b] / s.seconds, 3) + 0.0:10.1%}" for b in BUCKETS)
-        lines.append(f"  {name:26} {s.tok_per_s:8,.0f} {base / s.seconds:6.3f} "
+        lines.append(f"  {name:31} {s.tok_per_s:8,.0f} {base / s.seconds:6.3f} "
                      f"{s.tok_per_s * shape.flops_per_token / peak:9.1%}   {shares}")
     return lines
 
