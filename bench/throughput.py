@@ -105,13 +105,14 @@ class Subject:
 TOY = {"toy_s": {"n_layer": 1, "n_head": 2, "n_embd": 64, "n_ffn": 128, "vocab_size": 257},
        "toy_m": {"n_layer": 1, "n_head": 2, "n_embd": 128, "n_ffn": 256, "vocab_size": 257}}
 GROUPS = {      # (size, labels) in the order of their value
-    "h100": (("1p5b", ("tensorwise+kernels", "tensorwise+kernels+head")), ("350m", ("tensorwise+kernels",)),
-             ("760m", ("tensorwise+kernels",)), ("125m", ("tensorwise+kernels",)),
+    "h100": (("1p5b", ("tensorwise+kernels", "tensorwise+kernels+head", "tensorwise+kernels+delayed")),
+             *((size, ("tensorwise+kernels", "tensorwise+kernels+delayed")) for size in ("350m", "760m", "125m")),
              *((size, ("tensorwise", "rowwise")) for size in ("1p5b", "350m", "760m", "125m")),
              *((size, ("auto+kernels", "tensorwise_gw_hp+kernels", "rowwise_with_gw_hp"))
                for size in ("125m", "1p5b", "350m", "760m")),
              *((size, ("tensorwise+kernels+head",)) for size in ("125m", "350m", "760m")),
-             ("1p5b", ("tensorwise+kernels+fast_backward", "rowwise+fast_backward"))),
+             *((size, ("tensorwise+kernels+delayed+head",)) for size in ("1p5b", "125m", "350m", "760m")),
+             ("1p5b", ("tensorwise+kernels+fast_backward", "rowwise+fast_backward", "blockwise"))),
     "toy": (("toy_s", ("tensorwise",)), ("toy_m", ("tensorwise",)))}
 
 
