@@ -58,7 +58,7 @@ def test_every_recipes_matmuls_against_fp64(label):
         assert all(distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)), kind
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
 def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
     losses = []
     for config, is_compiled in ((FP8Config(), True), (FP8Config(recipe=recipe), True), (FP8Config(recipe=recipe), False)):
