@@ -8,7 +8,7 @@
 
 A Linear is timed as RMSNorm -> Linear -> sigmoid on `tokens` rows of random BF16, forward and backward, compiled in one graph:
 the casts to FP8 can fuse with norm and sigmoid as they do in training; being in both arms, these pull the ratio towards 1, as in
-training. Gradient accumulation and what +kernels does once a step (quantising the weight) are not timed. FP8 runs between two
+training. Gradient accumulation and what BF16 and +kernels do once a step (casting the weight) are not timed. FP8 runs between two
 turns of BF16 and is compared with their mean, so that what drifts cancels. The table gets the median ratio BF16 / FP8 of the
 turns, their 10th and 90th percentile, GPU, versions and commits (runtime/speed.py has its format), after every row.
 """
@@ -106,6 +106,7 @@ def ratios(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 class Piece(nn.Module):
     """What is timed; the Linear lies in a Sequential so that runtime.fp8 can swap it."""
+    compute_dtype = torch.bfloat16      # as a GPT has it
 
     def __init__(self, K: int, N: int):
         super().__init__()
@@ -193,9 +194,11 @@ def linear_step(recipe: str, K: int, N: int, x: torch.Tensor, g: torch.Tensor) -
         piece = Piece(K, N)
     nn.init.ones_(piece.norm.weight)
     nn.init.normal_(piece.linear[0].weight, std=K ** -0.5)
-    if recipe != "off":
+    if recipe == "off":
+        fp8.keep_bf16_copies(piece.linear)      # as in training on one process
+    else:
         fp8.convert(piece.linear, fp8.by_name(recipe), device_type=x.device.type)
-        fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
+    fp8.refresh_weight_copies(piece)      # once, as in a step of many micro-batches
     if x.device.type == "cuda":
         piece.compile(dynamic=False, fullgraph=True)
     inputs = (x, *piece.parameters())

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import kernels
 from runtime import speed
@@ -55,6 +56,22 @@ def test_turns_alternate_and_give_the_ratio_of_the_work_on_a_machine_that_slows_
     assert a.shape == (16,) and b.shape == (15,) and a[-1] > 1.2 * a[0]
     assert "".join(order) == ("aaaaa" + "bbbbb") * 15 + "aaaaa"
     assert np.allclose(kernels.ratios(a, b), 1.5, rtol=2e-3) and not np.allclose(a[:-1] / b, 1.5, rtol=2e-3)
+
+
+@pytest.mark.parametrize(("recipe", "is_cast"), [("off", False), ("tensorwise+kernels", False), ("tensorwise", True)])
+def test_weights_are_cast_in_the_timed_passes_only_where_training_casts_them_in_every_micro_batch(recipe, is_cast):
+    """BF16 that casts its fp32 weight at each use is slower than training's, and auto would choose FP8 for it."""
+    x, g = torch.randn(32, 64).bfloat16().requires_grad_(), torch.randn(32, 96).bfloat16()
+    call, found = kernels.linear_step(recipe, 64, 96, x, g), []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            found.extend([op] * (op is torch.ops.aten._to_copy.default and (args[0].shape, args[0].dtype) == (
+                (96, 64), torch.float32) and kwargs.get("dtype") != torch.float32))
+            return op(*args, **(kwargs or {}))
+    with Casts():
+        call()
+    assert bool(found) is is_cast
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "tensorwise+kernels"])
