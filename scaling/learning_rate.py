@@ -71,7 +71,7 @@ class Trial:
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
-    """The sweep's runs by size, tokens, rate and seed; plus a line for each left out. A run of study.json without a summary.json
+    """The sweep's runs, plus a line for each left out. A run of study.json without a summary.json
     is unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
     differ in more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
@@ -91,7 +91,7 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
         if row["lr"] and not row["repeat"] and row["run"] not in finished:
             status = "diverged" if (folder / row["run"] / "diagnosis.json").exists() else "unfinished"
             trials.append(Trial(row["run"], row["params_nonembed"], row["tokens"], row["lr"], row["seed"], status))
-    return sorted(trials, key=lambda trial: (trial.N, trial.tokens, trial.lr, trial.seed)), notes + repeats
+    return trials, notes + repeats
 
 
 # ----------------------------------------------------------------------------------------------------------- the optimum
@@ -99,7 +99,7 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
 def analyse(trials: list[Trial], sizes=()) -> dict:
     """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes` (non-embedding parameters)."""
     groups = {}
-    for trial in trials:
+    for trial in sorted(trials, key=lambda trial: (trial.N, trial.tokens, trial.lr, trial.seed)):
         groups.setdefault((trial.N, trial.tokens), []).append(trial)
     sweeps = [judge(group) for group in groups.values()]
     # Of each size the longest runs count: the rate of a trunk serves all of its branches.

@@ -327,8 +327,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
                 process.terminate()
         for row, (process, log, slot) in list(running.items()):
             if process.poll() is not None:
-                # One asked to leave before it could save has not failed.
-                print(f"{ENDED}{0 if asked else process.returncode}", file=log, flush=True)
+                print(f"{ENDED}{0 if asked else process.returncode}", file=log, flush=True)     # asked to leave is no failure
                 log.close()
                 del running[row]
                 slots.append(slot)
@@ -343,8 +342,9 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
 
 
 def is_ready(row: Row, folder: Path) -> bool:
-    """Whether a run can begin or go on: a branch once its trunk has passed its step."""
-    return row.parent is None or latest(folder / row.run) is not None or (checkpoint_of(row, folder) / "DONE").exists()
+    """Whether a run can begin or go on: a branch once its trunk has passed its step (or is done: train.py says what is gone)."""
+    return row.parent is None or latest(folder / row.run) is not None or any(
+        path.exists() for path in (checkpoint_of(row, folder) / "DONE", folder / row.parent / "summary.json"))
 
 
 def leave_s(row: Row) -> float:

@@ -12,9 +12,9 @@ from runtime.config import FP8Config, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
 from scaling.study import Size, expand, load_study
-from scaling.sweep import declare, placed, state_of, tokens_left
+from scaling.sweep import declare, is_ready, placed, state_of, tokens_left
 from tests.conftest import ROOT
-from tests.study_cases import checkpoint, finish, tiny_study
+from tests.test_sweep import checkpoint, finish, tiny_study
 
 STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
 
@@ -150,9 +150,9 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     trunk, branch = expand(study)[:2]
     alone = replace(branch, parent=None, parent_step=None)
     switched = replace(branch, recipe="tensorwise>bf16")
-    assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch]
+    assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch] and not is_ready(branch, tmp_path)
     finish(trunk, tmp_path)
-    assert placed(branch, tmp_path) == alone and placed(switched, tmp_path) == switched
+    assert placed(branch, tmp_path) == alone and placed(switched, tmp_path) == switched and is_ready(switched, tmp_path)
     checkpoint(trunk, tmp_path, branch.parent_step)
     assert placed(branch, tmp_path) == branch
     shutil.rmtree(tmp_path / trunk.run / "checkpoints")

@@ -23,11 +23,60 @@ from scaling import sweep
 from scaling.predict import digest
 from scaling.study import expand
 from scaling.sweep import ENDED, Options, cost_of, placed, state_of, table
-from tests.conftest import ROOT
+from tests.conftest import ROOT, write_config
 from tests.scaling_runs import asked, cells
-from tests.study_cases import TRAIN, checkpoint, finish, tiny_study
 
 OPTIONS = Options(study="x", start=2.0)
+# The fake's checkpoints hold nothing but DONE; what a test appends says what the run does.
+TRAIN = """
+import json, os, signal, sys, time
+from pathlib import Path
+given = dict(argument.split("=", 1) for argument in sys.argv[2:])
+run, folder = given["run"], Path(given["out"]) / given["run"]
+(folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+began = time.time()
+def checkpoint(step):
+    (folder / f"checkpoints/step_{int(step):08d}").mkdir(exist_ok=True)
+    (folder / f"checkpoints/step_{int(step):08d}/DONE").touch()
+def finish(**more):
+    for step in given.get("checkpoint.at", "").split(","):
+        checkpoint(step or 9)
+    parent = int(given["start_from"][-8:]) if "start_from" in given else None
+    (folder / "summary.json").write_text(json.dumps({"status": "ok", "loss_bf16": 2.0, "tok_per_s_median": 1000.0, "n_gpu": 2,
+        "wall_s": 0, "device": "fake", "began": began, "ended": time.time(), "given": given, "parent_step": parent,
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "threads": os.environ.get("OMP_NUM_THREADS"), **more}))
+"""
+
+
+def tiny_study(tiny, folder, budgets=(10, 20), seeds=(1,), recipes=("bf16",), held_out=False, sizes=(64, 128), null=False,
+               max_epochs=100):
+    """A study file of tiny sizes, each given by its n_ffn: 64 and 128 have 22.6k and 28.8k parameters."""
+    lines = []
+    for name, n_ffn in zip("ab", sizes, strict=False):
+        config = replace(tiny, run=f"{name}_bf16", steps=None, tokens_per_param=20, log=replace(tiny.log, every=100),
+                         model=replace(tiny.model, n_layer=1, n_ffn=n_ffn), data=replace(tiny.data, max_epochs=max_epochs),
+                         checkpoint=replace(tiny.checkpoint, every=None, keep=1), optim=replace(tiny.optim, warmup_share=0.05))
+        path = write_config(config, folder / f"{name}_bf16.py")
+        lines.append(f"Size(config={str(path)!r}, seeds={seeds}, held_out={held_out and name == 'b'}, "
+                     f"null_seeds={seeds if null else ()})")
+    file = folder / "study_tiny.py"
+    file.write_text("from scaling.study import Size, Study\n"
+                    f"study = Study(name='tiny', sizes=({', '.join(lines)},), tokens_per_param={budgets}, recipes={recipes}, "
+                    f"margin_percent=1.0, null=('deterministic=true',))\n")
+    return file
+
+
+def finish(row, folder, **changes):
+    """The summary.json of a finished run."""
+    (folder / row.run).mkdir(parents=True, exist_ok=True)
+    (folder / row.run / "summary.json").write_text(json.dumps({
+        "status": "ok", "tok_per_s_median": 1000.0, "n_gpu": 1, "device": "X", "loss_bf16": 2.0, "wall_s": 0,
+        "parent_step": row.parent_step, **changes}))
+
+
+def checkpoint(row, folder, step):
+    (folder / row.run / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+    (folder / row.run / f"checkpoints/step_{step:08d}/DONE").touch()
 
 
 @pytest.fixture
@@ -142,11 +191,11 @@ def predict(row, folder, **changes):
     (folder / f"prediction_{row.run}.json").write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--rum"], "there is no key 'rum'; did you mean 'run'?"), (["jobs=0"], "jobs=0 must be a positive, finite number"),
-    (["gpu=tpu"], "gpu=tpu: the peak of that GPU is not in"), (["only=a_bf16_t10_s2"], "did you mean 'a_bf16_t10_s1'?")])
-def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, arguments, told):
-    assert told in asked(capsys, sweep.main, tiny_study(tiny, tmp_path), f"out={tmp_path}/out", *arguments, code=2)
+@pytest.mark.parametrize("argument, told", [
+    ("jobs=0", "jobs=0 must be a positive, finite number"), ("gpu=tpu", "gpu=tpu: the peak of that GPU is not in"),
+    ("only=a_bf16_t10_s2", "did you mean 'a_bf16_t10_s1'?")])
+def test_mistakes_get_a_sentence(tiny, tmp_path, capsys, argument, told):
+    assert told in asked(capsys, sweep.main, tiny_study(tiny, tmp_path), f"out={tmp_path}/out", argument, code=2)
     assert not (tmp_path / "out").exists()
 
 
@@ -194,7 +243,7 @@ def test_two_jobs_run_side_by_side_each_with_gpus_of_its_own(fake, tmp_path, mon
     overlaps = [sum(other["began"] < run["began"] < other["ended"] for other in ran) for run in ran]
     assert {run["gpus"] for run in ran} == {"3,5", "6,7"} and max(overlaps) == 1       # never three at once
     assert seen[0][1:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    assert "gpus=2 for each of jobs=3 is more than the 4 GPUs" in fake("", "jobs=3", "gpus=2", code=2)
+    assert "for each of jobs=3 is more than the 4 GPUs" in fake("", "jobs=3", "gpus=2", code=2, budgets=(20,), seeds=(1, 2))
 
 
 def test_a_failed_run_is_named_and_does_not_stop_the_others(fake, tmp_path):
