@@ -196,7 +196,7 @@ def draw(found: dict, name: str) -> Figure:
             panel.plot(lost, [0.95] * len(lost), "x", color=style["color"], transform=panel.get_xaxis_transform())
             if sweep["optimum"]:
                 panel.axvspan(*sweep["optimum"]["flat"], color=style["color"], alpha=0.12, linewidth=0)
-        panel.set_ylim(top=min(TOP, panel.get_ylim()[1]))
+        panel.set_ylim(-0.1, min(TOP, panel.get_ylim()[1]))
         counts_axis(panel.xaxis)
         panel.legend(frameon=False)
     return figure
