@@ -122,8 +122,9 @@ def rows_of(file: io.BufferedIOBase, path: PurePath, where: str, columns: tuple[
     Raises BadFile and UserError, which call the file `where`; OSError of the network or the disk."""
     import pyarrow
     keep = keep or {}
+    needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
     try:
-        for row, found in _numbered_rows(file, path, where, [*columns, *(name.split(".")[0] for name in keep)], skip_rows):
+        for row, found in _numbered_rows(file, path, where, needed, skip_rows):
             if row <= skip_rows or not all(_nested(found, name) in values for name, values in keep.items()):
                 continue
             for column in columns:
