@@ -183,6 +183,7 @@ def _set_limits(panels, history: History) -> None:
     panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     for key in panels.keys() & {"tok_per_s", "lr", "gpu_util_pct"}:
         panels[key].yaxis.set_major_locator(MaxNLocator(3))
+        panels[key].margins(y=0.15)
         panels[key].set_ylim(bottom=0)
 
 

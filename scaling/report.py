@@ -32,17 +32,7 @@ from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps
 from scaling.pairs import Pair, pairs
 from scaling.precision import table
 from scaling.predict import is_held, load
-from scaling.records import (
-    LAW_FOLDER,
-    Record,
-    from_scratch,
-    listed,
-    read_json,
-    read_runs,
-    read_study,
-    usable,
-    without_repeats,
-)
+from scaling.records import LAW_FOLDER, Record, from_scratch, listed, read_json, read_runs, read_study, usable, without_repeats
 
 MARK = "<!-- Written by scaling/report.py from the files beside it: edit those, not this page. -->"
 LOSS = ("max", "min", "mean", "final", "sd")
@@ -269,32 +259,24 @@ def report_study(folder: Path) -> str:
     has_arms = len({record.recipe for record in records}) > 1
     told = f"{len(records)} finished runs" + f" of {len(study.get('runs', []))} declared on {study.get('declared')}" * bool(study)
     told += f"; missing: {listed(lacking)}" * bool(lacking) + f"; held out: {listed(held)}" * bool(held)
+    notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
     whole = usable(records)[0]
     points = [one for one in from_scratch(without_repeats(whole)[0])[0] if not is_held(one, predictions, held)]
-    notes += [f"{one.run_id}: its status is {one.status!r}" for one in records if one.status != "ok"]
-    sections = [f"## Runs\n\n{_runs(runs, is_sweep)} N: params_{records[0].convention}."]
     try:
-        for title, name, is_wanted, inputs, shown in (
-                ("Laws", "law", not is_sweep, points, _laws), ("FP8 against BF16", "precision", has_arms, whole, _gaps),
-                ("Learning rate", "learning_rate", is_sweep, [], _rates)):
-            path, figure = law_folder / f"{name}.json", f"{LAW_FOLDER}/{'figure' if name == 'law' else name}.png"
-            made_by = f"`python scaling/{'fit' if name == 'law' else name}.py {folder}`"
-            if path.exists():
-                there = {(one["run_id"], one["summary_sha256"]) for one in read_json(path).get("inputs", [])}
-                if inputs and there != {(one.run_id, one.summary_sha256) for one in inputs}:
-                    notes.append(f"{LAW_FOLDER}/{name}.json was made from other runs than those that are here now: {made_by}")
-                picture = f"![{name}]({figure})\n\n" * (folder / figure).is_file()
-                sections.append(f"## {title}\n\n{picture}{shown(path)}")
-            elif is_wanted:
-                sections.append(f"## {title}\n\n**Missing:** {path.relative_to(folder)} ({made_by}).")
-        if predictions or held:
-            sections.append(f"## Predictions\n\n{_predictions(predictions, folder)}")
+        notes += _stale(law_folder / "law.json", points) + _stale(law_folder / "precision.json", whole)
+        sections = {
+            "Runs": f"{_runs(runs, is_sweep)} N: params_{records[0].convention}.",
+            "Laws": _found(folder, "law", "fit", "figure", _laws, not is_sweep),
+            "Predictions": _predictions(predictions, folder) if predictions or held else "",
+            "FP8 against BF16": _found(folder, "precision", "precision", "precision", _gaps, has_arms),
+            "Learning rate": _found(folder, "learning_rate", "learning_rate", "learning_rate", _rates, is_sweep),
+            "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
                         f"again: python scaling/fit.py {folder}, python scaling/precision.py {folder}") from error
-    sections += ["## Notes\n\n" + "\n".join(f"- {note}" for note in notes)] * bool(notes)
     text = "\n\n".join([f"# The study {study.get('study', folder.resolve().name)}",
-                        f"{told}. This page: `python scaling/report.py --study {folder}`.", *sections])
+                        f"{told}. This page: `python scaling/report.py --study {folder}`.",
+                        *(f"## {title}\n\n{section}" for title, section in sections.items() if section)])
     content = {"format_version": 1, "study": study.get("study"), "declared": study.get("declared"), "missing": lacking,
                "N": f"params_{records[0].convention}", "runs": runs,
                "inputs": {record.run_id: record.summary_sha256 for record in records}}
@@ -358,6 +340,21 @@ def _gaps(path: Path) -> str:
 
 def _rates(path: Path) -> str:
     return learning_rate.tables(read_json(path))
+
+
+def _found(folder: Path, name: str, made_by: str, figure: str, shown, is_wanted: bool) -> str:
+    """What another command found, with its figure; where that is missing, and wanted, the command."""
+    path, picture = folder / LAW_FOLDER / f"{name}.json", f"{LAW_FOLDER}/{figure}.png"
+    if not path.exists():
+        return f"**Missing:** {LAW_FOLDER}/{name}.json (`python scaling/{made_by}.py {folder}`)." if is_wanted else ""
+    return f"![{name}]({picture})\n\n" * (folder / picture).is_file() + shown(path)
+
+
+def _stale(path: Path, records: list[Record]) -> list[str]:
+    """A note where a file was made from other runs than it would be now."""
+    made = {(one["run_id"], one["summary_sha256"]) for one in read_json(path)["inputs"]} if path.exists() else None
+    return [] if made in (None, {(one.run_id, one.summary_sha256) for one in records}) else [
+        f"{LAW_FOLDER}/{path.name} was made from other runs than those that are here now: make it again"]
 
 
 def _predictions(predictions, folder: Path) -> str:
