@@ -348,7 +348,8 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
         figure.colorbar(ScalarMappable(norm, "viridis"), ax=line, label=f"{share} [% of values]", pad=0.01, aspect=30)
         line[0].set_ylabel("block")
     shown = edges[::math.ceil(len(edges) / 16)]
-    panels[0, 0].set_yticks(shown + 0.5, ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in shown])
+    panels[0, 0].set_yticks([edge + blocks.count(blocks[edge]) / 2 for edge in shown],
+                            ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in shown])
     panels[0, 0].set_ylim(n, 0)
     for panel in panels[1]:
         steps_axis(panel)

@@ -170,7 +170,8 @@ def _ends(values, form: str) -> str:
 def draw_precision(result: dict):
     """The figure of analyse's result: gap [%] over size, then nats beside published laws."""
     arm, sizes, common, margin = result["loss"], result["sizes"], result["common"], result["margin"]
-    looks = dict(zip(common, styles(["bf16", *common])[1:], strict=True))
+    looks = {recipe: {"color": style["color"], "marker": style["marker"], "markersize": 4.5, "linestyle": "none"}
+             for recipe, style in zip(common, styles(["bf16", *common])[1:], strict=True)}
     ratio = float(np.exp(np.mean([math.log(row["tokens"] / row["params_total"]) for row in sizes])))
     n, free = len(result["pairs"]), sum(one[arm].n for one in common.values())
     nulls = [(pooled["band"], f"null, {name} seed, ±{pooled['band']:.2g} %", color) for pooled, name, color in (
@@ -179,8 +180,7 @@ def draw_precision(result: dict):
     if margin:
         handles.append(Line2D([], [], **MARGIN_LINE, label=f"margin, ±{margin.percent:g} %"
                               + ", after the fact" * (not margin.is_declared)))
-    handles += [Line2D([], [], color=look["color"], marker=look["marker"], markersize=4.5, linestyle="none", label=recipe)
-                for recipe, look in looks.items()]
+    handles += [Line2D([], [], **look, label=recipe) for recipe, look in looks.items()]
     title = f"Loss minus that of BF16, evaluated {ARMS[arm]} (n = {n} pairs, {free} independent)"
     caption = ("Bars: 95 % t-interval over independent pairs. Left, at each size further right: more tokens. Right: gaps above 0 "
                f"and published laws at {ratio:.3g} tokens per parameter, dotted beyond the sizes they were fitted to.")
@@ -209,10 +209,9 @@ def _draw_percent(panel, result: dict, looks) -> None:
             ticks.append(N)             # labels at the sizes, where they have room
     panel.axhline(0, color=STYLES[0]["color"], linewidth=1.2, zorder=2.5)
     for recipe, look in looks.items():
-        rows = [(x, row[arm]) for x, row in zip(place, sizes, strict=True) if row["recipe"] == recipe]
-        panel.errorbar([x for x, _ in rows], [found.mean for _, found in rows], yerr=[found.half or 0 for _, found in rows],
-                       linestyle="none", color=look["color"], marker=look["marker"], markersize=4.5, capsize=2.5, elinewidth=1.1,
-                       zorder=3)
+        x, y, bars = zip(*((x, row[arm].mean, row[arm].half or 0) for x, row in zip(place, sizes, strict=True)
+                           if row["recipe"] == recipe), strict=True)
+        panel.errorbar(x, y, bars, **look, capsize=2.5, elinewidth=1.1, zorder=3)
     ends = [abs(row[arm].mean) + (row[arm].half or 0) * (row[arm].n > 2) for row in sizes]
     limit = 1.2 * max([1e-3, *ends, *([result["margin"].percent] if result["margin"] else [])])     # two pairs' bar may leave it
     panel.set(xscale="log", xlim=(min(place) / 1.5, 1.5 * max(place)), ylim=(-limit, limit))
@@ -233,12 +232,11 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
         panel.plot(N[inside], nats[inside], color=color, linestyle=dash, linewidth=1.8, zorder=1, label=name)
         values += [nats.min(), nats.max()]
     for row in [row for row in sizes if row["nats"].mean > 0]:
-        found, look = row["nats"], looks[row["recipe"]]
-        panel.errorbar(row["params_total"], found.mean, yerr=found.half or 0, color=look["color"], marker=look["marker"],
-                       markersize=4.5, elinewidth=1.1, zorder=3)
+        found = row["nats"]
+        panel.errorbar(row["params_total"], found.mean, found.half or 0, **looks[row["recipe"]], elinewidth=1.1, zorder=3)
         values.append(found.mean)
-    panel.set(xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)), xlabel="parameters N, all",
-              ylabel="gap [nats/token]")
+    panel.set(xlim=(N[0], N[-1]), ylim=(min(values) / 2.5, 12 * max(values)))
+    panel.set(xlabel="parameters N, all", ylabel="gap [nats/token]")
     counts_axis(panel.xaxis)
     panel.yaxis.set_major_locator(LogLocator(10, numticks=9))
     panel.yaxis.set_minor_formatter(NullFormatter())
