@@ -204,6 +204,9 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
     for some in ([0, 1, 2], [0, 2], [1, 2]):        # a recipe has its colour in every figure, whatever stands beside it
         for panel in draw_losses([arms[i] for i in some]).axes[:2]:
             assert [one.get_color() for one in panel.get_lines()] == [STYLES[i]["color"] for i in some]
+    arms[1].history.train["loss"][20] += 0.3            # a difference is the mean over three steps
+    assert draw_losses(arms).axes[2].get_lines()[1].get_ydata()[20] == pytest.approx(
+        11 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
     rows = ordinary("bf16")
     rows[35] |= {"loss": 1e9, "verdict": "SKIP"}
     blown = [row | {"loss": 1e6} if row["step"] > 20 else row for row in ordinary("bf16")]
