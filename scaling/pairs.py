@@ -117,17 +117,17 @@ def tost(found: Estimate, margin: float) -> float | None:
     return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
-def power(sd: float, n: int, gap: float) -> float:
-    """Probability that n values of standard deviation sd around `gap` give a t-interval without 0: the noncentral t's tails, by
+def power(n: int, gap: float) -> float:
+    """Probability that n values of standard deviation 1 around `gap` give a t-interval without 0: the noncentral t's tails, by
     quadrature over the sample's sd, because scipy.stats.nct gives nan where n is 2 or the shift large."""
     spreads = np.sqrt(chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))       # of the sample's sd over the true one: even quantiles
-    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n) / sd
+    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
     return 0.5 * float(WEIGHTS @ (norm.sf(spread - shift) + norm.sf(spread + shift)))
 
 
 def smallest_seen(sd: float, n: int) -> float:
     """The smallest gap that n values (at least 2) of standard deviation sd see with a probability of 80 %."""
-    return sd * brentq(lambda gap: power(1.0, n, gap) - POWER, 0, 20)
+    return sd * brentq(lambda gap: power(n, gap) - POWER, 0, 20)
 
 
 def verdict(found: Estimate, margin: Margin | None = None) -> str:
@@ -139,9 +139,7 @@ def verdict(found: Estimate, margin: Margin | None = None) -> str:
         within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{'' if margin.is_declared else ', margin after the fact'})"
     if found.low > 0 or found.high < 0:
         return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
-    return f"equivalent {within}" if within else (
-        f"undecided: interval {found.low:+.2g} to {found.high:+.2g}, could not have seen less than "
-        f"{smallest_seen(found.sd, found.n):.2g}")
+    return f"equivalent {within}" if within else f"undecided: interval {found.low:+.2g} to {found.high:+.2g}"
 
 
 def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
@@ -175,10 +173,6 @@ class Pair:
     in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
     n_converted: int                    # Linears that the FP8 run trained in FP8; auto may find that none pays
-
-    @property
-    def is_null(self) -> bool:
-        return self.fp8.recipe == "bf16"
 
     def gap(self, arm: str) -> Gap:
         """The gap under one evaluation, "bf16" or "as_trained"."""

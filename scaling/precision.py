@@ -56,7 +56,7 @@ def analyse(records, found, arm: str, margin) -> dict:
     """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
     `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
-    nulls, found = ([p for p in found if p.is_null is is_null] for is_null in (True, False))
+    nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
     sizes = []
     for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
         nats, speed, gaps = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), pairs.percents(chosen)
@@ -259,7 +259,7 @@ def _run(options: Options) -> None:
     check_comparable(records)
     found, alone = pairs.pairs(records)
     notes += left_out + alone
-    if all(pair.is_null for pair in found):
+    if all(pair.fp8.recipe == "bf16" for pair in found):
         raise UserError("\n".join(["no BF16/FP8 pair among these runs: there is no gap to report", *notes]))
     result = analyse(records, found, options.loss, pairs.read_margin(records, options.margin))
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
