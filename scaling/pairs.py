@@ -87,28 +87,27 @@ class Margin:
 def read_margin(records, given: float | None = None) -> Margin | None:
     """The margin of the study.json beside the records' folders, or `given` on the command line; None without either. Raises
     UserError for a damaged study.json, for studies that declare different margins, for a wrong `given`."""
-    found: dict[float, list] = {} if given is None else {given: []}     # per cent -> (whether a run began before, file, date)
+    found = [] if given is None else [(given, "given on the command line, after the fact", True)]       # True: it came late
     for record in records if given is None else ():
         if study := read_study(folder := record.folder.parent):
             try:
-                percent, declared = float(study["margin_percent"]), datetime.fromisoformat(study["declared"])
+                declared = datetime.fromisoformat(study["declared"])
                 is_late = not record.t_start or datetime.fromisoformat(record.t_start) < declared
+                found.append((float(study["margin_percent"]), f"{folder}/study.json, declared {study['declared']}", is_late))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}): restore it or give "
                                 "margin=PERCENT") from None
-            found.setdefault(percent, []).append((is_late, f"{folder}/study.json", study["declared"]))
-    if len(found) > 1 or any(not 0 < percent < 100 for percent in found):
-        raise UserError(f"margin: {', '.join(map(str, found))}; expected one number of per cent of the loss, above 0 and below "
-                        "100: correct it, analyse one study at a time, or give margin=PERCENT")
     if not found:
         return None
-    (percent, runs), = found.items()
-    if not runs:
-        return Margin(percent, "given on the command line, after the fact", False)
-    late = sum(is_late for is_late, *_ in runs)
-    _, file, declared = max(runs)           # of a run that had begun, where there is one
-    when = f"after {late} of {len(runs)} runs had begun" if late else "before the runs"
-    return Margin(percent, f"{file}, declared {declared}, {when}", not late)
+    percents = sorted({percent for percent, *_ in found})
+    if len(percents) > 1 or not 0 < percents[0] < 100:
+        raise UserError(f"margin: {', '.join(map(str, percents))}; expected one number of per cent of the loss, above 0 and "
+                        "below 100: correct it, analyse one study at a time, or give margin=PERCENT")
+    late = sum(is_late for *_, is_late in found)
+    percent, source, _ = max(found, key=lambda one: one[2])     # of a run that had begun, where there is one
+    if given is None:
+        source += f", after {late} of {len(found)} runs had begun" if late else ", before the runs"
+    return Margin(percent, source, not late)
 
 
 def tost(found: Estimate, margin: float) -> float | None:

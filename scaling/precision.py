@@ -57,13 +57,17 @@ def analyse(records, found, arm: str, margin) -> dict:
     `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
     laws, reason = pairs.surfaces([run for run in records if run.recipe == "bf16" and not run.repeat], f"loss_{arm}")
     nulls, found = ([p for p in found if (p.fp8.recipe == "bf16") is is_null] for is_null in (True, False))
-    sizes = []
+    sizes, common = [], {}
     for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
         nats, speed, gaps = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), pairs.percents(chosen)
         sizes.append({**pairs.at(chosen[0].fp8), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
                       "throughput": speed, "costs": [pairs.costs(law, D, nats, **speed) for law in laws[N]],
                       **pairs.judged(chosen, gaps[arm], margin)})
-    common = {recipe: _common(chosen, arm, margin) for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe)}
+    for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
+        logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
+        common[recipe] = {
+            **logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
+            "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
     return {"conventions": {"N": f"params_{records[0].convention}"}, "loss": arm, "margin": margin,
             "null": pairs.measure(records, nulls, arm), "common": common,
             "ranking": pairs.rank(found, arm), "sizes": sizes,
@@ -71,13 +75,6 @@ def analyse(records, found, arm: str, margin) -> dict:
             "pairs": [{"pair_id": p.bf16.pair_id, "bf16": p.bf16.run_id, "fp8": p.fp8.run_id, "recipe": p.fp8.recipe,
                        **pairs.at(p.fp8), "gap_bf16": p.in_bf16, "gap_as_trained": p.as_trained,
                        "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
-
-
-def _common(chosen, arm: str, margin) -> dict:
-    """One recipe's gap over all sizes: 100 delta of ln L_FP8 = ln L_BF16 + delta, its trends over size and tokens, verdict."""
-    logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
-    return {**logs, "pairs": len(chosen), "sizes": len({p.fp8.N for p in chosen}), "over_sizes": pairs.over_sizes(chosen, arm),
-            "over_tokens": pairs.over_tokens(chosen, arm), **pairs.judged(chosen, logs[arm], margin)}
 
 
 # -------------------------------------------------------------------------------------------------------------- tables

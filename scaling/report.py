@@ -268,8 +268,10 @@ def report_study(folder: Path) -> str:
             "Runs": f"{_runs(runs, is_sweep)} N: params_{records[0].convention}.",
             "Laws": _found(folder, "law", "fit", "figure", _laws, not is_sweep),
             "Predictions": _predictions(predictions, folder) if predictions or held else "",
-            "FP8 against BF16": _found(folder, "precision", "precision", "precision", _gaps, has_arms),
-            "Learning rate": _found(folder, "learning_rate", "learning_rate", "learning_rate", _rates, is_sweep),
+            "FP8 against BF16": _found(folder, "precision", "precision", "precision", lambda path: (
+                "\n\n".join(precision.tables(precision.load(path)))), has_arms),
+            "Learning rate": _found(folder, "learning_rate", "learning_rate", "learning_rate", lambda path: (
+                learning_rate.tables(read_json(path))), is_sweep),
             "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
@@ -332,14 +334,6 @@ def _laws(path: Path) -> str:
                           "runs": fit["n"], "identified": "yes" if fit["identified"] else f"no: {fit['reason']}"})
     return "\n\n".join([table(lines), "\n".join(reasons),
                         f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
-
-
-def _gaps(path: Path) -> str:
-    return "\n\n".join(precision.tables(precision.load(path)))
-
-
-def _rates(path: Path) -> str:
-    return learning_rate.tables(read_json(path))
 
 
 def _found(folder: Path, name: str, made_by: str, figure: str, shown, is_wanted: bool) -> str:
