@@ -266,12 +266,11 @@ def report_study(folder: Path) -> str:
         notes += _stale(law_folder / "law.json", points) + _stale(law_folder / "precision.json", whole)
         sections = {
             "Runs": f"{_runs(runs, is_sweep)} N: params_{records[0].convention}.",
-            "Laws": _found(folder, "law", "fit", "figure", _laws, not is_sweep),
+            "Laws": _found(folder, "law", not is_sweep, _laws),
             "Predictions": _predictions(predictions, folder) if predictions or held else "",
-            "FP8 against BF16": _found(folder, "precision", "precision", "precision", lambda path: (
-                "\n\n".join(precision.tables(precision.load(path)))), has_arms),
-            "Learning rate": _found(folder, "learning_rate", "learning_rate", "learning_rate", lambda path: (
-                learning_rate.tables(read_json(path))), is_sweep),
+            "FP8 against BF16": _found(folder, "precision", has_arms, lambda path: (
+                "\n\n".join(precision.tables(precision.load(path))))),
+            "Learning rate": _found(folder, "learning_rate", is_sweep, lambda path: learning_rate.tables(read_json(path))),
             "Notes": "\n".join(f"- {note}" for note in notes)}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise UserError(f"{law_folder}: a file is damaged or of another version ({type(error).__name__}: {error}); make it "
@@ -336,8 +335,9 @@ def _laws(path: Path) -> str:
                         f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
 
 
-def _found(folder: Path, name: str, made_by: str, figure: str, shown, is_wanted: bool) -> str:
-    """What another command found, with its figure; where that is missing, and wanted, the command."""
+def _found(folder: Path, name: str, is_wanted: bool, shown) -> str:
+    """What another command found, with its figure; where that is missing, and wanted, the command. shown: its file in words."""
+    made_by, figure = ("fit", "figure") if name == "law" else (name, name)
     path, picture = folder / LAW_FOLDER / f"{name}.json", f"{LAW_FOLDER}/{figure}.png"
     if not path.exists():
         return f"**Missing:** {LAW_FOLDER}/{name}.json (`python scaling/{made_by}.py {folder}`)." if is_wanted else ""
