@@ -96,8 +96,8 @@ def tables(result: dict) -> list[str]:
 
 
 def _headline(result: dict) -> str:
-    """A row per recipe with its verdict and what the design can see; the best recipe, the margin."""
-    arm, margin, common = result["loss"], result["margin"], result["common"]
+    """A row per recipe with its verdict and what the design can see; the best recipe, the nulls, the margin."""
+    arm, margin, common, null = (result[key] for key in ("loss", "margin", "common", "null"))
     rows = [{"recipe": recipe, "gap [%]": one[arm], "verdict": one["verdict"],
              "independent pairs": f"{one[arm].n} of {one['pairs']}", "sizes": one["sizes"],
              "per decade of N [%]": one["over_sizes"], "per doubling of D [%]": one["over_tokens"],
@@ -106,6 +106,9 @@ def _headline(result: dict) -> str:
             "pairs (branches of one trunk count once). Per decade of N, per doubling of D at a size: its change. Seen: with a "
             "probability of 80 %."]
     text += [f"Best: {result['ranking']['reason']}"] * (len(common) > 1)
+    text += [f"Null, {name}: 95 % of the differences of two BF16 runs lie within ±{pooled['band']:.2g} % (SD "
+             f"{pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']})."
+             for name, pooled in (("other seeds", null["pooled"]), ("same seed", null["same_seed"]["pooled"])) if pooled]
     text.append(f"Margin ±{margin.percent:g} %: {margin.source}." if margin else "No margin was declared: no equivalence test.")
     return "\n".join([table(rows), "", *text])
 
@@ -133,9 +136,6 @@ def _sizes(result: dict) -> str:
              for at, *cells in sorted(rows, key=lambda row: (row[0]["N"], row[0]["tokens"]))]
     text = [f"N: {result['conventions']['N']}. Null: SD of the difference of two BF16 runs, of other seeds or of one seed "
             "rounded otherwise."]
-    text += [f"{name}, over all sizes: SD {pooled['sd_percent']:.3f} %, degrees of freedom: {pooled['dof']}; 95 % of the "
-             f"differences lie within ±{pooled['band']:.2g} %."
-             for name, pooled in (("Other seeds", null["pooled"]), ("Same seed", same["pooled"])) if pooled]
     text += [f"Repeats equal to the last bit, no null: {same['equal']}."] * bool(same["equal"])
     return "\n".join([table(lines), "", *text])
 
