@@ -397,6 +397,7 @@ class Surface:
     alpha: float
     beta: float
     covariance: np.ndarray | None = None    # of (ln B, beta); None: the constants are taken as exact
+    counts: str = "total"                   # which parameters N is: params_total, params_nonembed
 
     def loss(self, N, D):
         """Nats per token at N parameters, D tokens (numbers or arrays of one shape)."""
@@ -409,9 +410,12 @@ class Surface:
     def extra_tokens(self, gap: float, D) -> float | None:
         """r: how many times the tokens a model needs to make up `gap` nats at D, L(N, r D) + gap = L(N, D). None where the gap
         exceeds B D^-beta: no number of tokens makes it up; or where the law is so flat that r or 1 / r is beyond 10^100."""
-        left = 1 - gap / (self.B * D**-self.beta)
-        log = -math.log(left) / self.beta if left > 0 else math.inf
-        return left ** (-1 / self.beta) if abs(log) < BEYOND else None
+        return _power(1 - gap / (self.B * D**-self.beta), -1 / self.beta)
+
+    def effective_parameters(self, gap: float, N) -> float | None:
+        """phi = N_eff / N: the share of the parameters with which the law reaches a loss `gap` nats higher, L(phi N, D) =
+        L(N, D) + gap. None where a negative gap exceeds A N^-alpha, which no size gains, or A is 0."""
+        return _power(1 + gap / (self.A * N**-self.alpha), -1 / self.alpha) if self.A else None
 
     def speedup(self, D, gap: float, gap_se: float | None, ratio: float, ratio_se_log=0.0) -> tuple[float | None, float | None]:
         """(S, standard error of ln S) of S = ratio / r, how much sooner FP8 reaches BF16's loss for a throughput `ratio` and a
@@ -425,6 +429,12 @@ class Surface:
         return ratio / r, math.sqrt(ratio_se_log**2 + (gap_se / s)**2 + gap**2 * variance / s**4)
 
 
+def _power(base: float, exponent: float) -> float | None:
+    """base^exponent; None for a base that is not above 0, or a result beyond 10^100 either way."""
+    log = exponent * math.log(base) if base > 0 else math.inf
+    return base**exponent if abs(log) < BEYOND else None
+
+
 # The minimum of the summed Huber(1e-3) on Epoch AI's 240 points; the constants printed in their paper (482.01, 2085.43,
 # 1.8172, .3478, .3658) are the least-absolute-deviation fit of the same points.
 EPOCH = Surface("Epoch", "Besiroglu et al. 2024, arXiv:2404.10102 (Huber optimum of its 240 points)",
@@ -435,9 +445,9 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
                    E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
 
 
-def own_surface(N, D, L, trunks) -> tuple[Surface | None, str | None]:
+def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one. trunks: equal
-    for branches of one trajectory."""
+    for branches of one trajectory. counts: what N counts."""
     if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_chinchilla would find, seconds later
         return None, f"one ray of {np.mean(D / N):.3g} tokens per parameter does not separate N from D"
     try:
@@ -450,7 +460,7 @@ def own_surface(N, D, L, trunks) -> tuple[Surface | None, str | None]:
     to_natural = np.array([[1.0, fit.optimum.centres[1]], [0.0, 1.0]])
     return Surface("own", f"Chinchilla's form fitted to these {fit.n} BF16 runs",
                    *(fit.parameters[key] for key in ("E", "A", "B", "alpha", "beta")),
-                   to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T), None
+                   to_natural @ fit.optimum.covariance[np.ix_((2, 4), (2, 4))] @ to_natural.T, counts), None
 
 
 def local_surface(D, L) -> Surface | None:
@@ -465,19 +475,20 @@ def surfaces(runs, loss_key: str) -> tuple[dict[int, list[Surface]], str | None]
     """N of the BF16 `runs` (Records) -> its laws: our own, else that of its size, with Epoch's; else two published ones. Plus
     why there is no law of our own."""
     N, D, L = (np.array([getattr(run, key) for run in runs], dtype=float) for key in ("N", "tokens", loss_key))    # N D: no int64
-    own, reason = own_surface(N, D, L, np.array([run.trunk for run in runs]))
+    own, reason = own_surface(N, D, L, np.array([run.trunk for run in runs]), runs[0].convention if runs else "total")
     ours = {int(size): own or local_surface(D[size == N], L[size == N]) for size in np.unique(N)}
     published = [EPOCH] if any(ours.values()) else [EPOCH, HOFFMANN]
     return {size: [law, *published] if law else published for size, law in ours.items()}, reason
 
 
-def costs(surface: Surface, D, nats: Estimate, ratio, se_log, reason) -> dict:
-    """What an estimated gap in nats costs at D, each with its 95 % interval; None, with a reason. extra_tokens: r, also the extra
-    compute at fixed size. speedup: throughput `ratio` over r, with Student's t of the gap's degrees of freedom; one pair has no
-    interval. reason: why there is no ratio."""
-    extra, *extra_ends = [None if gap is None else surface.extra_tokens(gap, D) for gap in (nats.mean, nats.low, nats.high)]
+def costs(surface: Surface, N, D, nats: Estimate, ratio, se_log, reason) -> dict:
+    """What an estimated gap in nats costs at N, D, each with its 95 % interval; None, with a reason. extra_tokens: r, also the
+    extra compute at fixed size. effective_parameters: phi. speedup: throughput `ratio` over r, with Student's t of the gap's
+    degrees of freedom; one pair has no interval. reason: why there is no ratio."""
+    tokens, parameters = ([None if gap is None else law(gap, at) for gap in (nats.mean, nats.low, nats.high)] for law, at in (
+        (surface.extra_tokens, D), (surface.effective_parameters, N)))
     speedup, ends = None, [None, None]
-    if extra is None:
+    if tokens[0] is None:
         reason = (f"no number of tokens makes up {nats.mean:.4f} nats under {surface.name}, by which more data gains at most "
                   f"{surface.B * D**-surface.beta:.4f}, or next to nothing")
     elif ratio is not None:
@@ -485,8 +496,9 @@ def costs(surface: Surface, D, nats: Estimate, ratio, se_log, reason) -> dict:
         if error is not None and se_log is not None:        # one ratio of throughputs has no error to pass on
             spread = float(student.ppf(0.975, nats.n - 1)) * error
             ends = [speedup * math.exp(-spread), speedup * math.exp(spread)] if spread < BEYOND else ends
-    return {"law": surface.name, "extra_tokens": extra, "extra_tokens_ci95": extra_ends, "speedup": speedup,
-            "speedup_ci95": ends, "reason": None if speedup else reason}
+    return {"law": surface.name, "extra_tokens": tokens[0], "extra_tokens_ci95": tokens[1:],
+            "effective_parameters": parameters[0], "effective_parameters_ci95": parameters[:0:-1],
+            "speedup": speedup, "speedup_ci95": ends, "reason": None if speedup else reason}
 
 
 def throughput(chosen) -> dict:

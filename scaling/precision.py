@@ -60,9 +60,10 @@ def analyse(records, found, arm: str, margin) -> dict:
     sizes, common = [], {}
     for (N, D, recipe), chosen in pairs.grouped(found, lambda p: (p.fp8.N, p.fp8.tokens, p.fp8.recipe)):
         nats, speed, gaps = pairs.over(chosen, lambda p: p.gap(arm).nats), pairs.throughput(chosen), pairs.percents(chosen)
-        sizes.append({**pairs.at(chosen[0].fp8), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
-                      "throughput": speed, "costs": [pairs.costs(law, D, nats, **speed) for law in laws[N]],
-                      **pairs.judged(chosen, gaps[arm], margin)})
+        run = chosen[0].fp8
+        price = [pairs.costs(law, getattr(run, f"params_{law.counts}"), D, nats, **speed) for law in laws[N]]
+        sizes.append({**pairs.at(run), "recipe": recipe, "runs": [p.fp8.run_id for p in chosen], **gaps, "nats": nats,
+                      "throughput": speed, "costs": price, **pairs.judged(chosen, gaps[arm], margin)})
     for recipe, chosen in pairs.grouped(found, lambda p: p.fp8.recipe):      # over all sizes: 100 ln(L_FP8 / L_BF16)
         logs = {name: pairs.over(chosen, lambda p, name=name: p.log_percent(name)) for name in ARMS}
         common[recipe] = {
@@ -141,13 +142,13 @@ def _sizes(result: dict) -> str:
 
 
 def _costs(result: dict) -> str:
-    """A row per size, tokens, recipe and law: what the gap costs in compute."""
+    """A row per size, tokens, recipe and law: what the gap costs in compute and size."""
     costs, lines = [(size, cost) for size in result["sizes"] for cost in size["costs"]], []
     for row, cost in costs:
-        extra, speed = ([cost[key], *cost[f"{key}_ci95"]] for key in ("extra_tokens", "speedup"))
+        extra, share, speed = ([cost[key], *cost[f"{key}_ci95"]] for key in ("extra_tokens", "effective_parameters", "speedup"))
         lines.append({"N": si(row["N"]), "tokens": si(row["tokens"]), "recipe": row["recipe"], "law": cost["law"],
                       "extra compute [%]": _ends([r and 100 * (r - 1) for r in extra], "+.2f"),
-                      "speed-up": _ends(speed, ".3f")})
+                      "N_eff/N": _ends(share, ".3f"), "speed-up": _ends(speed, ".3f")})
     text = ["Extra compute: by more tokens at this N. Speed-up: throughput ratio net of them. In brackets: 95 % interval.",
             "; ".join(f"{name}: {source}" for name, source in result["laws"].items()) + f". Below {si(pairs.SMALLEST)} "
             "parameters a published law can be wrong by a factor of ten and more."]

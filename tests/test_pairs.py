@@ -192,8 +192,11 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
     assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
-    r = (1 - row["nats"].mean / (60.0 * row["tokens"]**-0.3))**(-1 / 0.3)
-    assert row["costs"][0]["law"] == "own" and row["costs"][0]["extra_tokens"] == pytest.approx(r, rel=0.02)
+    (own, epoch), nats = row["costs"], row["nats"].mean         # each under the law's own A, alpha and count of N
+    r = (1 - nats / (60.0 * row["tokens"]**-0.3))**(-1 / 0.3)
+    assert own["law"] == "own" and own["extra_tokens"] == pytest.approx(r, rel=0.02)
+    assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
+    assert epoch["effective_parameters"] == pytest.approx((1 + nats / (477.826 * 16e6**-0.347310))**(-1 / 0.347310))
     for found, count in ((result, 0), (analysed(tmp_path, convention="total"), 1)):
         own = {}                            # a trunk's mean gap
         for pair in found["pairs"]:
@@ -310,7 +313,9 @@ def test_speedups_of_a_gap_are_those_of_the_table():
 def test_conversions_solve_the_law(law, gap):
     N, D, step = 3e8, 6e9, 1e-5
     r = brentq(lambda r: law.loss(N, r * D) + gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
+    phi = brentq(lambda phi: law.loss(phi * N, D) - gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
     assert law.extra_tokens(gap, D) == pytest.approx(r, rel=1e-9)
+    assert law.effective_parameters(gap, N) == pytest.approx(phi, rel=1e-9)
     numeric = (law.loss(N, D * math.exp(-step)) - law.loss(N, D * math.exp(step))) / (2 * step)
     assert law.slope(D) == pytest.approx(numeric, rel=1e-6)
 
@@ -320,10 +325,11 @@ def test_conversions_solve_the_law(law, gap):
 def test_a_law_that_is_almost_flat_or_a_gap_beyond_it_gives_numbers_or_none(beta, gap):
     """Runs of one size whose losses fall by nothing: powers of it overflow."""
     law = Surface("flat", "", E=0.0, A=0.0, B=2.0, alpha=1.0, beta=beta)
-    shown = pairs.costs(law, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
+    shown = pairs.costs(law, 5e7, 1e9, estimate([gap - 0.01, gap + 0.02]), 1.2, 0.01, None)
     numbers = [shown["extra_tokens"], shown["speedup"], *shown["extra_tokens_ci95"], *shown["speedup_ci95"]]
     assert all(one is None or math.isfinite(one) and one > 0 for one in numbers)
     assert shown["speedup"] is not None or "no number of tokens" in shown["reason"]
+    assert law.effective_parameters(gap, 5e7) is EPOCH.effective_parameters(-1.01 * EPOCH.A * 1e8**-EPOCH.alpha, 1e8) is None
 
 
 def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
@@ -342,12 +348,12 @@ def test_error_of_the_speed_up_is_that_of_a_monte_carlo():
     slope_se = law.speedup(D, gap, 0.0, ratio)[1] * law.slope(D)**2 / gap
     assert slope_se == pytest.approx((beta * B * D**-beta).std(), rel=0.03) and EPOCH.speedup(D, gap, 0.0, ratio)[1] == 0.0
     nats = estimate([0.004, 0.006, 0.005])
-    shown = pairs.costs(EPOCH, D, nats, 1.2, 0.002, None)
+    shown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, 0.002, None)
     value, se_log = EPOCH.speedup(D, 0.005, nats.se, 1.2, 0.002)
     half = student.ppf(0.975, 2) * se_log       # Student's t of the pairs
     assert np.log(shown["speedup_ci95"]) == pytest.approx([math.log(value) - half, math.log(value) + half])
     assert shown["extra_tokens_ci95"] == [EPOCH.extra_tokens(nats.low, D), EPOCH.extra_tokens(nats.high, D)]
-    unknown = pairs.costs(EPOCH, D, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
+    unknown = pairs.costs(EPOCH, 3e8, D, nats, 1.2, None, None)     # one ratio of throughputs: its error is not 0 but unknown
     assert unknown["speedup"] == shown["speedup"] and unknown["speedup_ci95"] == [None, None]
 
 
