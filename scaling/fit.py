@@ -4,14 +4,12 @@
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
     python scaling/fit.py out/study --predict gpt1p5b_tensorwise_t20_s1337       # freezes a prediction before that run is started
     python scaling/fit.py out/study --score                     # compares it once the run is there
-    python scaling/fit.py out/study n=total --out report        # counts all parameters, whatever the study's budgets count
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4,dataset=rw,lr=0.003 --out DIR
 
-Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given, such as
-another way to count. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
-a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted. --where COLUMN=VALUE,..
-keeps its rows with these values, two of one column keep either.
+Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given. Writes
+figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with a header; its losses are taken as
+nats per token, its counts as they stand, and nothing is converted.
 """
 
 import os
@@ -81,16 +79,15 @@ def main(arguments: list[str]) -> int:
 
 def _check(o: Options) -> None:
     """Refuse what does not go together."""
-    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
-    for is_wrong, sentence in (
-            (bool(o.points) == bool(o.paths), "give either run folders such as out/<run>, or a folder that holds them, or one "
-                                              "table of points with --points FILE"),
-            (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
-            (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
-            (not o.points and o.n not in ("", "total", "nonembed"), f"n={o.n!r} must be total or nonembed for runs"),
-            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs")):
-        if is_wrong:
-            raise UserError(sentence)
+    if bool(o.points) == bool(o.paths):
+        raise UserError("give either run folders such as out/<run>, or a folder that holds them, or one table with --points FILE")
+    if strange := [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]:
+        raise UserError(f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}")
+    for name, value, words in (("n", o.n, ("total", "nonembed")), ("loss", o.loss, ("bf16", "as_trained"))):
+        if o.points and not value:
+            raise UserError(f"{name}= is missing: it names a column of the table")
+        if not o.points and value not in ("", *words):
+            raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
 
 def _fit_table(o: Options) -> None:
@@ -134,8 +131,7 @@ def _fit_runs(o: Options) -> None:
             f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16; scaling/precision.py judges "
             "them" if gaps else "No BF16/FP8 pair among these runs."]
     if o.predict:
-        lines = predict.describe(predict.freeze(o.predict, groups, finished, folder, loss_key))
-        said += lines if o.all else [*lines[:2], lines[-1]]
+        said += predict.describe(predict.freeze(o.predict, groups, finished, folder, loss_key))
     if o.score:
         said += predict.score(folder, every)
     law = {"conventions": {"N": f"params_{records[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",

@@ -190,20 +190,34 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     """Fit one of NAMES (see Fit) to data: the form's abscissae as Points.axes has them, then losses, each of shape (n,).
     seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for squares.
     gamma: the ray law's exponent, held fixed. raw: squares of L itself, Gadre et al. 2024's objective, in nats squared. Raises
-    UserError for points that are not finite, not positive, or fewer than the parameters; a design that cannot identify the law
-    is fitted and says so."""
+    UserError for points that are not positive or fewer than the parameters; others that cannot tell are fitted and say so."""
     *axes, loss = data
     for name, values in [*(("point", x) for x in axes), ("loss", loss)]:
         values = np.asarray(values, dtype=float)
         for i in np.flatnonzero(~((values > 0) & (values < math.inf))):
             raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
-    needed = len(NAMES[form]) - (gamma is not None)
-    if (found := len(np.unique(np.array(axes), axis=1).T)) < needed:
-        raise UserError(f"{found} distinct point(s); this law needs at least {needed}")
-    centres = tuple(float(np.log(x).mean()) for x in axes)
-    logs, y = centred(axes, centres), np.log(loss)
-    lacking = _design(*axes, form == "chinchilla_tied") if form.startswith("chinchilla") else None
-    return solve(form, logs, y, centres, _starts(form, logs, y, gamma), seed_sd, None if raw else delta, gamma, lacking, raw)
+    p = len(NAMES[form]) - (gamma is not None)
+    if (found := len(np.unique(np.array(axes), axis=1).T)) < p:
+        raise UserError(f"{found} distinct point(s); this law needs at least {p}")
+    centres, y, n, delta = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss), None if raw else delta
+    logs = centred(axes, centres)
+    starts = np.array(_starts(form, logs, y, gamma), dtype=float)
+    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta, raw)
+    singular, values = np.linalg.svd(jac, compute_uv=False), natural(form, theta, centres, gamma)
+    is_singular = singular[-1] < SINGULAR * singular[0]
+    why = _lacking(form, axes, values, y, p)        # a valley without a minimum is the cause, not the solver
+    if why is None and certificate["gradient_norm"] > CONVERGED * n * (delta or DELTA):
+        why = f"the best of {len(starts)} starts did not converge"
+    if why is None and is_singular:
+        why = "the points do not separate the parameters (singular Jacobian)"
+    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
+    fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
+              optimum=Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min())), **certificate)
+    if n <= p or is_singular:
+        return fit
+    best = replace(fit.optimum, sigma=max(rms, seed_sd))
+    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac)
+    return with_covariance(replace(fit, optimum=best), covariance, n - p, "t")
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
@@ -237,23 +251,6 @@ def frontier(fit: Fit, C):
     return N, D, fit.predict(N, D)
 
 
-def _design(N, D, tied) -> str | None:
-    """Why such N and D cannot separate Chinchilla's two terms, or None."""
-    ratio, needed = np.divide(D, N), 2 if tied else 3
-    if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
-        return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter, (nearly) one ray: alpha and "
-                f"beta need ratios at least {SPREAD}x apart")
-    for name, values in (("N", N), ("D", D)):
-        levels = [0.0]
-        for value in np.sort(values):
-            if value > ONE_RAY * levels[-1]:
-                levels.append(value)
-        if len(levels) - 1 < needed:
-            return f"the points hold {len(levels) - 1} distinct {name}: its term cannot be told from E with fewer than {needed}"
-    points = len(np.unique([N, D], axis=1).T)
-    return None if tied or points >= FEWEST else f"{points} distinct points are too few for five parameters: {FEWEST} at least"
-
-
 def ray_of(points: Points) -> tuple[float, float]:
     """Smallest and largest tokens per parameter."""
     ratios = points.D / points.N
@@ -270,29 +267,6 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 def centred(axes, centres) -> list[np.ndarray]:
     """ln x - centre per axis."""
     return [np.log(np.asarray(x, dtype=float)) - centre for x, centre in zip(axes, centres, strict=True)]
-
-
-def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, lacking=None, raw=False) -> Fit:
-    """The best of many starts for the sum of Huber_delta(ln law - y), or for squares of law - exp(y) where `raw`, as a
-    certified Fit. `lacking`: a sentence that is known beforehand to make the parameters unidentified."""
-    slopes, offsets = terms(form, logs, gamma)
-    theta, left, jac, certificate = minimise(slopes, offsets, y, np.array(starts, dtype=float), delta, raw)
-    n, p = jac.shape
-    singular, values = np.linalg.svd(jac, compute_uv=False), natural(form, theta, centres, gamma)
-    is_singular = singular[-1] < SINGULAR * singular[0]
-    why = lacking or _lacking(form, values, y, n, p)        # a valley without a minimum is the cause, not the solver
-    if why is None and certificate["gradient_norm"] > CONVERGED * n * (delta or DELTA):
-        why = f"the best of {len(starts)} starts did not converge"
-    if why is None and is_singular:
-        why = "the points do not separate the parameters (singular Jacobian)"
-    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
-    fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
-              optimum=Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min())), **certificate)
-    if n <= p or is_singular:
-        return fit
-    best = replace(fit.optimum, sigma=max(rms, seed_sd))
-    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac)
-    return with_covariance(replace(fit, optimum=best), covariance, n - p, "t")
 
 
 def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
@@ -324,10 +298,24 @@ def judged(fit: Fit) -> Fit:
         f"the 95 % interval of {flat} contains 0, so the points do not determine it"))
 
 
-def _lacking(form, values, y, n, p) -> str | None:
+def _lacking(form, axes, values, y, p) -> str | None:
     """What the points lack to determine the parameters, or None."""
-    if n <= p:
-        return f"{n} points for {p} parameters leave 0 degrees of freedom"
+    if form.startswith("chinchilla"):
+        ratio, needed = np.divide(axes[1], axes[0]), 2 if form.endswith("tied") else 3
+        if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
+            return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter: alpha and beta need ratios "
+                    f"at least {SPREAD}x apart")
+        for name, x in zip("ND", axes, strict=True):
+            levels = [0.0]
+            for value in np.sort(x):
+                if value > ONE_RAY * levels[-1]:
+                    levels.append(value)
+            if len(levels) <= needed:
+                return f"the points hold {len(levels) - 1} distinct {name}: its term needs {needed} to be told from E"
+        if needed == 3 and (points := len(np.unique(axes, axis=1).T)) < FEWEST:
+            return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
+    if len(y) <= p:
+        return f"{len(y)} points for {p} parameters leave 0 degrees of freedom"
     if "E" in values and values["E"] < y.min() + math.log(COLLAPSED):
         return "E runs to zero: the points fall at least as fast as a pure power law"
     flat = next((name for name in exponents(form) if values[name] <= RISING), None)

@@ -165,20 +165,21 @@ def counted_as(records, convention: str | None) -> list[Record]:
     return [record if convention is None else replace(record, convention=convention) for record in records]
 
 
+SAME = ("convention", "tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded", "weights")
+
+
 def check_comparable(records) -> None:
     """Raise UserError, naming two runs, where losses cannot stand in one fit or one point would count twice."""
+    def kind(record: Record) -> dict:
+        return {key: getattr(record, key) for key in SAME} | {
+            "weights": {name: round(weight, 9) for name, weight in record.weights.items()}}
+
     for other in records[1:]:
-        first = records[0]
-        if other.convention != first.convention:
-            raise UserError(f"{first.folder} belongs to a study that counts {first.convention} parameters and "
-                            f"{other.folder} to one that counts {other.convention}: say which for both, n=total or n=nonembed")
-        for field in ("tokenizer_sha256", "val_sha256", "vocab_size", "vocab_padded", "weights"):
-            mine, its = getattr(first, field), getattr(other, field)
-            is_equal = mine == its if field != "weights" else mine.keys() == its.keys() and np.allclose(
-                [*mine.values()], [*its.values()], rtol=0, atol=1e-9)
-            if not is_equal:
-                raise UserError(f"{first.run_id} and {other.run_id} differ in {field} ({mine} against {its}): their losses "
-                                "cannot enter one fit; fit them apart")
+        for key, mine in kind(records[0]).items():
+            if mine != (its := kind(other)[key]):
+                raise UserError(f"{records[0].run_id} and {other.run_id} differ in {key} ({mine} against {its}): their losses "
+                                "cannot enter one fit; fit them apart" + (
+                                    ", or count both alike: n=total or n=nonembed" * (key == "convention")))
     for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         seen = {}
         for record in records:
