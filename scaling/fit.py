@@ -96,8 +96,7 @@ def _fit_table(o: Options) -> None:
     group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
     if all(fit.objective is None for fit in group.laws.values()):
         raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
-    law = {"source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes, **group.plain()}
-    _finish([group], [], "loss", law, folder, [], o.all)
+    _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
 
 
 def _fit_runs(o: Options) -> None:

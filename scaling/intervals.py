@@ -88,15 +88,10 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
 
 
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
-    """How Chinchilla's law misses its points (residuals above MISSES), and the same law without the earliest; None where it fits.
-    Noise: the seeds' SD where known, else of repeats (equal N and D), else of neighbours, by what the residuals of a point and of
-    the nearest one of another trajectory differ. Points of few tokens per parameter lie above any such law; the fewest that let
-    the rest fit are named: {residual_rms, noise, noise_of, below, left_out (indices), without (Fit)}."""
-    least, times = MISSES
-    if fit.residual_rms is None or fit.residual_rms <= least:
-        return None
+    """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
+    few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
     noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
-    limit, ratio = max(least, times * noise), points.D / points.N
+    limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
     if fit.residual_rms <= limit:
         return None
     found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
@@ -112,7 +107,8 @@ def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
 
 
 def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
-    """Standard deviation of one run's ln L, and what it was taken from."""
+    """Standard deviation of one run's ln L, and what it was taken from: the seeds where known, else repeats (equal N and D), else
+    neighbours, by what the residuals of a point and of the nearest one of another trajectory differ."""
     if seed_sd > 0:
         return seed_sd, "seeds"
     x = np.log([points.N, points.D])
@@ -120,11 +116,9 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
     if (freedom := len(residual) - len(counts)) >= 5:
         means = np.bincount(same.ravel(), residual) / counts
         return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
-    differences = []
-    for i in range(len(residual)):
-        away = np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1])))
-        differences.append(residual[i] - residual[away.argmin()])
-    return float(np.median(np.abs(differences)) / 0.6745 / np.sqrt(2)), "neighbours"       # the median: outliers are no noise
+    away = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))) for i in range(len(residual))]
+    differences = np.abs(residual - residual[np.argmin(away, axis=1)])
+    return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
 
 
 def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd: float = 0.0) -> list[dict]:

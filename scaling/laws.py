@@ -19,7 +19,7 @@ from runtime.cli import UserError
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
          "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
-FACTORS = {"E", "A", "B", "K"}      # positive, so solved for and given intervals on the logarithm
+FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
 # form -> (factor, abscissa, exponent) of each power law in it
 SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
 POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
@@ -50,7 +50,7 @@ SAME_BUDGET = 1.1           # largest over smallest compute that counts as one b
 SIZES = 5                   # distinct sizes that a budget needs
 BUDGETS = 3                 # usable budgets that a slope with an interval needs
 WINDOWS = (math.inf, 30, 10, 5)     # isoflop fits sizes within this factor of the minimum
-ALLOCATION, IS_LOG = ("a", "k_n", "b", "k_d"), np.array([False, True, False, True])      # factors by their logarithm
+ALLOCATION = ("a", "k_n", "b", "k_d")
 BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
 
@@ -276,18 +276,21 @@ def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
     fit = replace(fit, optimum=best)
     if not fit.identified:
         return fit
-    quantile, se, ci95 = stdtrit(dof, 0.975), {}, {}
-    where, small = (best.centres, best.gamma), 1e-30
+    where, small, widths = (best.centres, best.gamma), 1e-30, {}
     # A step along the imaginary axis gives the derivatives without a difference of neighbours.
-    gradients = natural(fit.form, best.theta + 1j * small * np.eye(len(best.theta)), *where)
-    for name, value in natural(fit.form, best.theta, *where).items():
-        gradient = gradients[name].imag / small
-        if np.abs(gradient).max() < 1e-12:              # held fixed
-            continue
-        width = float(np.sqrt(gradient @ covariance @ gradient))
-        se[name] = width * fit.parameters[name] if name in FACTORS else width
-        top = max(best.lowest, value) if name == "E" else math.inf
-        ci95[name] = tuple(float(back(name, min(value + side * quantile * width, top))) for side in (-1, 1))
+    for name, values in natural(fit.form, best.theta + 1j * small * np.eye(len(best.theta)), *where).items():
+        gradient = values.imag / small
+        if np.abs(gradient).max() > 1e-12:              # else held fixed
+            widths[name] = float(np.sqrt(gradient @ covariance @ gradient))
+    return _with_widths(fit, natural(fit.form, best.theta, *where), widths, dof, interval)
+
+
+def _with_widths(fit: Fit, values, widths, dof: int, interval: str) -> Fit:
+    """The fit with se and ci95 from standard errors of its parameters, factors as logarithms."""
+    se = {name: width * float(back(name, values[name])) if name in FACTORS else width for name, width in widths.items()}
+    top = {"E": max(fit.optimum.lowest, values["E"])} if "E" in widths else {}
+    ci95 = {name: tuple(float(back(name, min(values[name] + side * stdtrit(dof, 0.975) * width, top.get(name, math.inf))))
+                        for side in (-1, 1)) for name, width in widths.items()}
     return judged(replace(fit, se=se, ci95=ci95, interval=interval))
 
 
@@ -490,22 +493,19 @@ def fit_isoflop(points: Points) -> Fit:
         return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
                                 f"at least {SIZES} sizes; the exponents need {BUDGETS}"), **about)
     values, width, dof = best["values"], best["width"], best["dof"]
-    parameters = dict(zip(ALLOCATION, np.where(IS_LOG, np.exp(values), values).tolist(), strict=True))
-    fit = Fit("isoflop", parameters, n, True, None, objective=best["squares"] / 2, starts=1, starts_at_best=1,
-              residual_rms=math.sqrt(best["squares"] / dof), interval="t", **about)
+    named, interval = dict(zip(ALLOCATION, values.tolist(), strict=True)), "t"
+    fit = Fit("isoflop", {name: float(back(name, value)) for name, value in named.items()}, n, True, None, starts=1,
+              starts_at_best=1, objective=best["squares"] / 2, residual_rms=math.sqrt(best["squares"] / dof), **about)
     if len(labels) < n:
         without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, minimum)["values"] for label in labels]
-        fit, dof = replace(fit, clusters=len(labels), interval="cluster"), len(labels) - 1
+        fit, dof, interval = replace(fit, clusters=len(labels)), len(labels) - 1, "cluster"
         if any(one is None for one in without):
-            return replace(fit, identified=False, interval=None, reason=(
+            return replace(fit, identified=False, reason=(
                 f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
     others = np.array([found[window]["values"] for window in passed or fitted])
     width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
-    ends = values + np.outer([-1, 1], stdtrit(dof, 0.975) * width)
-    ends, se = np.where(IS_LOG, np.exp(ends), ends), np.where(IS_LOG, np.exp(values) * width, width)
-    return judged(replace(fit, se=dict(zip(ALLOCATION, se.tolist(), strict=True)),
-                          ci95=dict(zip(ALLOCATION, map(tuple, ends.T.tolist()), strict=True))))
+    return _with_widths(fit, named, dict(zip(ALLOCATION, width.tolist(), strict=True)), dof, interval)
 
 
 def _allocation(points: Points, index, window: float, minimum) -> dict:

@@ -25,7 +25,7 @@ class Selection:
 
     points: Points
     axes: str                   # "NDC", or "N" where the table gives neither tokens nor compute: D and C are 1 then
-    source: dict                # for law.json: file, sha256, columns, conventions, filters, rows, lines left out
+    source: dict                # for law.json: file, sha256, rows, filters, columns, what was derived, lines left out
     notes: list[str]
 
 
@@ -62,15 +62,10 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     N, L, third = (np.array([values[name][line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
     label = np.array([rows[line][cluster] or line if cluster else line for line in kept])
-    source = {
-        "file": path.name, "sha256": sha256, "columns": {"N": n, "D": d, "C": c, "loss": loss, "cluster": cluster},
-        "filters": filters, "rows": len(rows), "rows_filtered_out": len(rows) - len(chosen),
-        "lines_left_out": {"loss_missing": missing, "highest_losses": dropped},
-        "conventions": {"N": f"column {n!r}, as counted there",
-                        "D": f"column {d!r}" if d else f"column {c!r} / (6 N)" if c else None,
-                        "C": f"column {c!r}" if c else "6 N D" if d else None,
-                        "loss": f"column {loss!r}, taken as nats per token"},
-    }
+    source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
+              "columns": {"N": n, "D": d, "C": c, "loss": loss, "cluster": cluster},
+              "derived": "C = 6 N D" if d else "D = C / (6 N)" if c else None,
+              "lines_left_out": {"loss_missing": missing, "highest_losses": dropped}}
     notes = [f"{len(chosen)} of {len(rows)} rows of {path.name} meet " + "; ".join(
         f"{name} = {' or '.join(some)}" for name, some in filters.items())] if filters else []
     notes += [f"left out {len(lines)} of {len(chosen)} rows, {why}: lines {listed(lines)}"

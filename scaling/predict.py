@@ -35,7 +35,7 @@ FREE_RAY = 5                # points that the ray law with free gamma needs to e
 REFUTED = 0.01              # chance of refuting a true form
 SIZE_TERMS = 3              # E, A, alpha: what Chinchilla's law takes from the sizes
 RESAMPLES = 200             # for the covariance of Chinchilla's law where it is bootstrapped
-GAMMA = 0.16                # middle of GAMMAS: the ray law that speaks where the points cannot choose one
+HEADLINE = "ray gamma=0.16"     # the middle of GAMMAS speaks where the points cannot choose a form
 POINT = "recipe", "params_total", "tokens"      # what runs of one point share, whatever their seed
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "tokens", "flops_per_token")
 
@@ -154,10 +154,9 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
         rows.append({"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
                      "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters})
     if not rows:
-        raise UserError(
-            f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its {D / N:.3g} tokens "
-            f"per parameter, where 3 of different compute are needed, and Chinchilla's law is out ({left_out['chinchilla']}); "
-            "add runs")
+        raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its "
+                        f"{D / N:.3g} tokens per parameter (3 of different compute are needed); L(N, D) is out: "
+                        f"{left_out['chinchilla']}")
     best = min((row["residual_rms"] for row in rows if row["form"] != "chinchilla"), default=0.0)
     for row in rows:
         sigma = row["sigma"] if row["form"] == "chinchilla" else max(floor, best)
@@ -171,12 +170,11 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
                               f"{100 * judge['sigma']:.2f} %")
             del by_form[form]
     kept = list(by_form.values())
-    headline = by_form[next(form for form in ("chinchilla", "ray", f"ray gamma={GAMMA:.2f}", *by_form) if form in by_form)]
+    headline = by_form[next(form for form in ("chinchilla", "ray", HEADLINE, *by_form) if form in by_form)]
     low, high = _union(kept, "low", "high")
     return {"loss": headline["loss"], "low": low, "high": high, "headline": headline["form"], "forms": kept,
             "forms_left_out": [{"form": form, "reason": reason} for form, reason in left_out.items()],
-            "parts": {"model_form": _union(kept, "loss", "loss"), "own_residuals": _union(kept, "own_low", "own_high"),
-                      "all_forms": _union(rows, "low", "high"), "seed_sd": seed_sd, "floor": FLOOR},
+            "parts": {"model_form": _union(kept, "loss", "loss"), "all_forms": _union(rows, "low", "high"), "seed_sd": seed_sd},
             "points": {"all": len(points.loss), "at_this_ratio": len(ray.loss)}, "extrapolation": C / float(points.C.max())}
 
 
@@ -204,8 +202,8 @@ def _fit(form: str, gamma: float | None, points: Points, floor: float) -> Fit:
 
 def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") -> Prediction:
     """Predict the run `target` of a study.json, else a config, from the group of its recipe; write prediction_<target>.json.
-    records: all finished runs. BF16 runs know nothing of FP8's gap at the target's size, so they predict none. Raises UserError
-    where a prediction or the run is there already, for another tokenizer, and where no law reaches it."""
+    records: all finished runs. Raises UserError where a prediction or the run is there already, and where no group or law can
+    say anything of it."""
     target = target.removesuffix(".py")
     path = Path(folder) / f"prediction_{target}.json"
     if path.exists():
@@ -215,19 +213,17 @@ def freeze(target: str, groups, records, folder, loss_key: str = "loss_bf16") ->
     group = next((group for group in groups if group.recipe == goal["recipe"]), None)
     if group is None:
         raise UserError(f"{target} is a run in {goal['recipe']}, but the runs at hand are "
-                        f"{', '.join(group.recipe for group in groups)}: a prediction needs runs of the same recipe, so train "
-                        "the smaller sizes in it first")
+                        f"{', '.join(group.recipe for group in groups)}: train smaller sizes in its recipe first")
     there = [record.run_id for record in records if record.run_id == target or is_at(record, goal)]
     there += [run["run"] for root, runs in studies.items() for run in [{"run": target} | goal, *runs]
               if all(run.get(key) == goal[key] for key in POINT)
               and any((root / run["run"] / name).exists() for name in ("metrics.jsonl", "checkpoints"))]
     if there:
-        raise UserError(f"{there[0]} has begun or is finished, and it is the run to be predicted: only what nobody has seen "
-                        "can be predicted")
+        raise UserError(f"{there[0]} has begun or is finished: only what nobody has seen can be predicted")
     first, N, D = group.records[0], goal[f"params_{group.convention}"], goal["tokens"]
     if goal["vocab_size"] not in (None, first.vocab_size):
         raise UserError(f"{target} has a vocabulary of {goal['vocab_size']} and {first.run_id} one of {first.vocab_size}: "
-                        "their losses are not comparable; predict from runs of one tokenizer")
+                        "predict from runs of its tokenizer")
     content = {
         "format_version": FORMAT_VERSION, "target": goal, "date": time.strftime(UTC, time.gmtime()),
         "git_commit": git(ROOT, "rev-parse", "HEAD"), "loss_key": loss_key, "loss_unit": "nats per token",
@@ -276,22 +272,18 @@ def describe(prediction: Prediction) -> list[str]:
 
 def score(folder, records) -> list[str]:
     """Hold every prediction in `folder` against its run among `records`, each seed apart; lines to print, score_<target>.json
-    written. Raises UserError where nothing was predicted, a file was edited, the run began before its prediction or was judged
-    by other tokens."""
+    written. Raises UserError where nothing was predicted, a file was edited, or a run is not what was predicted."""
     predictions, lines = load(folder), []
     if not predictions:
-        raise UserError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME before the run, or name its "
-                        "folder with out=DIR")
+        raise UserError(f"{folder} holds no prediction_*.json: freeze one with --predict NAME, or name its folder (out=DIR)")
     for p in predictions:
         runs = sorted((one for one in records if is_of(one, p)), key=lambda one: (one.run_id != p.target, one.run_id))
         if not runs:
             lines.append(f"{p.target}: not there yet; predicted on {p.date}: {p.loss:.4f} ({p.low:.4f} to {p.high:.4f})")
             continue
         scored, name = [_score(p, record) for record in runs], f"score_{p.target}.json"
-        write_files(Path(folder), {name: as_json({
-            "format_version": FORMAT_VERSION, "target": p.target, "prediction_sha256": p.sha256, "predicted_on": p.date,
-            "convention": p.convention, "loss_key": p.loss_key, "predicted": p.loss, "low": p.low, "high": p.high,
-            "headline": p.headline, "runs": scored})})
+        write_files(Path(folder), {name: as_json({"format_version": FORMAT_VERSION, "target": p.target,
+                                                  "prediction_sha256": p.sha256, "runs": scored})})
         for one in scored:
             inside = [row["form"] for row in one["forms"] if row["inside"]]
             lines += [f"{one['run_id']}: {p.loss_key} {one['loss']:.4f}, predicted {p.loss:.4f} by {p.headline}: error "
@@ -309,11 +301,10 @@ def _score(prediction: Prediction, record) -> dict:
             ("tokenizer", content["tokenizer_sha256"] == record.tokenizer_sha256),
             ("validation set", content["val_sha256"] == record.val_sha256),
             ("recipe, size or number of tokens", is_at(record, content["target"]))) if not is_same]:
-        raise UserError(f"{record.run_id} has another {' and another '.join(wrong)} than {path} predicts: the two losses are "
-                        "not comparable")
+        raise UserError(f"{record.run_id} has another {' and another '.join(wrong)} than {path} predicts")
     if record.t_start is None or datetime.fromisoformat(prediction.date) > datetime.fromisoformat(record.t_start):
-        raise UserError(f"{path} of {prediction.date} is not older than its run, which began at {record.t_start}: that is no "
-                        f"prediction, and it is not scored; move {path} away to use the run in fits")
+        raise UserError(f"{path} of {prediction.date} is not older than its run, which began at {record.t_start}: it is not "
+                        f"scored; move {path} away to use the run in fits")
 
     def against(said) -> dict:
         return {"error_nats": said["loss"] - loss, "error_percent": 100 * (said["loss"] / loss - 1),

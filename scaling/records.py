@@ -84,8 +84,8 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
             notes.append(f"skipped {folder}: " + ("the run is unfinished (it has no summary.json)" if _is_run(folder) else
                                                   "it is no run (neither summary.json nor config.json in it)"))
     if not records:
-        raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a "
-                                   "summary.json, which train.py writes at the end of a run", *notes]))
+        raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a summary.json",
+                                   *notes]))
     return records, notes
 
 
@@ -209,8 +209,7 @@ def read_json(path: Path) -> dict:
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror})") from None
     except ValueError as error:         # not JSON, or not UTF-8
-        raise UserError(f"{path} is not valid JSON ({error}): the file is cut off or edited; restore it or leave it out") \
-            from None
+        raise UserError(f"{path} is not valid JSON ({error}): it is cut off or edited; restore it or leave it out") from None
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a {type(content).__name__}; expected an object")
     return content
