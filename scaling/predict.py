@@ -51,7 +51,6 @@ class Prediction:
     date: str                           # UTC, as 2026-11-21T15:44:05Z
     sha256: str                         # of the rest of the file's content
     loss_key: str                       # "loss_bf16" or "loss_as_trained"
-    convention: str                     # which parameters its laws count, "total" or "nonembed"
     loss: float
     low: float
     high: float
@@ -137,49 +136,45 @@ def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     the ray those of the form that fits best: a form that misses the points is wrong, it does not make the runs noisier. Raises
     UserError where no form has an interval."""
     N, D, C = (float(value) for value in target)
-    floor, rows, left_out, ratio = max(seed_sd, FLOOR), [], {}, points.D / points.N / (D / N)
+    floor, rows, left_out, ratio = max(seed_sd, FLOOR), {}, {}, points.D / points.N / (D / N)
     ray = points.take((ratio <= ONE_RAY) & (ratio >= 1 / ONE_RAY))      # within 5 % of D / N tokens per parameter
     rays = [(f"ray gamma={gamma:.2f}", gamma) for gamma in GAMMAS]
     for form, gamma in [("power_c", None), *rays, ("ray", None), ("chinchilla", None)]:
         some, where = (points, (N, D)) if form == "chinchilla" else (ray, (C,))
         try:
             fit = _fit(form, gamma, some, floor)
-            with np.errstate(over="ignore"):
-                loss, low, high = map(float, fit.interval_at(*where, new_run=True))
-            if not (low > 0 and math.isfinite(high)):
-                raise UserError("its interval is beyond all numbers")
         except UserError as error:
             left_out[form] = str(error)
             continue
-        rows.append({"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
-                     "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters})
+        loss, low, high = map(float, fit.interval_at(*where, new_run=True))
+        rows[form] = {"form": form, "loss": loss, "own_low": low, "own_high": high, "n": fit.n, "dof": fit.optimum.dof,
+                      "residual_rms": fit.residual_rms, "sigma": fit.optimum.sigma, "parameters": fit.parameters}
     if not rows:
         raise UserError(f"no law reaches N={N:.4g}, D={D:.4g}: {len(ray.loss)} of {len(points.loss)} points lie at its "
                         f"{D / N:.3g} tokens per parameter (3 of different compute are needed); L(N, D) is out: "
                         f"{left_out['chinchilla']}")
-    best = min((row["residual_rms"] for row in rows if row["form"] != "chinchilla"), default=0.0)
-    for row in rows:
-        sigma = row["sigma"] if row["form"] == "chinchilla" else max(floor, best)
+    best = min((row["residual_rms"] for form, row in rows.items() if form != "chinchilla"), default=0.0)
+    for form, row in rows.items():
+        sigma = row["sigma"] if form == "chinchilla" else max(floor, best)
         width = math.log(row["own_high"] / row["loss"]) * sigma / row["sigma"]      # proportional to sigma
         row |= {"low": row["loss"] * math.exp(-width), "high": row["loss"] * math.exp(width), "sigma": sigma}
-    by_form = {row["form"]: row for row in rows}
-    judge, freedom = by_form.get("chinchilla"), len(np.unique(points.N)) - SIZE_TERMS
-    for form, row in list(by_form.items()) if judge and freedom > 0 else ():
-        if form != "chinchilla" and (row["residual_rms"] / judge["sigma"]) ** 2 > fdtri(row["dof"], freedom, 1 - REFUTED):
+    every, freedom = _union(rows, "low", "high"), len(np.unique(points.N)) - SIZE_TERMS
+    for form, row in list(rows.items()) if "chinchilla" in rows and freedom > 0 else ():
+        sigma = rows["chinchilla"]["sigma"]
+        if form != "chinchilla" and (row["residual_rms"] / sigma) ** 2 > fdtri(row["dof"], freedom, 1 - REFUTED):
             left_out[form] = (f"the points refute it: it misses them by {100 * row['residual_rms']:.2f} %, Chinchilla's law by "
-                              f"{100 * judge['sigma']:.2f} %")
-            del by_form[form]
-    kept = list(by_form.values())
-    headline = by_form[next(form for form in ("chinchilla", "ray", HEADLINE, *by_form) if form in by_form)]
-    low, high = _union(kept, "low", "high")
-    return {"loss": headline["loss"], "low": low, "high": high, "headline": headline["form"], "forms": kept,
+                              f"{100 * sigma:.2f} %")
+            del rows[form]
+    headline = next(form for form in ("chinchilla", "ray", HEADLINE, *rows) if form in rows)
+    low, high = _union(rows, "low", "high")
+    return {"loss": rows[headline]["loss"], "low": low, "high": high, "headline": headline, "forms": list(rows.values()),
             "forms_left_out": [{"form": form, "reason": reason} for form, reason in left_out.items()],
-            "parts": {"model_form": _union(kept, "loss", "loss"), "all_forms": _union(rows, "low", "high"), "seed_sd": seed_sd},
+            "parts": {"model_form": _union(rows, "loss", "loss"), "all_forms": every, "seed_sd": seed_sd},
             "points": {"all": len(points.loss), "at_this_ratio": len(ray.loss)}, "extrapolation": C / float(points.C.max())}
 
 
 def _union(rows, low: str, high: str) -> list[float]:
-    return [min(row[low] for row in rows), max(row[high] for row in rows)]
+    return [min(row[low] for row in rows.values()), max(row[high] for row in rows.values())]
 
 
 def _fit(form: str, gamma: float | None, points: Points, floor: float) -> Fit:
@@ -257,11 +252,12 @@ def _target(name: str, declared: dict[str, dict]) -> dict:
 
 def describe(prediction: Prediction) -> list[str]:
     """The frozen prediction as lines for people: the loss, what it is of, each form, the file; its parts are in the file."""
-    p, said, goal = prediction, prediction.content, prediction.content["target"]
+    p, said = prediction, prediction.content
+    goal, counted = said["target"], said["convention"]
     return [
         f"{p.target}: predicted {p.loss_key} {p.loss:.4f} nats per token by {p.headline}, 95 % interval {p.low:.4f} to "
         f"{p.high:.4f} ({100 * (p.low / p.loss - 1):+.2f} to {100 * (p.high / p.loss - 1):+.2f} %)",
-        f"    {goal[f'params_{p.convention}']:,} {KIND[p.convention]}parameters, {goal['tokens']:,} tokens, "
+        f"    {goal[f'params_{counted}']:,} {KIND[counted]}parameters, {goal['tokens']:,} tokens, "
         f"{goal['flops_per_token'] * goal['tokens']:.3g} FLOPs: {said['extrapolation']:.3g} times the largest of "
         f"{said['points']['all']} runs in {p.recipe}, {said['points']['at_this_ratio']} of them at this ratio",
         *(f"    {row['form']:16} {row['loss']:8.4f} ({row['low']:.4f} to {row['high']:.4f}), {row['n']} runs, residuals "

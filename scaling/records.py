@@ -74,7 +74,7 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
         if path.suffix == ".log":       # of a run, by sweep.py: a pattern of the shell has both
             continue
         if not path.is_dir():
-            raise UserError(f"{path} is no folder: give a run's folder such as out/<run>, or a folder that holds such folders")
+            raise UserError(f"{path} does not exist or is a file: give a run's folder such as out/<run>, or one that holds such")
         for folder in [path] if _is_run(path) else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != "."):
             folders.setdefault(folder.resolve(), folder)
     for folder in folders.values():
@@ -219,6 +219,8 @@ def law_folder(paths, out: str | None) -> Path:
     """Where a command leaves what it found in the runs at `paths`: out, else law/ in the one folder that holds them."""
     if not out and (len(paths) != 1 or (Path(paths[0]) / "summary.json").exists()):
         raise UserError("out=DIR is missing: name the folder that receives the JSON and the figure")
+    if out and Path(out).is_file():
+        raise UserError(f"out={out} is a file: name a folder")
     return Path(out or Path(paths[0]) / LAW_FOLDER)
 
 

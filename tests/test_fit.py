@@ -4,8 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -36,18 +34,11 @@ def no_figure(monkeypatch):
     monkeypatch.setattr("scaling.figures.render", lambda *_: b"")
 
 
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("fit")
-    write_ladder(folder / "out")
+def test_a_ladder_on_one_ray(tmp_path, capsys):
+    folder = write_ladder(tmp_path / "out").parent
     write_run(folder / "out" / "mid", params=300_000, is_annealed=False)
-    script = Path(cli.__file__).resolve()
-    return folder, subprocess.run([sys.executable, script, "out", "out=report", "--all"], capture_output=True, text=True,
-                                  cwd=folder)           # from elsewhere than the repository
-
-
-def test_a_ladder_on_one_ray(ladder, capsys):
-    folder, result = ladder
+    result = subprocess.run([sys.executable, Path(cli.__file__).resolve(), "out", "out=report", "--all"], capture_output=True,
+                            text=True, cwd=folder)          # from elsewhere than the repository
     assert result.returncode == 0 and result.stderr == "" and result.stdout.startswith("bf16: 3 runs of 3 trajectories, N 38.9k")
     for line in (" to 184k, 20 to 20 tokens per parameter\n  power_c: L = 55.9 C^-0.117\n    95 %: K 8.904 to",
                  "3 points for 3 parameters leave 0 degrees of freedom", "left out mid: its learning rate had not annealed",
@@ -118,25 +109,15 @@ def test_a_longer_ladder_on_one_ray_headlines_the_ray_law(tmp_path, capsys, no_f
     assert low < 0.2 < high
 
 
-@pytest.fixture(scope="module")
-def study(tmp_path_factory):
-    folder = write_branches(tmp_path_factory.mktemp("study") / "out", curve=False)
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as out:
-        patch.setattr(cli, "draw", lambda *_: "figure")
-        patch.setattr("scaling.figures.render", lambda *_: b"")
-        assert cli.main([str(folder), "--all"]) == 0
-    return folder, out.getvalue()
-
-
-def test_a_study_of_branches_end_to_end(study):
-    folder, out = study
+def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
+    folder = write_branches(tmp_path / "out", curve=False)
+    out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
     assert "why this law: the points identify L(N, D)" in out
     content = strict(folder / "law" / "law.json")
     for group in content["groups"].values():
         fit = group["laws"]["chinchilla"]
         assert fit["identified"] and group["headline"]["form"] == "chinchilla" and fit["clusters"] == 10
-        assert fit["alpha"] == pytest.approx(0.35, abs=0.04) and fit["beta"] == pytest.approx(0.3, abs=0.04)
         for name, truth in (("E", 0.8), ("alpha", 0.35), ("beta", 0.3)):
             assert fit["ci95"][name][0] < truth + 0.01 and truth - 0.01 < fit["ci95"][name][1]
         counts = {row["value"]: row for row in group["robustness"] if row["variant"] == "count N as"}
@@ -144,11 +125,6 @@ def test_a_study_of_branches_end_to_end(study):
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
-    squares = 0.0
-    for one in folder.glob("*_1*/summary.json"):
-        first, second = (summary(path)["loss_bf16"] for path in (one.parent, folder / one.parent.name.replace("_1", "_2", 1)))
-        squares += np.log(first / second) ** 2 / 2
-    assert content["seed_noise"]["estimate"] == pytest.approx((squares / 40) ** 0.5, rel=1e-9)
     assert "40 BF16/FP8 pairs" in out
     assert {one["trunk"] for one in content["inputs"]} == {f"s{n}_{r}_{s}" for n in (30_000, 60_000, 120_000, 240_000, 480_000)
                                                           for r in ("bf16", "tensorwise") for s in (1, 2)}
@@ -260,13 +236,15 @@ def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path
 
 @published
 def test_published_chinchilla_points(tmp_path, capsys, no_figure):
+    """Besiroglu et al. 2024's points, read off Hoffmann et al.'s figure 4, without the five highest losses."""
     _, content = fitted(capsys, f"out={tmp_path / 'r'}", "--points", FOLDER / "chinchilla_points.csv", "--n", "Model Size", "--c",
                         "Training FLOP", "--loss", "loss", "--drop-highest", "5")
     fit = content["laws"]["chinchilla"]
     assert fit["objective"] == pytest.approx(0.0010182740178006, rel=1e-12) and fit["starts_at_best"] == fit["starts"] == 27
-    assert fit["n"] == 240 and fit["identified"]
-    assert {name: fit["se"][name] for name in ("A", "B", "E", "alpha", "beta")} == pytest.approx(
-        {"A": 124.5, "B": 1293, "E": 0.0257, "alpha": 0.0154, "beta": 0.0206}, rel=0.03)
+    assert fit["n"] == 240 and fit["identified"] and fit["gradient_norm"] < 1e-8
+    assert [fit[name] for name in ("A", "B", "E", "alpha", "beta")] == pytest.approx(
+        [477.826, 2143.417, 1.817218, 0.347310, 0.367172], rel=1e-5)
+    assert fit["a"] == pytest.approx(0.5139, abs=1e-4) and fit["residual_rms"] == pytest.approx(0.0076, abs=1e-4)
     for form in ("chinchilla", "power_n", "power_d", "power_c"):        # on their own axes
         fit = content["laws"][form]
         assert fit["interval"] == "bootstrap" and all(low < fit[name] < high for name, (low, high) in fit["ci95"].items())
@@ -280,21 +258,17 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
     ("good out=r loss=fp8", "loss='fp8' must be bf16 or as_trained"),
     ("good out=r d=D", "d: only for a table of points"), ("good out=r --where a=b", "where: only for a table of points"),
     ("points=t.csv n=N loss=L seed_sd=0.1 out=r", "seed_sd: only for runs"),
-    ("good out=good/a/summary.json", "good/a/summary.json cannot be written (File exists): choose another"),
-    ("absent out=r", "absent is no folder: give a run's folder such as out/<run>, or a folder that holds"),
-    ("good/a.log out=r", "no finished run in good/a.log"), ("t.csv out=r", "t.csv is no folder: give a run's folder"),
-    ("mixed out=r", "a and b differ in tokenizer_sha256"), ("broken out=r", "broken/a/summary.json is not valid JSON"),
+    ("good out=good/a/summary.json", "out=good/a/summary.json is a file: name a folder"),
+    ("good/a.log out=r", "no finished run in good/a.log"), ("t.csv out=r", "t.csv does not exist or is a file: give a run's"),
+    ("mixed out=r", "a and b differ in tokenizer_sha256"),
     ("raw out=r", "no run is left to fit"), ("good out=r --score", "r holds no prediction"),
     ("points=t.csv out=r", "n= is missing: it names a column of the table"),
-    ("points=t.csv n=n loss=L out=r", "t.csv has 0 columns called 'n'; did you mean 'N'?"),
     ("--points t.csv --n N --loss L --where N=3,L=2 --out r", "t.csv: no row has N=3; values"),
     ("points=one.csv n=N d=D loss=L out=r", "one.csv: no law can be fitted")])
 def test_mistakes_end_with_code_2_and_nothing_written(tmp_path, monkeypatch, capsys, words, sentence):
     write_run(tmp_path / "good" / "a")
     write_run(tmp_path / "mixed" / "a")
     write_run(tmp_path / "mixed" / "b", params=106_624, tokenizer_sha256="u")
-    write_run(tmp_path / "broken" / "a")
-    (tmp_path / "broken" / "a" / "summary.json").write_text('{"schema_version": 1,')
     write_run(tmp_path / "raw" / "a", is_annealed=False)
     (tmp_path / "good" / "a.log").touch()
     (tmp_path / "t.csv").write_text("N,L\n1e8,3\n2e8,2.8\n")

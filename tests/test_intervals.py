@@ -147,9 +147,6 @@ def test_bootstrap_of_240_points():
     assert 35 <= drawn.clusters <= 50 and drawn.se["A"] > 135 and drawn.se["alpha"] > 0.0165
 
 
-# --------------------------------------------------------------------------------------------------------- lack of fit
-
-
 def made(sizes=(3e7, 1e8, 3e8, 1e9), ratios=(5, 20, 80, 320), noise=0.0, seed=0):
     N, D, _ = ladder(sizes, ratios)
     loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.exp(np.random.default_rng(seed).normal(0, noise, len(N)))
@@ -189,20 +186,17 @@ def test_the_five_points_that_besiroglu_et_al_dropped_are_those_off_the_law():
     assert lack_of_fit(fitted(kept), kept) is None
 
 
-# ---------------------------------------------------------------------------------------------------------- robustness
-
-
 def chosen(rows, variant):
     return [row for row in rows if row["variant"] == variant]
 
 
 def test_exact_points_give_one_law_whatever_the_choice():
-    rows = robustness(made(), "chinchilla", {})
-    assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 3, *["delta"] * 3, *["leave out N"] * 4]
-    assert [row["n"] for row in rows] == [16, 15, 13, 11, 16, 16, 16, 12, 12, 12, 12]
+    rows = robustness(made(sizes=(3e7, 1e8, 3e8, 3.02e8, 1e9)), "chinchilla", {})       # within a percent: one size
+    assert [row["variant"] for row in rows] == ["declared", *["drop highest"] * 4, *["delta"] * 3, *["leave out N"] * 4]
+    assert [row["n"] for row in rows] == [20, 19, 17, 15, 10, 20, 20, 20, 16, 16, 12, 16]
     for row in rows:
         assert [row["E"], row["alpha"], row["beta"]] == pytest.approx([1.8, 0.34, 0.36], rel=1e-3), row
-    assert [row["value"] for row in rows[-4:]] == ["30M", "100M", "300M", "1B"]
+    assert [row["value"] for row in rows[-4:]] == ["30M", "100M", "300M to 302M", "1B"]
     points = made(noise=2e-3)           # the error on a size left out, by hand
     row, rest = robustness(points, "chinchilla", {})[-1], points.N == 1e9
     predicted = row["E"] + row["A"] / points.N[rest] ** row["alpha"] + row["B"] / points.D[rest] ** row["beta"]
@@ -227,11 +221,7 @@ def test_one_variable_laws_and_conventions():
     assert chosen(rows, "count N as")[0]["A"] != pytest.approx(rows[0]["A"], rel=1e-3)
 
 
-def test_sizes_within_a_percent_are_one_many_are_grouped_and_what_cannot_be_fitted_says_why():
-    N = np.array([1e8, 3e8, 1.004e8, 3.02e8, 1.008e8])
-    assert [mask.tolist() for mask in room.sizes(N)] == [[True, False, True, False, True], [False, True, False, True, False]]
-    found = room.sizes(np.repeat(np.geomspace(1e7, 1e10, 37), 2))
-    assert len(found) == room.MOST_SIZES and np.sum(found, axis=0).tolist() == [1] * 74
+def test_what_cannot_be_fitted_says_why():
     rows = robustness(made(sizes=(3e7, 1e8), ratios=(5, 20, 80)), "chinchilla", {})
     assert [row["value"] for row in chosen(rows, "drop highest")] == ["1", "3"]
     for row in chosen(rows, "leave out N"):

@@ -261,9 +261,6 @@ def test_intervals_of_chinchillas_law_cover(sd):
     assert all(share >= (0.9 if name != "E" or sd < 2e-3 else 0.85) for name, share in shares.items()), shares
 
 
-# ------------------------------------------------------------------------------------------------------------- IsoFLOP
-
-
 BUDGETS = np.geomspace(1e18, 1e21, 7)
 
 
@@ -373,26 +370,14 @@ def test_sizes_far_from_the_optimum_neither_shift_nor_narrow_the_exponent():
     assert 0.90 <= np.mean(hits) <= 0.99, np.mean(hits)
 
 
-# ----------------------------------------------------------------------------------------------------- published points
-
-
 @published
-def test_chinchilla_optimum():
-    """Besiroglu et al. 2024's points, read off Hoffmann et al.'s figure 4, without the five highest losses."""
+def test_least_absolute_deviations_of_published_points():
     points = read_points(FOLDER / "chinchilla_points.csv", "Model Size", "loss", c="Training FLOP", drop_highest=5).points
-    N, C, L = points.N, points.C, points.loss
-    fit = fit_law("chinchilla", N, C / (6 * N), L)
-    assert fit.n == 240 and fit.identified
-    golden = {"A": 477.826, "B": 2143.417, "E": 1.817218, "alpha": 0.347310, "beta": 0.367172}
-    assert {name: fit.parameters[name] for name in golden} == pytest.approx(golden, rel=1e-5)
-    assert fit.objective == pytest.approx(0.0010182740178006, rel=1e-9)
-    assert fit.starts == 27 and fit.starts_at_best == 27 and fit.gradient_norm < 1e-8
-    assert fit.parameters["a"] == pytest.approx(0.5139, abs=1e-4) and fit.residual_rms == pytest.approx(0.0076, abs=1e-4)
-    absolute = fit_law("chinchilla", N, C / (6 * N), L, delta=1e-8)        # least absolute deviations
-    assert absolute.identified and absolute.starts_at_best == absolute.starts
+    fit = fit_law("chinchilla", points.N, points.D, points.loss, delta=1e-8)
+    assert fit.identified and fit.starts_at_best == fit.starts
     for name, value, within in (("A", 482.01, 0.012), ("B", 2085.43, 0.012), ("E", 1.81686, 1.2e-5), ("alpha", 0.34781, 1.2e-5),
                                 ("beta", 0.36585, 1.2e-5)):
-        assert absolute.parameters[name] == pytest.approx(value, abs=within), name
+        assert fit.parameters[name] == pytest.approx(value, abs=within), name
 
 
 @published

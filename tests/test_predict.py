@@ -64,7 +64,7 @@ def test_the_interval_is_the_union_of_its_forms():
     assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
     for name in set(forms(mixed)) & set(forms(alone)) - {"chinchilla"}:         # of the target's ratio alone
         assert forms(mixed)[name]["loss"] == forms(alone)[name]["loss"] and forms(mixed)[name]["n"] == 8
-    for points, why in ((points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.* 3 of different compute are needed"),
+    for points, why in ((points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.*3 of different compute are needed"),
                         (points_of(EPOCH, (5,)), "0 of 4 points")):
         with pytest.raises(UserError, match=why):
             forecast(points, TARGET)
@@ -316,4 +316,4 @@ def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path
         path.write_text(json.dumps(summary | {"params_nonembed": round(summary["tokens"] * 150_000 / GOAL["tokens"])}))
     (study / "study.json").write_text(json.dumps(content | {"params": "nonembed"}))
     made = freeze("big", study, tmp_path)
-    assert made.convention == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]
+    assert made.content["convention"] == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]

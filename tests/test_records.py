@@ -43,7 +43,7 @@ def test_what_is_skipped_is_said(tmp_path):
     assert [record.run_id for record in records] == ["good"]
     assert [note.removeprefix(f"skipped {tmp_path}/").split(" (")[0] for note in notes] == [
         "begun: the run is unfinished", "notes: it is no run"]
-    for path, sentence in (("nowhere", "is no folder"), ("good/summary.json", "is no folder"), ("notes", "no finished run in ")):
+    for path, sentence in (("nowhere", "does not exist"), ("good/summary.json", "is a file"), ("notes", "no finished run in ")):
         with pytest.raises(UserError, match=sentence):
             read_runs([tmp_path / path])
 
