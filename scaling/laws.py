@@ -49,7 +49,7 @@ BLOCK = 24_000              # points times problems at once: what stays in the c
 SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
 SIZES = 5                   # distinct sizes that a budget needs
 BUDGETS = 3                 # usable budgets that a slope with an interval needs
-WINDOWS = (math.inf, 30, 10, 5)     # isoflop fits sizes within this factor of the minimum
+WINDOWS = (None, 30, 10, 5) # isoflop fits sizes within this factor of the minimum; None: all
 ALLOCATION = ("a", "k_n", "b", "k_d")
 BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
@@ -123,7 +123,7 @@ class Fit:
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
-    windows: tuple[dict, ...] | None = None     # isoflop: window (None: all sizes), a, is_bent; the first unbent one is used
+    windows: tuple[dict, ...] | None = None     # isoflop: window, a, is_bent of each of WINDOWS; the first unbent one is used
     optimum: Optimum | None = field(default=None, repr=False, compare=False)
 
     def predict(self, *x):
@@ -480,14 +480,12 @@ def fit_isoflop(points: Points) -> Fit:
     Intervals are Student's t over budgets, or over trajectories (each left out once) where one serves several budgets. D* is read
     off the points' own D at N*, so C may follow any convention."""
     minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
-    found = {window: _allocation(points, np.arange(n), window, minimum) for window in WINDOWS}
-    fitted = [window for window in WINDOWS if found[window]["values"] is not None]
-    passed = [window for window in fitted if not found[window]["is_bent"]]
-    chosen = (passed or fitted[::-1] or WINDOWS)[0]
-    best, labels = found[chosen], np.unique(points.cluster)
-    about = {"budgets": best["budgets"], "windows": tuple(
-        {"window": None if window == math.inf else window, "is_bent": one["is_bent"],
-         "a": None if one["values"] is None else float(one["values"][0])} for window, one in found.items())}
+    found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
+    fitted = [one for one in found if one["values"] is not None]
+    passed = [one for one in fitted if not one["is_bent"]]
+    best, labels = (passed or fitted[::-1] or found)[0], np.unique(points.cluster)
+    about = {"budgets": best["budgets"],
+             "windows": tuple({key: one[key] for key in ("window", "is_bent", "a")} for one in found)}
     if not fitted:
         good = sum(one["reason"] is None for one in best["budgets"])
         return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
@@ -497,18 +495,19 @@ def fit_isoflop(points: Points) -> Fit:
     fit = Fit("isoflop", {name: float(back(name, value)) for name, value in named.items()}, n, True, None, starts=1,
               starts_at_best=1, objective=best["squares"] / 2, residual_rms=math.sqrt(best["squares"] / dof), **about)
     if len(labels) < n:
-        without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, minimum)["values"] for label in labels]
+        without = [_allocation(points, np.flatnonzero(points.cluster != label), best["window"], minimum)["values"]
+                   for label in labels]
         fit, dof, interval = replace(fit, clusters=len(labels)), len(labels) - 1, "cluster"
         if any(one is None for one in without):
             return replace(fit, identified=False, reason=(
                 f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
-    others = np.array([found[window]["values"] for window in passed or fitted])
+    others = np.array([one["values"] for one in passed or fitted])
     width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
     return _with_widths(fit, named, dict(zip(ALLOCATION, width.tolist(), strict=True)), dof, interval)
 
 
-def _allocation(points: Points, index, window: float, minimum) -> dict:
+def _allocation(points: Points, index, window: float | None, minimum) -> dict:
     """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
     of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
     order, found = index[np.argsort(points.C[index], kind="stable")], []
@@ -518,17 +517,19 @@ def _allocation(points: Points, index, window: float, minimum) -> dict:
         order = order[end:]
     budgets, gains = tuple(row for row, _ in found), [gain for _, gain in found if gain is not None]
     good = [one for one in budgets if one["reason"] is None]
+    row = {"window": window, "budgets": budgets, "values": None, "a": None, "is_bent": False}
     if len(good) < BUDGETS:
-        return {"budgets": budgets, "values": None, "is_bent": False}
+        return row
     x, y = np.log([one["C"] for one in good]), np.log([[one["N"], one["D"]] for one in good])
     line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
     gain, left, freedom = np.sum(gains, axis=0) if gains else (0.0, 0.0, 0)
     is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
-    return {"budgets": budgets, "values": line.T.ravel(), "width": np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
-            "squares": float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)), "dof": len(x) - 2, "is_bent": bool(is_bent)}
+    return row | {"values": line.T.ravel(), "a": float(line[0, 0]), "width": np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
+                  "squares": float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)), "dof": len(x) - 2,
+                  "is_bent": bool(is_bent)}
 
 
-def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
+def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
     """(C, sizes, N, D, loss, reason) of one budget; (squares that a quartic takes away, those it leaves, their freedom)."""
     N, inverse = np.unique(points.N, return_inverse=True)
     # Seeds of one size are averaged; so are D and C, which scatter with the counting.
@@ -542,7 +543,7 @@ def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
     at = x[loss.argmin()]
     for _ in range(5):                  # the window goes with its minimum until it holds the same sizes
         away = np.abs(x - at)
-        inside = away <= max(math.log(window), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
+        inside = away <= max(math.log(window or math.inf), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
         if kept is not None and (inside == kept).all():
             break
         kept, middle = inside, x[inside].mean()
