@@ -128,6 +128,10 @@ def test_the_bootstrap_judges_anew_what_outliers_had_refused():
     final = with_bootstrap(refused, points, 400)
     assert not refused.identified and "contains 0" in refused.reason
     assert final.identified and final.reason is None and final.ci95["alpha"][0] < TRUE["alpha"] < final.ci95["alpha"][1]
+    N = np.geomspace(1e7, 1e9, 24)
+    points = Points(N, N, N, 3 * N**-0.002 * np.exp(np.random.default_rng(0).normal(0, 0.02, 24)), np.arange(24))
+    final = with_bootstrap(fit_form("power_n", points), points, 200)
+    assert final.interval == "bootstrap" and not final.identified and "contains 0" in final.reason
 
 
 @published
