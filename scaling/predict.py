@@ -127,6 +127,7 @@ def digest(content: dict) -> str:
     rest = {key: value for key, value in content.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()).hexdigest()
 
+
 def forecast(points: Points, target, seed_sd: float = 0.0) -> dict:
     """What the points say of one new run at target = (N, D, C): loss, 95 % interval and its parts, strict JSON.
     The union of t-intervals over forms: power law and rays with gamma in GAMMAS, on the points of the target's ratio; the ray
