@@ -116,8 +116,9 @@ def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
     if (freedom := len(residual) - len(counts)) >= 5:
         means = np.bincount(same.ravel(), residual) / counts
         return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
-    away = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))) for i in range(len(residual))]
-    differences = np.abs(residual - residual[np.argmin(away, axis=1)])
+    nearest = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))).argmin()
+               for i in range(len(residual))]
+    differences = np.abs(residual - residual[nearest])
     return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
 
 
