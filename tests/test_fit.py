@@ -94,18 +94,29 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     assert law_c["se"]["gamma"] == pytest.approx(expected.se["gamma"])
 
 
-def test_a_longer_ladder_on_one_ray_headlines_the_ray_law(tmp_path, capsys, no_figure):
+LONG = [int(size) for size in np.geomspace(3e4, 3e7, 8)]
+
+
+@pytest.mark.parametrize(("runs", "form", "begin", "why", "bands"), [
+    ([(38_912, 20)], "power_c", "WARNING: bf16: the headlined law is not identified: 1 ", "needs at least 5", ""),
+    ([(40_000, 5), (40_000, 20), (90_000, 20), (90_000, 40)], "power_c", "bf16: 4 runs of 4",
+     "power law in C instead, which mixes the effects of size and of data", "C"),
+    ([(size, 20) for size in LONG], "ray", "bf16: 8 runs of 8", "need ratios at least 2x apart): ray law instead", "CND")])
+def test_the_headline_is_what_the_runs_identify(tmp_path, capsys, no_figure, runs, form, begin, why, bands):
     rng = np.random.default_rng(3)
-    for size in np.geomspace(3e4, 3e7, 8).astype(int):
-        flops = 6 * size + 12 * 3 * int((size / 36) ** 0.5) * 128
-        write_run(tmp_path / "out" / f"r{size}", params=int(size), loss=law(flops * 20 * size) * np.exp(rng.normal(0, 2e-4)),
+    for i, (size, ratio) in enumerate(runs):
+        flops = (6 * size + 12 * 3 * int((size / 36) ** 0.5) * 128) * size * ratio
+        write_run(tmp_path / "out" / str(i), params=size, tokens=size * ratio, loss=law(flops) * np.exp(rng.normal(0, 2e-4)),
                   curve=False)
     out, content = fitted(capsys, f"out={tmp_path / 'law'}", tmp_path / "out")
-    assert "  ray: L = 0.9" in out and "ray law instead" in out
-    assert content["laws"] == content["groups"]["bf16"]["laws"]         # one group: at the top too
-    assert content["laws"]["ray"]["identified"] and not content["laws"]["chinchilla"]["identified"]
-    low, high = content["laws"]["ray"]["ci95"]["gamma"]
-    assert low < 0.2 < high
+    group = content["groups"]["bf16"]
+    assert out.startswith(begin) and "No BF16/FP8 pair among these runs." in out
+    assert group["headline"]["form"] == form and why in group["headline"]["reason"]
+    assert set(group["band"]) == set(bands) and content["laws"] == group["laws"]        # one group: at the top too
+    ray = group["laws"]["ray"]
+    assert ray["identified"] == (form == "ray") and not group["laws"]["chinchilla"]["identified"]
+    if ray["identified"]:
+        assert ray["ci95"]["gamma"][0] < 0.2 < ray["ci95"]["gamma"][1]
 
 
 def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
@@ -174,22 +185,6 @@ def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_
     fits = [fit_group(records, resamples=0) for records in (before, after)]
     assert fits[0].points.cluster.tolist() == fits[1].points.cluster.tolist()
     assert fits[0].laws["power_c"].ci95 == fits[1].laws["power_c"].ci95
-
-
-def test_few_runs_and_several_ratios(tmp_path, capsys, no_figure):
-    write_run(tmp_path / "one" / "a")
-    out, content = fitted(capsys, f"out={tmp_path / 'r1'}", tmp_path / "one")
-    laws = content["groups"]["bf16"]["laws"]
-    assert laws["power_n"]["reason"] == "1 distinct point(s); this law needs at least 2"
-    assert laws["ray"]["E"] is None and not laws["ray"]["identified"] and "No BF16/FP8 pair among these runs." in out
-    assert out.startswith("WARNING: bf16: the headlined law is not identified: 1 distinct point(s)")
-    for i, (params, ratio) in enumerate([(40_000, 5), (40_000, 20), (90_000, 20), (90_000, 40)]):
-        write_run(tmp_path / "many" / str(i), params=params, tokens=params * ratio)
-    out, content = fitted(capsys, f"out={tmp_path / 'r2'}", tmp_path / "many")
-    assert "power law in C instead, which mixes the effects of size and of data" in out
-    assert set(content["groups"]["bf16"]["band"]) == {"C"}
-    assert content["groups"]["bf16"]["laws"]["ray"]["reason"] == (
-        "the points lie at 5 to 40 tokens per parameter; the ray law needs one ratio")
 
 
 def write_points(path, N, D, loss, head="Model Size,tokens,val"):
