@@ -5,7 +5,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -171,7 +170,8 @@ def study(tmp_path):
     for name, params in zip("abc", (33_000, 74_000, 100_000), strict=True):
         write_run(folder / f"{name}_bf16", params=params, curve=False)
         write_run(folder / f"{name}_fp8", params=params, recipe="tensorwise", gap=0.01, curve=False)
-    runs = [GOAL, GOAL | {"run": "big_fp8", "recipe": "tensorwise"}, GOAL | {"run": "big_row", "recipe": "rowwise"}]
+    runs = [GOAL, GOAL | {"run": "seed2"}, *(GOAL | {"run": f"big_{name}", "recipe": recipe} for name, recipe in (
+        ("fp8", "tensorwise"), ("row", "rowwise")))]
     (folder / "study.json").write_text(json.dumps({"held_out": ["big"], "runs": runs}))
     return folder
 
@@ -191,6 +191,8 @@ def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
 
 
 def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
+    (study / "big").mkdir()
+    (study / "big" / "config.json").write_text("{}")        # a folder with a configuration is no run yet
     made = freeze("big", study, tmp_path / "law")
     content = json.loads((tmp_path / "law" / "prediction_big.json").read_text())
     rest = {key: value for key, value in content.items() if key != "sha256"}
@@ -218,29 +220,18 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines
 
 
-@pytest.mark.parametrize("name, sentence", [
-    ("bog", "did you mean 'big'?"), ("../big", "there is no run"), ("gpt1p5b_fp8", "vocabulary of 50257"),
-    ("big_row", "a run in rowwise, but the runs at hand are bf16, tensorwise")])
-def test_what_no_run_at_hand_can_predict_is_refused(study, tmp_path, name, sentence):
+@pytest.mark.parametrize("name, before, sentence", [
+    ("bog", None, "did you mean 'big'?"), ("../big", None, "there is no run"), ("gpt1p5b_fp8", None, "vocabulary of 50257"),
+    ("big_row", None, "a run in rowwise, but the runs at hand are bf16, tensorwise"),
+    ("big", lambda study: (study / "big/metrics.jsonl").mkdir(parents=True), "big has begun or is finished"),
+    ("big", lambda study: (study / "seed2/checkpoints").mkdir(parents=True), "seed2 has begun or is finished"),   # the same point
+    ("big", lambda study: write_big(study, "other_name", seed=7), "other_name has begun or is finished")])
+def test_what_cannot_be_predicted_is_refused(study, tmp_path, name, before, sentence):
+    if before:
+        before(study)
     with pytest.raises(UserError, match=re.escape(sentence)):
         freeze(name, study, tmp_path)
     assert not list(tmp_path.glob("prediction*"))
-
-
-def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
-    (study / "big").mkdir()
-    (study / "big" / "config.json").write_text("{}")
-    freeze("big", study, tmp_path / "1")        # a folder with a configuration is no run yet
-    content = json.loads((study / "study.json").read_text())
-    (study / "study.json").write_text(json.dumps(content | {"runs": [*content["runs"], GOAL | {"run": "second"}]}))
-    for name, part in (("big", "metrics.jsonl"), ("second", "checkpoints")):        # another seed of the same point counts
-        (study / name / part).mkdir(parents=True)
-        with pytest.raises(UserError, match=f"{name} has begun or is finished"):
-            freeze("big", study, tmp_path)
-        shutil.rmtree(study / name)
-    write_big(study, "other_seed", seed=7)              # another name and seed, the same point
-    with pytest.raises(UserError, match="other_seed has begun or is finished"):
-        freeze("big", study, tmp_path)
 
 
 def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
