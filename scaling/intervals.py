@@ -90,6 +90,8 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
     """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
     few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
+    if fit.residual_rms <= MISSES[0]:       # the noise of thousands of points takes a second
+        return None
     noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
     limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
     if fit.residual_rms <= limit:
