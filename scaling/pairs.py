@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from runtime.cli import UserError
 from runtime.progress import si as human
 from scaling.intervals import with_bootstrap
-from scaling.laws import ONE_RAY, Points, fit_chinchilla
+from scaling.laws import ONE_RAY, Points, fit_law
 from scaling.records import Record, check_comparable, listed, read_json, read_study
 
 ALPHA = 0.05
@@ -448,10 +448,10 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one. trunks: equal
     for branches of one trajectory. counts: what N counts."""
-    if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_chinchilla would find, seconds later
+    if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_law would find, seconds later
         return None, f"one ray of {np.mean(D / N):.3g} tokens per parameter does not separate N from D"
     try:
-        fit = with_bootstrap(fit_chinchilla(N, D, L), Points(N, D, 6 * N * D, L, trunks))
+        fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
     except UserError as error:
         return None, str(error)
     if not fit.identified:
