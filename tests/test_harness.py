@@ -154,14 +154,11 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     (harness, ["tasks=,"], "tasks= names no task: give tasks=demo or"),
     (harness, ["tasks=demo", "limit=0"], "limit=0 must be at least 1"),
     (harness, ["tasks=demo", "device=cuda:9"], "device='cuda:9' is not usable here"),
-    (harness, ["tasks=demo", "include=nowhere"], "include='nowhere' is no folder: give one that holds task YAMLs"),
     (harness, ["tasks=demo", "fp8=rowwise", "dtype=float32"], "fp8=rowwise multiplies FP8 into BF16, so dtype=float32"),
     (harness, ["tasks=demo", "step=3"], "has no such checkpoint, but those of steps 1"),
     (sample, ["x" * 33], "the prompt has 33 tokens, but the context of"),
     (sample, ["hi", "n=0"], "n=0 must be at least 1"), (sample, ["hi", "device=cud"], "device='cud' is not usable here"),
-    (sample, ["hi", "temperature=-1"], "temperature=-1.0 must be 0 (the likeliest token) or between 0.01 and 100"),
-    (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?"), (precision, ["recipes=off"], "must name FP8 recipes"),
-    (precision, ["micro_batch=0"], "micro_batch=0 must be at least 1")])
+    (precision, ["recipes=tensorwise,rowise"], "did you mean 'rowwise'?")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
     assert entry.main([str(run), *arguments]) == 2
     captured = capsys.readouterr()
@@ -257,13 +254,13 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, 
     folder = shutil.copytree(public, tmp_path / "own")
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")      # whole, and a pickle
     (folder / "model.safetensors").unlink()
-    refused(folder, r"with safetensors \(pickles can run code when read\)")
+    refused(folder, "it takes .* and safetensors")
     shutil.copy(public / "model.safetensors", folder)
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
-    refused(folder, "could not be loaded .* no code of its own")
+    refused(folder, "could not be loaded .* without code of their own")
     assert not (tmp_path / "ran").exists()
     monkeypatch.setitem(sys.modules, "transformers", None)
     refused(public, "pip install transformers accelerate")
@@ -289,8 +286,8 @@ def test_a_groups_chance_weighs_its_tasks_by_their_questions(run, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, told", [
-    (["tasks=demo"], "val_cloze and val_ppl are made from the shards of a run of ours, and hf:gpt2 is none"),
-    (["tasks=piqa", "fp8=rowwise"], "fp8=rowwise is for runs of ours"), (["tasks=piqa", "step=3"], "step=3 is for runs of ours")])
+    (["tasks=demo"], "demo tasks are for runs of ours, and hf:gpt2 is none"), (["tasks=piqa", "fp8=rowwise"], "fp8=, step="),
+    (["tasks=piqa", "step=3"], "fp8=, step=")])
 def test_what_runs_of_ours_alone_have_is_refused_of_a_public_model(capsys, arguments, told):
     assert harness.main(["hf:gpt2", *arguments]) == 2 and told in capsys.readouterr().err
 

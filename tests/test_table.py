@@ -245,7 +245,7 @@ def test_a_model_that_exploded_is_in_the_table_and_not_on_the_axis(tmp_path):
 
 
 @pytest.mark.parametrize("content, said", [
-    ("{", "core.json is damaged, or not what"), ("[1]", "core.json is damaged"), ("{}", "core.json is damaged"),
+    ("{", "core.json is damaged"), ("[1]", "core.json is damaged"), ("{}", "core.json is damaged"),
     ('{"tasks": {"piqa": 1}}', "core.json is damaged"), (None, "no scores in out")])
 def test_damaged_records_and_paths_without_scores_get_a_sentence(tmp_path, monkeypatch, capsys, content, said):
     monkeypatch.chdir(tmp_path)
