@@ -41,24 +41,23 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
 def test_the_groups_are_lm_evals_own_tasks():
     import lm_eval
     from lm_eval.tasks import TaskManager
-    theirs = Path(lm_eval.__file__).parent / "tasks"
-    folders = {theirs / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
-    names = TaskManager(include_path=[*folders], include_defaults=False).all_tasks
-    assert set(tasks.FULL) <= set(names) and set(tasks.FOLDERS) < set(tasks.FULL)
-    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL) and len(tasks.FULL) == 12
+    folders = {Path(lm_eval.__file__).parent / "tasks" / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
+    assert set(tasks.FULL) <= set(TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
+    assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
+    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
 
 
-def test_a_task_whose_data_lack_is_named(tmp_path):
+def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
     mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    make_task(mine, [], "drawn", output_type="generate_until", doc_to_choice=None, generation_kwargs={"do_sample": True},
+              dataset_kwargs={"data_files": {"validation": str(mine / "sums.jsonl")}})
+    (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
+    assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
     assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
+    for names, words in ((["sums", "five"], "five shows 2 examples to 'sums', other tasks= another number"),
+                         (["drawn"], "'drawn' asks for sampled answers")):
+        with pytest.raises(UserError, match=words):
+            tasks.load(names, str(mine))
     (mine / "sums.jsonl").unlink()
     with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data come from where"):
         tasks.load(["sums"], str(mine))
-
-
-def test_a_task_alone_and_in_a_group_that_shows_other_examples_is_refused(tmp_path):
-    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
-    (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
-    assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
-    with pytest.raises(UserError, match="five shows 2 examples to 'sums', other tasks= another number"):
-        tasks.load(["sums", "five"], str(mine))
