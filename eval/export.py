@@ -62,7 +62,7 @@ class ImportOptions:
 
 def main(argv: list[str]) -> int:
     from eval.from_hf import import_checkpoint  # which has its layout from here
-    if any(word.startswith(("--from-hf", "from_hf=")) for word in argv):
+    if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
         return command(__doc__, ImportOptions, argv, lambda o: import_checkpoint(o.from_hf, o.run))
     return command(__doc__, Options, argv, export)
 

@@ -6,6 +6,7 @@ import shutil
 import types
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -190,12 +191,9 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, 
     monkeypatch.setattr(sample, "load_model", lambda *a, **k: pytest.fail("the checkpoint was read"))
     arguments = [runs / "bf16", argument, *["tasks=demo"] * (entry is harness)]
     config = read_json(path := runs / "bf16" / "config.json")
-
-    def refuse(settings, device):
-        raise UserError(f"{settings.recipe} not on {device}")
     with monkeypatch.context() as patch:
-        patch.setattr("runtime.fp8.check_hardware", refuse)
-        assert "rowwise not on cpu" in refused(capsys, entry, *arguments)
+        patch.setattr("runtime.fp8.check_hardware", Mock(side_effect=UserError("rowwise not on this device")))
+        assert "rowwise not on this device" in refused(capsys, entry, *arguments)
     path.write_text(json.dumps(config | {"model": config["model"] | {"n_ffn": 72}}))
     assert "fp8.recipe=rowwise cannot convert layers.0.mlp.down of 72 x 32" in refused(capsys, entry, *arguments)
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from runtime.checkpoint import load_model
 from runtime.config import FP8Config
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
 from tests.conftest import ROOT
+from tests.test_fp8 import OPERANDS, quantised
 from tests.test_model import tokens
 
 LLAMA3 = {"rope_theta": 500.0, "rope_factor": 8.0, "rope_original_ctx": 16}
@@ -128,14 +130,9 @@ def test_the_package_reads_the_file_and_the_weights_begin_at_cache_lines(tmp_pat
 
 
 def independently(weight, recipe):
-    """The float8 values that torchao's training makes of the whole matrix, and what it divides them by."""
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-    granularity = ScalingGranularity.TENSORWISE if recipe == "tensorwise" else ScalingGranularity.AXISWISE
-    cast = hp_tensor_to_float8_dynamic(weight, torch.float8_e4m3fn, LinearMMConfig(), axiswise_dim=-1,
-                                       round_scales_to_power_of_2=recipe == "rowwise", scaling_granularity=granularity)
-    return cast._data, cast._scale.reciprocal()
+    """The float8 values of the whole matrix by fp64 arithmetic, and what they are multiplied by: tests/test_fp8.py."""
+    values, scale = quantised(weight, OPERANDS[recipe][1], 1)
+    return (values * scale).float(), scale.float().reciprocal()
 
 
 def near(a, b):
@@ -158,7 +155,7 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
                          (block.attn.out, [other.self_attn.o_proj]), (block.mlp.down, [other.mlp.down_proj])):
         assert all(type(part.weight.data) is Float8Tensor and part.weight.qdata.dtype is torch.float8_e4m3fn for part in parts)
         values, scale = independently(fused.weight, recipe)
-        assert torch.equal(torch.cat([part.weight.qdata for part in parts]).float(), values.float())
+        assert torch.equal(torch.cat([part.weight.qdata for part in parts]).float(), values)
         assert torch.equal(torch.cat([part.weight.scale.expand(len(part.weight), 1) for part in parts]),
                            scale.expand(len(values), 1))
     # What the run kept in BF16 stays so, with the head, embedding, norms.
@@ -206,12 +203,8 @@ def test_mistakes_get_a_sentence(tmp_path, monkeypatch, capsys, arguments, told)
 
 def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_transformers(tmp_path, capsys, monkeypatch):
     write_run(tmp_path / "run")
-
-    def write(path, *_):
-        path.write_bytes(b"half")
-        raise OSError(28, "No space left on device", str(path))
     with monkeypatch.context() as patch:
-        patch.setattr(export, "write_safetensors", write)
+        patch.setattr(export, "write_safetensors", Mock(side_effect=OSError(28, "No space left on device")))
         assert export.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 1
     assert "No space left on device" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["run"]
     code = ("import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export\n"

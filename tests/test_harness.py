@@ -159,20 +159,18 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     (harness, "RUN tasks=demo step=3", "has no such checkpoint, but those of steps 1"),
     (harness, "hf:gpt2 tasks=demo", "demo tasks are for runs of ours, and hf:gpt2 is none"),
     (harness, "hf:gpt2 tasks=piqa fp8=rowwise", "fp8=, step="), (harness, "hf:gpt2 tasks=piqa step=3", "fp8=, step="),
-    (harness, "no_config tasks=demo", "is no run"), (sample, "no_config", "is no run"), (precision, "no_config", "is no run"),
-    (harness, "no_json tasks=demo", "is not JSON"), (sample, "no_weights", "has no finished checkpoint yet"),
-    (harness, "no_weights tasks=demo", "has no finished checkpoint yet"),
+    (harness, "nowhere tasks=demo", "is no run"), (sample, "nowhere", "is no run"), (precision, "nowhere", "is no run"),
     (sample, f"RUN {'x' * 33}", "the prompt has 33 tokens, but the context of"), (sample, "RUN hi n=0", "n=0 must be at least 1"),
     (sample, "RUN hi device=cud", "device='cud' is not usable here"),
     (precision, "RUN recipes=tensorwise,rowise", "did you mean 'rowwise'?")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
-    for name, content in (("no_config", None), ("no_json", '{"run": '), ("no_weights", (run / "config.json").read_text())):
-        (run.parent / name).mkdir()
-        if content:
-            (run.parent / name / "config.json").write_text(content)
-    first, *others = arguments.split(" ")
-    first = first if first.startswith("hf:") else run if first == "RUN" else run.parent / first
-    assert sentence in refused(capsys, entry, first, *others) and not (run / "eval").exists()
+    assert sentence in refused(capsys, entry, *arguments.replace("RUN", str(run)).split(" ")) and not (run / "eval").exists()
+
+
+def test_a_run_without_a_checkpoint_gets_a_sentence(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    for entry, argument in ((harness, "tasks=demo"), (sample, "hi")):
+        assert "has no finished checkpoint yet" in refused(capsys, entry, run, argument)
 
 
 def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(run, capsys, monkeypatch):

@@ -5,6 +5,7 @@ import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -157,10 +158,7 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
     monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
     model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
     assert (model, step) == (whole, 3)
-
-    def damaged(run_dir, **more):
-        raise DamagedError("still the newest")
-    monkeypatch.setattr(sample, "load_model", damaged)
+    monkeypatch.setattr(sample, "load_model", Mock(side_effect=DamagedError("still the newest")))
     with pytest.raises(DamagedError, match="still the newest"):
         sample.load_for_inference(str(run), "cpu", "float32")
 
@@ -170,9 +168,7 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
     (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "the memory is full (CUDA out of memory.): give a smaller"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "the memory is full ([enforce fail] DefaultCPU")])
 def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch, error, words):
-    def fail(*args):
-        raise error
-    monkeypatch.setattr(sample, "load_for_inference", fail)
+    monkeypatch.setattr(sample, "load_for_inference", Mock(side_effect=error))
     assert sample.main([str(run), "hi"]) == 1
     assert (said := capsys.readouterr().err).startswith(words) and said.count("\n") == 1
 
