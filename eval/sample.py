@@ -72,7 +72,7 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         token = _choose(logits, temperature, top_k, generator)
         if eot is not None:
             token = token.masked_fill(ended, eot)
-            ended = ended | (token == eot)
+            ended = token == eot
         yield token
         if ended.all():
             return

@@ -188,7 +188,7 @@ def build(rows: list[Row]) -> str:
 
 def sort_columns(rows: list[Row]) -> list[Column]:
     return sorted({column for row in rows for column in row.scores}, key=lambda c: (
-        ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c), c.metric, c.limit or 0, c.shots or 0,
+        ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c), c.metric, c.shots or 0,
         c.docs_sha256, c.version))
 
 

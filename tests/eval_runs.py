@@ -1,7 +1,10 @@
 """A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -39,6 +42,12 @@ def refused(capsys, command, *arguments):
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1, out + err
     return err
+
+
+def process(*command, cwd=conftest.ROOT, **environment):
+    """`python COMMAND`, finished, its output as text."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(conftest.ROOT), **environment})
 
 
 def build(config=TINY, seed=1, compute_dtype=torch.float32):
@@ -151,12 +160,12 @@ def make_task(folder, rows, name="sums", **changes):
     """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other keys of its YAML."""
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / f"{name}.yaml").write_text(json.dumps({
-        "task": name, "dataset_path": "json", "dataset_kwargs": {
-            "data_files": {"validation": str(folder / f"{name}.jsonl")}, "cache_dir": str(folder / "cache")},
-        "output_type": "multiple_choice", "validation_split": "validation", "doc_to_text": "q", "doc_to_choice": "answers",
-        "doc_to_target": "gold", "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-        "metadata": {"version": 1.0}} | changes))
+    (folder / f"{name}.yaml").write_text(
+        f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / f'{name}.jsonl'}}},"
+        f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
+        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetadata: {version: 1.0}\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+        + "".join(f"{key}: {json.dumps(value)}\n" for key, value in changes.items()))     # of a key twice the last counts
     return folder
 
 
@@ -208,13 +217,14 @@ def read_llama(folder):
     return model
 
 
+WORDS = ("naïve Straße Ελληνικά русский 中文字符 日本語 한국어 العربية עברית हिन्दी ไทย 🙂 👩\u200d👧 e\u0301 \u200b ﬁ \ufeff "
+         "\x00 \x7f it's I'LL 3.14159 1234567890 1e-5 £5 ½ ¿qué? ... -- == <s> [INST] <|endoftext|>x")
+
+
 def documents(n=300):
     """Code, prose, scripts, emoji, runs of white space, odd line ends, numbers, control characters, special tokens' spelling."""
-    rng = random.Random(0)
+    rng, words = random.Random(0), WORDS.split(" ")
     lines = [line for path in ("README.md", "model.py", "train.py") for line in (conftest.ROOT / path).read_text().splitlines()]
-    words = ["naïve", "Straße", "Ελληνικά", "русский", "中文字符", "日本語", "한국어", "العربية", "עברית", "हिन्दी", "ไทย",
-             "🙂", "👩\u200d👧", "e\u0301", "\u200b", "ﬁ", "\ufeff", "\x00", "\x7f", "it's", "I'LL", "3.14159",
-             "1234567890", "1e-5", "£5", "½", "¿qué?", "...", "--", "==", "<s>", "[INST]", "<|endoftext|>x"]
     blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
     letters = (range(0x20, 0x7F), range(0xA0, 0xD800), range(0x1F000, 0x1FB00))
     kinds = (lambda: rng.choice(lines), lambda: rng.choice(words), lambda: "".join(rng.choices(blanks, k=rng.randrange(20))),

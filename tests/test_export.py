@@ -1,15 +1,12 @@
 """eval/export.py: transformers computes the same logits bit by bit and makes the same tokens; float8 weights; the card."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from unittest.mock import Mock
 
 import pytest
 import torch
-from eval_runs import call, documents, generate, refused, write_run
+from eval_runs import call, documents, generate, process, refused, write_run
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -21,7 +18,6 @@ from eval.sample import load_for_inference
 from runtime.checkpoint import load_model
 from runtime.config import FP8Config
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
-from tests.conftest import ROOT
 from tests.test_fp8 import OPERANDS, quantised
 from tests.test_model import tokens
 
@@ -145,7 +141,7 @@ def near(a, b):
 def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, recipe, n_files, emulated_scaled_mm):
     from torchao.quantization import Float8Tensor
     monkeypatch.setattr(export, "FILE_BYTES", 10**9 if n_files == 1 else 60_000)
-    config, ours = write_run(tmp_path / "run", fp8=FP8Config(recipe=recipe, skip=("layers.1.attn.out",)), n_kv_head=2, n_layer=2)
+    config, ours = write_run(tmp_path / "run", fp8=FP8Config(recipe=recipe, skip=("layers.1.attn.out",)), n_kv_head=2)
     folder = exported(tmp_path / "run", tmp_path / "f8", f"float8={recipe}")
     assert len(list(folder.glob("*.safetensors"))) == n_files
     theirs = auto_model(folder)
@@ -210,8 +206,7 @@ def test_a_full_disk_leaves_nothing_and_a_kill_no_half_folder_and_nothing_needs_
     code = ("import os, signal, sys; sys.modules['transformers'] = None\nfrom eval import export\n"
             "export.sync_folder = lambda folder: os.kill(os.getpid(), signal.SIGKILL)\n"      # all is written, nothing renamed
             "sys.exit(export.main(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "hf")], cwd=ROOT, text=True,
-                          capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = process("-c", code, tmp_path / "run", tmp_path / "hf")
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "hf").exists() and (next(tmp_path.glob(".hf.*.tmp")) / "README.md").is_file()
     exported(tmp_path / "run", tmp_path / "hf")     # what was left is in nobody's way

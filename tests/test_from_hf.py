@@ -105,7 +105,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=none"),
     (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
     (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
-    (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])        # Qwen3-0.6B: heads wider than their share
+    (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])      # Qwen3-0.6B: heads wider than their share
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
     with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
         gpt_config(base | change)
@@ -121,8 +121,8 @@ def read(changes, dtype=torch.float32):
 def test_half_precision_becomes_fp32_exactly_and_what_says_nothing_new_is_left_out():
     embedding = build_rough(TINY).wte.weight.detach()
     for dtype in (torch.bfloat16, torch.float16):
-        ours, found = read({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": embedding.to(dtype)},
-                           dtype)
+        ours, found = read({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6),
+                            "lm_head.weight": embedding.to(dtype)}, dtype)
         assert found.keys() == ours.keys()
         assert all(found[k].dtype == torch.float32 and torch.equal(found[k], ours[k].float()) for k in ours)
 
@@ -192,7 +192,7 @@ def resize(source, vocab_size):
 
 
 HARM = {
-    "config of half a file": (lambda s: (s / "config.json").write_text('{"architectures": ['), "its config.json cannot be read"),
+    "half a config": (lambda s: (s / "config.json").write_text('{"architectures": ['), "its config.json cannot be read"),
     "pickle": (pickled, "has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code"),
     "a part missing": (lambda s: parts(s)[1].unlink(), "the files lack"),
     "a part twice": (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
@@ -248,9 +248,10 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
          "val_share=0.1", "processes=1")
     config = replace(
         LLAMA_8B, run="bf16", steps=8, model=replace(read_config("out/llama").model, n_ctx=32, loss_chunk=48),
-        parallel=ParallelConfig(compile=False, recompute=True), start_from="out/llama/checkpoints/step_00000000",
+        parallel=ParallelConfig(compile=False, recompute=True), optim=replace(LLAMA_8B.optim, lr=5e-3),
+        start_from="out/llama/checkpoints/step_00000000",
         data=replace(LLAMA_8B.data, tokenizer="out/llama/tokenizer", tokens_per_step=512, micro_batch=8, max_epochs=9),
-        eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None), optim=replace(LLAMA_8B.optim, lr=5e-3))
+        eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
     with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=out/llama/tokenizer"):
         branch(config, "0" * 64, {}, None)
     data = open_data(config, load_tokenizer("out/llama/tokenizer").sha256)

@@ -2,10 +2,8 @@
 
 import json
 import math
-import os
 import random
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -21,7 +19,6 @@ from eval import harness, held_out, precision, sample, tasks
 from eval.sample import Inference
 from eval.table import Column, Score, read_samples
 from runtime.cli import UserError
-from tests.conftest import ROOT
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
 
@@ -63,11 +60,9 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
 
 
 def test_two_processes_write_the_scores_and_sample_logs_of_one(run):
-    arguments, found = [str(run), "tasks=demo", "limit=12", "dtype=float32", "device=cpu"], []
+    arguments, found = [run, "tasks=demo", "limit=12", "dtype=float32", "device=cpu"], []
     for command in (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], []):
-        done = subprocess.run([sys.executable, *command, "-m", "eval.harness", *arguments], cwd=run.parent.parent, text=True,
-                              capture_output=True, timeout=600,
-                              env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+        done = eval_runs.process(*command, "-m", "eval.harness", *arguments, cwd=run.parent.parent)
         assert done.returncode == 0, done.stderr
         logs = {path.name: path.read_bytes() for path in (run / "eval").glob("*.gz")}
         found.append((done.stdout, record_of(run, "demo_float32_limit12")["tasks"], logs))
@@ -160,8 +155,8 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     (harness, "hf:gpt2 tasks=demo", "demo tasks are for runs of ours, and hf:gpt2 is none"),
     (harness, "hf:gpt2 tasks=piqa fp8=rowwise", "fp8=, step="), (harness, "hf:gpt2 tasks=piqa step=3", "fp8=, step="),
     (harness, "nowhere tasks=demo", "is no run"), (sample, "nowhere", "is no run"), (precision, "nowhere", "is no run"),
-    (sample, f"RUN {'x' * 33}", "the prompt has 33 tokens, but the context of"), (sample, "RUN hi n=0", "n=0 must be at least 1"),
-    (sample, "RUN hi device=cud", "device='cud' is not usable here"),
+    (sample, f"RUN {'x' * 33}", "the prompt has 33 tokens, but the context of"),
+    (sample, "RUN hi n=0", "n=0 must be at least 1"), (sample, "RUN hi device=cud", "device='cud' is not usable here"),
     (precision, "RUN recipes=tensorwise,rowise", "did you mean 'rowwise'?")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
     assert sentence in refused(capsys, entry, *arguments.replace("RUN", str(run)).split(" ")) and not (run / "eval").exists()
@@ -195,8 +190,7 @@ def test_no_transformers_and_no_network(run):
             "        if name in ('transformers', 'accelerate'):\n            raise ModuleNotFoundError(name)\n"
             "sys.meta_path.insert(0, Block); socket.socket.connect = socket.create_connection = socket.getaddrinfo = None\n"
             "from eval import harness; sys.exit(harness.main(sys.argv[1:]))")
-    done = subprocess.run([sys.executable, "-c", code, str(run), "tasks=demo", "limit=3"], cwd=run.parent.parent, text=True,
-                          capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = eval_runs.process("-c", code, run, "tasks=demo", "limit=3", cwd=run.parent.parent)
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 6, (done.stdout, done.stderr)
 
 

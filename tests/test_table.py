@@ -108,7 +108,8 @@ def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
     text = page(*sorted(out.iterdir()))
     ours, theirs = text.split("## Published by others")
     assert ours.count("*minus ") == ours.count("*minus run_bf16*") == 3 and "| run_bf16, float32 " in ours
-    assert [cells(text, name)[3] for name in ("a_repeat", "b_switched", "c_fp4")] == ["BF16", "FP8 tensorwise>bf16", "FP4 nvfp4"]
+    assert [cells(text, name)[3] for name in ("a_repeat", "b_switched", "c_fp4")] == [
+        "BF16", "FP8 tensorwise>bf16", "FP4 nvfp4"]
     assert all(f"| {out / name / 'deep'} " in ours for name in ("a", "lr=[1e-3]")) and "begun" not in ours
     assert ours.index("| gpt2 ") > ours.index("| run_tensorwise ")
     assert "lm-eval" not in ours and "Pythia 160M" in theirs and "acc_norm" in theirs

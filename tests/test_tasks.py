@@ -1,23 +1,14 @@
 """eval/tasks.py: what --fetch saved is scored without network; the groups; examples shown: tests/test_harness.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from eval_runs import make_task, process, write_run
 
 from eval import tasks
 from runtime.cli import UserError
-from tests.conftest import ROOT
-from tests.eval_runs import make_task, write_run
 from tests.hub_server import HubServer, write_repository
-
-
-def harness(folder, *arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "eval.harness", *arguments], cwd=ROOT, text=True, capture_output=True,
-                          timeout=120, env={**os.environ, "HF_HOME": str(folder), "OMP_NUM_THREADS": "1", **environment})
 
 
 def test_what_was_fetched_is_scored_without_network(tmp_path):
@@ -26,15 +17,16 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
     rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
     write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
                                                       (("train", 3), ("validation", 7))})
+    harness, scoring = ("-m", "eval.harness"), (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
     with HubServer(tmp_path / "hub") as server:
-        done = harness(tmp_path / "a", "--fetch", str(tmp_path / "saved"), "tasks=piqa,demo", HF_ENDPOINT=server.url)
+        done = process(*harness, "--fetch", tmp_path / "saved", "tasks=piqa,demo", HF_ENDPOINT=server.url,
+                       HF_HOME=f"{tmp_path}/a")
     assert (done.returncode, done.stdout) == (0, "piqa: 7 documents\n"), done.stderr
-    scoring = (str(tmp_path / "run"), f"offline={tmp_path / 'saved'}", "dtype=float32")
-    done = harness(tmp_path / "b", *scoring, "tasks=piqa", HF_ENDPOINT="http://127.0.0.1:1")
+    done = process(*harness, *scoring, "tasks=piqa", HF_ENDPOINT="http://127.0.0.1:1", HF_HOME=f"{tmp_path}/b")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads((tmp_path / "run/eval/piqa_float32.json").read_text())["tasks"]["piqa"]
     assert (found["n"], found["chance"]) == (7, 0.5)
-    done = harness(tmp_path / "c", *scoring, "tasks=hellaswag")
+    done = process(*harness, *scoring, "tasks=hellaswag", HF_HOME=f"{tmp_path}/c")
     assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
 
 
