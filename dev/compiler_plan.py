@@ -1,4 +1,4 @@
-"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step, and their bytes.
+"""Read, without a GPU, which kernels torch.compile would run on an H100 for a training step: bytes, registers, spills.
 
     python -m dev.compiler_plan                                     configs/gpt1p5b_bf16.py, 16 x 1024 tokens
     python -m dev.compiler_plan configs/gpt1p5b_fp8.py fp8.kernels=true data.micro_batch=16 model.n_ctx=1024
@@ -6,32 +6,24 @@
 Forward and backward pass of one micro-batch, from the first block's input to the loss and back, with train.py's model, swap of
 Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
 out; gradients are added to those of the micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not
-in it. The passes are traced as one graph each: a graph break would raise. Nothing is timed or run. runtime/roofline.py has its
-numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; an H100's are the answer. That reaches
-into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
+in it. Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a spill is a register
+kept in memory. The passes are traced as one graph each: a graph break would raise. Nothing is timed or run. runtime/roofline.py
+has its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; an H100's are the answer. That
+reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
-import torch._inductor.config as inductor
 import torch.nn.functional as F
-import triton
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime import triton_helpers
-from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from triton.backends.compiler import GPUTarget
 
 from model import GPT
 from runtime import fp8
@@ -44,7 +36,13 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory":
         "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
 
 
+BUILT: dict[str, tuple[int, int]] = {}      # kernel and configuration -> registers a thread, bytes of its spills
+
+
 def main(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return
     path, *overrides = arguments or ["configs/gpt1p5b_bf16.py", "data.micro_batch=16", "model.n_ctx=1024"]
     config = load_config(path, overrides)
     tokens, depth = config.data.micro_batch * config.model.n_ctx, config.model.n_layer
@@ -54,6 +52,8 @@ def main(arguments: list[str]) -> None:
     print(f"{config.run}, {config.fp8.label}: {depth} blocks, {tokens:,} tokens, torch {torch.__version__}, for an H100")
     for key, value in sorted(sums.items()):
         print(f"  {key:32} {value / 1e9:9.2f} GB  {value / tokens / 1e3:9.1f} kB per token")
+    most, spilled = max(BUILT.values()), [name for name, (_, local) in BUILT.items() if local]
+    print(f"  {len(BUILT)} kernels built for sm_90, at most {most[0]} registers a thread; spills: {', '.join(spilled) or 'none'}")
 
 
 # ---------------------------------------------------------------------------------------------------- reading one step
@@ -62,16 +62,15 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss; those kept between the two passes.
 
     pretend_h100() must have been called."""
+    import torch._inductor.config as inductor
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     inductor.emulate_precision_casts = config.fp8.recipe.startswith("rowwise")      # as parallel.set_torch_flags does
-    with torch.device("meta"):
-        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
-    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
-    fp8.DelayedScales(model)
-    fp8.keep_bf16_copies(model)
-    fp8.keep_gradients(model)
-    fp8.refresh_weight_copies(model)        # copies of weights that last are made between the steps, not in them
-    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
-    passes = []
+    model, passes = _model(config, n_layer), []
     weights = {name: p for name, p in model.named_parameters() if config.model.tied or not name.startswith("wte.")}
     buffers = dict(model.named_buffers())
 
@@ -107,8 +106,25 @@ def read_step(config, n_layer: int, micro_batch: int) -> Counter:
     return sums
 
 
+def _model(config, n_layer: int) -> GPT:
+    with torch.device("meta"):
+        model = GPT(replace(config.model, n_layer=n_layer), COMPUTE_DTYPE)
+    fp8.convert(model, config.fp8, 1 / config.data.tokens_per_step, "cuda")
+    fp8.DelayedScales(model)
+    fp8.keep_bf16_copies(model)
+    fp8.keep_gradients(model)
+    fp8.refresh_weight_copies(model)              # copies of weights that last are made between the steps, not in them
+    model.wte.forward = lambda h: h         # what comes in is the embedded tokens
+    return model
+
+
 def _lower(graph, direction: str) -> Counter:
     """Bytes by kind of what Inductor makes of a traced pass, on CUDA tensors that have no memory."""
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
     sums: Counter = Counter()
 
     def stop(lowering):
@@ -116,25 +132,49 @@ def _lower(graph, direction: str) -> Counter:
         for node in lowering.scheduler.nodes:
             if not (node.is_extern() and type(node.node).__name__ == "MultiOutput"):    # a name for one of several results
                 sums[f"{direction}, {_kind(node)}"] += node.get_read_write_buffers_sizes()
+        _build(lowering, direction)
+        sums["done"] = 1
         raise InterruptedError      # the compiler would go on to build and load the kernels
 
     gpu = torch.device("cuda", 0)
     for node in graph.graph.nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": gpu}
-    with (FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)),
-          mock.patch.object(GraphLowering, "_compile_to_module", stop)):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch._guards.tracing(torch._guards.TracingContext(mode)):
         values = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         inputs = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=gpu) if isinstance(v, torch.Tensor) else v
                   for v in values]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
         graph.recompile()
+        original, GraphLowering._compile_to_module = GraphLowering._compile_to_module, stop
         try:
             compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
         except Exception:
-            if not sums:
+            if not sums.pop("done", 0):
                 raise
+        finally:
+            GraphLowering._compile_to_module = original
     return sums
+
+
+def _build(lowering, direction: str) -> None:
+    """Compile every Triton kernel that Inductor writes for a pass, by NVIDIA's assembler, into BUILT."""
+    import torch._inductor.async_compile as async_compile
+    import triton
+
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    lowering.wrapper_code.push_codegened_graph(lowering)
+    lowering.scheduler.codegen()
+    code = lowering.wrapper_code.generate(is_inference=False)[0].value
+    for name, source in re.findall(r"async_compile\.triton\('(\w+)', '''(.*?)'''", code, re.DOTALL):
+        kernel = async_compile._load_triton_kernel_from_source(name, source)
+        kernel.precompile(warm_cache_only=True)
+        for i, result in enumerate(kernel.compile_results):
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                Path(file.name).write_bytes(result.kernel.asm["cubin"])
+                usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True)
+            registers, local = (int(re.search(rf"{what}:(\d+)", usage.stdout)[1]) for what in ("REG", "LOCAL"))
+            BUILT[f"{direction} {name} ({i})"] = registers, local
 
 
 def _kind(node) -> str:
@@ -151,7 +191,15 @@ def _kind(node) -> str:
 
 def pretend_h100() -> None:
     """Answer torch's and Triton's questions about the GPU with an H100's properties; for the rest of this process."""
+    import torch._inductor.config as inductor
+    import torch._inductor.fx_passes.joint_graph as joint_graph
+    import torch._inductor.runtime.triton_helpers as triton_helpers
+    import torch._subclasses.fake_tensor as fake_tensor
+    import triton
+    from triton.backends.compiler import GPUTarget
+
     inductor.fx_graph_cache, inductor.fx_graph_remote_cache, inductor.compile_threads = False, False, 1
+    inductor.use_static_triton_launcher = False     # it keeps no binary
     joint_graph.lazy_init = lambda *_: None         # patterns traced on a real GPU: of attention written out, random numbers
     properties, none = SimpleNamespace(**H100), lambda *_, **__: None
     for name, answer in {"is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1,
