@@ -40,7 +40,7 @@ from prepare import harvest
 from prepare.assemble import HASH_STEPS, begun, show, verify
 from prepare.decontaminate import read_grams
 from prepare.pipeline import Job, cached_tokenizer, cores, prepare
-from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, folder_name, hub_source, local_source
+from prepare.sources import PAIR, BadFile, HubSource, Source, any_dataset, check, hub_source, local_source
 from runtime.cli import MachineError, UserError, help_page, nearest, read_options, run_command
 from runtime.shards import read_index
 
@@ -88,16 +88,15 @@ def _sources(kind: str, command: str, words: list[str], options: Options) -> lis
     if kind == "demo":
         return harvest.demo_sources()
     if kind == "local":
-        name = folder_name(options.name or "")
-        return [local_source(name, words, PAIR if options.instruct else (options.column,), options.license)]
+        return [local_source(options.name or "", words, PAIR if options.instruct else (options.column,), options.license)]
     if kind == "hf":
         dataset = command.removeprefix("hf:")
-        name = folder_name(options.name or dataset.partition("/")[2].lower())
+        name = options.name or dataset.partition("/")[2].lower()
         revision = options.revision or _revision(Path(options.out) / name, dataset)
         return [hub_source(name, any_dataset(dataset, options.column, revision, options.files, options.license))]
     if options.name and words:
         raise UserError(f"name={options.name} can name one source, not {1 + len(words)}")
-    return [hub_source(folder_name(options.name or name), _named(name)) for name in dict.fromkeys([command, *words])]
+    return [hub_source(options.name or name, _named(name)) for name in dict.fromkeys([command, *words])]
 
 
 def _named(name: str) -> HubSource:

@@ -2,7 +2,6 @@
 
     python -m eval.export out/RUN DIR                   the newest checkpoint -> DIR
     python -m eval.export out/RUN DIR float8=rowwise    its Linears as float8 weights, for torchao's inference
-    python -m eval.export out/RUN FILE.safetensors      the weights alone, under the model's own names (model.py)
     python -m eval.export --from-hf DIR out/RUN         a Llama-family checkpoint -> a run, to sample, score, continue
 
 DIR must be new or empty. It gets the weights (model.safetensors, in several files beyond 5 GB), config.json, the tokenizer,
@@ -18,7 +17,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -26,7 +25,6 @@ import torch
 
 from eval.sample import Recipe, load_for_inference, read_json
 from model import GPTConfig
-from runtime import fp8
 from runtime.checkpoint import name_of, origin_of, read_manifest, sync_folder
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, config_from_dict
@@ -39,14 +37,13 @@ NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_
 ALIGNMENT = 64              # bytes, a cache line; torch allocates so
 FLOAT8 = torch.float8_e4m3fn
 LINEARS = ("qkv.weight", "out.weight", "gate_up.weight", "down.weight")
-MULTIPLE = 16               # rows and columns of a matrix that GPUs multiply in float8
+Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    run: str                            # folder of a run: what is exported, or what --from-hf makes
-    folder: str | None = None           # the folder, or FILE.safetensors, to write
-    from_hf: str | None = None          # a folder in Hugging Face's format, to import
+    run: str                            # folder of a run
+    folder: str                         # the folder to write
     dtype: Literal["bf16", "fp32"] = "bf16"     # fp32, the weights' own: then the logits of both sides are equal bit by bit
     float8: Recipe = "off"              # a recipe of training: which Linears, and how they are rounded
     license: str = "other"              # the model's, as the Hub names it (apache-2.0, mit, ..), for the card
@@ -54,38 +51,38 @@ class Options:
 
     POSITIONAL: ClassVar = ("run", "folder")
 
-    def __post_init__(self):
-        if self.from_hf and any(getattr(self, f.name) != f.default for f in fields(self) if f.name not in ("run", "from_hf")):
-            raise UserError("--from-hf takes a folder to read and the run to make, nothing else: "
-                            "python -m eval.export --from-hf DIR out/RUN")
-        if self.from_hf is None and self.folder is None:
-            raise UserError("the folder to write is missing: python -m eval.export out/RUN DIR")
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions:
+    from_hf: str                        # a folder in Hugging Face's format
+    run: str                            # the run to make
+
+    POSITIONAL: ClassVar = ("run",)
 
 
 def main(argv: list[str]) -> int:
     from eval.from_hf import import_checkpoint  # which has its layout from here
-    return command(__doc__, Options, argv, lambda o: import_checkpoint(o.from_hf, o.run) if o.from_hf else export(o))
+    if any(word.startswith(("--from-hf", "--from_hf", "from_hf=")) for word in argv):
+        return command(__doc__, ImportOptions, argv, lambda o: import_checkpoint(o.from_hf, o.run))
+    return command(__doc__, Options, argv, export)
 
 
 def export(options: Options) -> str:
-    """Writes the folder or file; returns the line that tells people of it. Raises UserError, OSError, MemoryError."""
+    """Writes the folder; returns the line that tells people of it."""
     run_dir, target = Path(options.run), Path(os.path.abspath(options.folder))     # "." has no name to put a temporary one beside
-    is_file = target.suffix == ".safetensors"
-    if target.exists() and not (target.is_file() if is_file else target.is_dir() and not any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already and not an empty folder: name a new one")
     recipe, dtype = options.float8, DTYPES[options.dtype]
     loadable = [name for name, r in RECIPES.items() if r.weight.format is FLOAT8 and r.weight.scaling in ("tensor", "row")]
     if recipe not in ("off", *loadable):
         raise UserError(f"float8={recipe} has no counterpart that torchao's inference loads: use one of {', '.join(loadable)}")
-    if is_file and recipe != "off":     # our names have none for the scales, without which float8 values mean nothing
-        raise UserError(f"float8={recipe} needs a folder, {target.name} would hold no scales: name one, or drop float8=")
     model, tokenizer, _, layers, step = load_for_inference(
         str(run_dir), "cpu", str(dtype).removeprefix("torch."), recipe, options.step)
     weights = {name: p.data for name, p in model.named_parameters()}        # of the converted Linears in fp32
     del model       # its weights go as they are cast
     manifest = read_manifest(run_dir / "checkpoints" / name_of(step))
     config = config_from_dict(manifest["config"])
-    chosen = linears_to_store(config.model, layers, recipe)
+    chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
     form = f"{len(chosen)} Linears in float8 ({recipe}), the head and the rest bf16" if chosen else options.dtype
     tmp = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     tmp.mkdir(parents=True)
@@ -93,30 +90,25 @@ def export(options: Options) -> str:
         scales = quantise(weights, chosen, recipe)
         for name in weights:        # one after the other: what is cast is freed
             weights[name] = weights[name] if name in scales else weights[name].to(dtype)
-        if is_file:
-            kind, size = "weights", sum(t.nbytes for t in weights.values())
-            write_safetensors(tmp / target.name, weights, {
-                "format": "pt", "run": config.run, "step": str(step), "config": json.dumps(manifest["config"])})
-        else:
-            about = hf_config(config.model, options.dtype) | write_tokenizer(
-                tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
-            tensors, metadata = to_hf(config.model, weights), {}
-            if scales:
-                tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
-            kind, size = about["architectures"][0], _write_weights(tmp, tensors, metadata)
-            (tmp / "config.json").write_text(as_json(about))
-            (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
-        publish(tmp, tmp / target.name if is_file else tmp, target)     # an empty folder may lie there
+        about = hf_config(config.model, options.dtype) | write_tokenizer(
+            tokenizer, config.model.n_ctx, config.model.vocab_padded, tmp)
+        tensors, metadata = to_hf(config.model, weights), {}
+        if scales:
+            tensors, metadata, about["quantization_config"] = store_float8(config.model, weights, scales, recipe)
+        size = _write_weights(tmp, tensors, metadata)
+        (tmp / "config.json").write_text(as_json(about))
+        (tmp / "README.md").write_text(model_card(run_dir, config, manifest, form, options.license), encoding="utf-8")
+        publish(tmp, target)        # an empty folder may lie there
     finally:
         shutil.rmtree(tmp, ignore_errors=True)
-    return f"step {step}: {kind}, {form}, {size / 2**20:.1f} MiB -> {target}"
+    return f"step {step}: {about['architectures'][0]}, {form}, {size / 2**20:.1f} MiB -> {target}"
 
 
-def publish(folder: Path, what: Path, target: Path) -> None:
-    """Rename `what`, which is or lies in `folder`, when all in there is on the disk: whole or not there."""
+def publish(folder: Path, target: Path) -> None:
+    """Rename `folder` when all in there is on the disk: whole or not there."""
     for path in (*folder.rglob("*"), folder):
         sync_folder(path)
-    os.replace(what, target)
+    os.replace(folder, target)
     sync_folder(target.parent)
 
 
@@ -157,9 +149,6 @@ def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], metadata: di
         for t in tensors.values():
             # The bytes as they lie: numpy knows no bfloat16.
             file.write(t.contiguous().flatten().view(torch.uint8).numpy().data)
-
-
-Parts = dict[str, list[tuple[str, tuple[int, ...]]]]
 
 
 def hf_config(config: GPTConfig, dtype: str) -> dict:
@@ -225,16 +214,6 @@ def to_hf(config: GPTConfig, weights: dict[str, torch.Tensor]) -> dict[str, torc
 # embedding, stays BF16. Source: torchao 0.18, Float8Tensor with its layout in safetensors files; transformers reads it from
 # quantization_config.
 
-def linears_to_store(config: GPTConfig, layers: list[fp8.Layer], recipe: str) -> list[str]:
-    """Names of the converted Linears without the head. Raises UserError where a part's sizes do not fit."""
-    chosen = [layer.name for layer in layers if layer.recipe and layer.name != "head"]
-    for part, shape in (part for name in chosen for part in layout(config)[f"{name}.weight"]):
-        if any(n % MULTIPLE for n in shape):
-            raise UserError(f"float8={recipe} cannot store {part} of {shape[0]} x {shape[1]}: float8 matmuls need multiples of "
-                            f"{MULTIPLE}; export without float8=")
-    return chosen
-
-
 def quantise(weights: dict[str, torch.Tensor], chosen: list[str], recipe: str) -> dict[str, torch.Tensor]:
     """Replace the chosen fp32 matrices by float8 ones, in place; returns what each row is multiplied by, (N, 1) fp32."""
     scales, largest = {}, torch.finfo(FLOAT8).max
@@ -260,14 +239,14 @@ def store_float8(config: GPTConfig, weights: dict[str, torch.Tensor], scales: di
     activations = QuantizeTensorToFloat8Kwargs(FLOAT8, settings.granularity[0])
     tensors, kept = to_hf(config, weights), ["lm_head"]
     for ours, parts in layout(config).items():
-        rows = [shape[0] for _, shape in parts]
-        for (name, shape), scale in zip(parts, scales[ours].split(rows) if ours in scales else parts, strict=True):
-            if ours in scales:
+        if ours in scales:
+            scale_of_part = scales[ours].split([shape[0] for _, shape in parts])
+            for (name, shape), scale in zip(parts, scale_of_part, strict=True):
                 tensors[name] = Float8Tensor(
                     tensors[name], scale.contiguous() if is_row else scale[:1].clone(), mm_config=settings.mm_config,
                     block_size=[1 if is_row else shape[0], shape[1]], act_quant_kwargs=activations, dtype=torch.bfloat16)
-            elif ours.endswith(LINEARS):
-                kept.append(name.removesuffix(".weight"))
+        elif ours.endswith(LINEARS):
+            kept += [name.removesuffix(".weight") for name, _ in parts]
     return *flatten_tensor_state_dict(tensors), {
         "quant_method": "torchao", "quant_type": {"default": config_to_dict(settings)}, "modules_to_not_convert": kept,
         "include_input_output_embeddings": False, "untie_embedding_weights": False}
@@ -363,7 +342,7 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 - It may write what is false, offensive or private: nothing was done to prevent it, and bias was not measured.
 - Its context is {n_ctx:,} tokens. What it was not trained on, other languages above all, it does badly.
-- {licence} The data, and weights that it goes back to, keep theirs.
+- The licence above is of these weights. The data, and weights that it goes back to, keep theirs.
 """
 
 
@@ -374,28 +353,26 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
     from eval.table import read_rows, sort_columns, table_of
     from scaling.figures import name_recipe
 
-    origin, step, data, o = origin_of(manifest) or {}, manifest["step"], config.data, config.optim
-    is_import, summary = "imported" in manifest["state"], read_json(run_dir / "summary.json")
-    sources = {} if is_import else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
+    step, data, state, summary = manifest["step"], config.data, manifest["state"], read_json(run_dir / "summary.json")
+    sources = {} if "imported" in state else {name: read_json(Path(data.dir) / name / "index.json") for name in data.mixture}
     on_hub = {index["dataset"] for index in sources.values() if re.fullmatch("[0-9a-f]{40}", index.get("revision", ""))}
-    recipe, before = config.fp8.label, manifest["state"].get("switched_from")      # the precision of the trunk, if another
+    recipe, before = config.fp8.label, state.get("switched_from")       # the precision of the trunk, if another
     head = ModelCardData(license=license, library_name="transformers", pipeline_tag="text-generation", datasets=sorted(on_hub)
                          or None, tags=["nanofp8", *["fp8"] * (recipe != "bf16" or before not in (None, "bf16"))])
-    base = origin.get("folder")
-    begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
     shown = [["source", "share", "data set", "revision", "licence"]]
     for name, index in sources.items():
         shown.append([name, f"{data.mixture[name] / sum(data.mixture.values()):.1%}",
                       *(str(index.get(key, "not known")) for key in ("dataset", "revision", "license"))])
-    made, training = f"imported into nanoFP8 from {base} and not trained there", ""
-    if not is_import:
-        made = (f"trained with nanoFP8 from {begin} to step {step:,} of {config.total_steps:,}, {data.tokens_per_step:,} tokens "
-                f"each")
-        training = (f"{'Muon and ' * (o.kind == 'muon')}AdamW (betas {o.beta1:g}, {o.beta2:g}; weight decay {o.weight_decay:g}; "
-                    f"gradients clipped at {o.clip:g}), peak learning rate {o.lr:g}, {o.schedule} schedule; weights, sums of "
-                    f"gradients and optimizer in fp32. Precision of the matmuls: {name_recipe(recipe)}"
+    base = (origin_of(manifest) or {}).get("folder")
+    if "imported" in state:
+        made, training = f"imported into nanoFP8 from {base} and not trained there", ""
+    else:
+        begin = f"the weights of {base or '{} at step {}'.format(*config.parent)}" if config.parent else "scratch"
+        made = f"trained with nanoFP8 from {begin}, {step:,} of {config.total_steps:,} steps of {data.tokens_per_step:,} tokens"
+        optimizer = ", ".join(f"{key} {value}" for key, value in asdict(config.optim).items())
+        training = (f"Optimizer: {optimizer}. Precision of the matmuls: {name_recipe(recipe)}"
                     + (f", before the branch point {name_recipe(before)}." if before else "."))
-    if summary.get("steps") == step and not is_import:      # else it tells of other weights
+    if summary.get("steps") == step:        # else it tells of other weights
         training += (f" Validation loss {summary.get('loss_as_trained')} as trained, {summary.get('loss_bf16')} in BF16 (nats "
                      f"per token).")
     try:    # what the harness wrote of these weights on whole tasks, FP8 inference beside BF16
@@ -405,8 +382,7 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
         scores = f"None: {error}"
     return CARD.format(
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
-        training=training, scores=scores, n_ctx=config.model.n_ctx,
-        licence="No licence was chosen for these weights." if license == "other" else "The licence is of these weights.")
+        training=training, scores=scores, n_ctx=config.model.n_ctx)
 
 
 if __name__ == "__main__":

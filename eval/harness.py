@@ -75,17 +75,12 @@ class Options:
     POSITIONAL: ClassVar = ("run",)
 
     def __post_init__(self):
-        for name in ("limit", "micro_batch"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        if self.limit is not None and self.limit < 1:
+            raise UserError(f"limit={self.limit} must be at least 1")
         if not self.task_names:
             raise UserError("tasks= names no task: give tasks=demo or a list such as tasks=hellaswag,piqa")
-        for name, unset in (("fp8", "off"), ("step", None)):
-            if self.public and (value := getattr(self, name)) != unset:
-                raise UserError(f"{name}={value} is for runs of ours, and {self.run} is none: drop it")
-        if self.public and (made := set(tasks.DEMO) & set(self.task_names)):
-            raise UserError(f"{' and '.join(sorted(made))} are made from the shards of a run of ours, and {self.run} is none: "
-                            f"give other tasks")
+        if self.public and (self.fp8 != "off" or self.step is not None or set(tasks.DEMO) & set(self.task_names)):
+            raise UserError(f"fp8=, step= and the demo tasks are for runs of ours, and {self.run} is none: drop them")
 
     @property
     def task_names(self) -> list[str]:
@@ -114,9 +109,8 @@ class FetchOptions:
 def score(options: Options, world: World) -> dict:
     """Run the tasks, write the scores, return {"tasks": {name: {metric: value}}, ..}.
 
-    The ranks of a `world` share the work, each returns the record, and the first writes. Raises UserError: no such run or
-    task, a damaged checkpoint, data that cannot be had, an FP8 recipe that cannot run; for the mistakes of any rank on all.
-    Raises OSError where memory is too small, or the folder cannot be written.
+    The ranks of a `world` share the work, each returns the record, and the first writes. A UserError or OSError of any rank is
+    raised on all.
     """
     start, names = time.perf_counter(), options.task_names
     if options.public is None:
@@ -162,10 +156,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
-    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's format.
-
-    Raises UserError: transformers lacks, no such model, no network, weights that are not safetensors, code of the model's own.
-    """
+    """lm-eval's model for `name`, a repository of the Hub or a local folder in Hugging Face's format."""
     try:
         import transformers
         from lm_eval.models.huggingface import HFLM
@@ -186,18 +177,13 @@ def public_lm(name: str, device: torch.device, dtype: str, micro_batch: int):
             raise
         said = (str(error).strip().splitlines() or [""])[0][:300]
         raise UserError(f"hf:{name} could not be loaded ({type(error).__name__}: {said}): it takes `pip install transformers "
-                        f"accelerate`, and a name on the Hub or hf:/a/folder, with safetensors (pickles can run code when read) "
-                        f"and no code of its own") from error
+                        f"accelerate` and safetensors, on the Hub or in a folder, without code of their own") from error
 
 
 def join() -> World:
-    """This process among those that torchrun started. Raises UserError where there are fewer GPUs than ranks."""
+    """This process among those that torchrun started."""
     size, rank, local_rank = (int(os.environ.get(name, default)) for name, default in
                               (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
-    n_gpu, n_local = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if 0 < n_gpu < n_local:
-        raise UserError(f"torchrun started {n_local} processes on this machine, which has {n_gpu} GPUs: start no more than "
-                        f"GPUs, --nproc_per_node={n_gpu}")
     if size > 1 and not dist.is_initialized():
         store = own_keys(next(dist.rendezvous("env://"))[0])
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)      # for objects, not tensors
@@ -214,10 +200,7 @@ def _together(world: World, work: Callable):
         result = work()
     except Exception as met:    # whatever it is, the others must not wait for this rank for ever
         error = met
-    try:
-        told = gather(error and (isinstance(error, UserError), str(error) or type(error).__name__), world)
-    except RuntimeError as gone:
-        raise OSError(f"a process that shared the work is gone ({str(gone).splitlines()[0]})") from gone
+    told = gather(error and (isinstance(error, UserError), str(error) or type(error).__name__), world)
     for rank, other in enumerate(told):
         if other:
             is_mistake, sentence = other
@@ -335,7 +318,7 @@ def table(record: dict) -> str:
 def main(arguments: list[str]) -> int:
     if "--table" in arguments:
         from eval import table as scores_table
-        return scores_table.main(arguments)
+        return scores_table.main([word for word in arguments if word != "--table"])
     cls, work = Options, lambda options: table(score(options, join()))
     if any(word.partition("=")[0].removeprefix("--") == "fetch" for word in arguments):
         cls, work = FetchOptions, lambda o: tasks.fetch(o.fetch, o.tasks, o.include)

@@ -28,14 +28,14 @@ N_CHOICES = 4
 
 
 def documents(run_dir: str, **_) -> dict:
-    """val_ppl: {"validation": a dataset of `source`, `text`}. Raises UserError where the shards cannot be read."""
+    """val_ppl: {"validation": a dataset of `source`, `text`}."""
     rows = [{"source": source, "text": text} for source, *texts in _sources(run_dir)
             for text in _pick(*texts, DOCUMENTS, f"val_ppl/{source}", lambda text: text[:CHARACTERS])]
-    return {"validation": _dataset(rows, run_dir, "val_ppl", "a document that is not empty")}
+    return _dataset(rows, run_dir)
 
 
 def questions(run_dir: str, **_) -> dict:
-    """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}. Raises UserError likewise."""
+    """val_cloze: {"validation": a dataset of `source`, `context`, `choices`, `label`}."""
     rows = []
     for source, *texts in _sources(run_dir):
         usable = _pick(*texts, QUESTIONS, f"val_cloze/{source}", lambda text: (places := _places(text)) and (text, places))
@@ -50,8 +50,7 @@ def questions(run_dir: str, **_) -> dict:
             if len(choices) == N_CHOICES:
                 rng.shuffle(choices)
                 rows.append({"source": source, "context": context, "choices": choices, "label": choices.index(answer)})
-    needed = f"{N_CHOICES} different documents of {CONTEXT + CHOICE} characters"
-    return {"validation": _dataset(rows, run_dir, "val_cloze", needed)}
+    return _dataset(rows, run_dir)
 
 
 def _places(text: str) -> list[int]:
@@ -67,12 +66,12 @@ def _cut(usable: tuple[str, list[int]], rng: random.Random) -> tuple[str, str]:
     return text[i - CONTEXT:i], text[i:i + CHOICE]
 
 
-def _dataset(rows: list[dict], run_dir: str, task: str, needed: str):
+def _dataset(rows: list[dict], run_dir: str) -> dict:
     import datasets  # here, because it takes a second that only an evaluation should pay
 
     if not rows:
-        raise UserError(f"{task}: no source of {run_dir} has {needed} in its validation shards: prepare more data")
-    return datasets.Dataset.from_list(rows)
+        raise UserError(f"no source of {run_dir} has {N_CHOICES} validation documents of {CONTEXT + CHOICE} characters")
+    return {"validation": datasets.Dataset.from_list(rows)}
 
 
 def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
@@ -83,8 +82,7 @@ def _sources(run_dir: str) -> Iterator[tuple[str, list[np.ndarray], Tokenizer]]:
         folder, documents, skip = Path(data.dir) / source, [], len(tokenizer.prefix)
         index = read_index(folder)
         if index.tokenizer != tokenizer.kind or index.tokenizer_sha256 != tokenizer.sha256 and tokenizer.kind == "folder":
-            raise UserError(f"{folder} was made with the tokenizer {index.tokenizer!r} ({index.tokenizer_sha256[:9]}...), the "
-                            f"run was trained with {tokenizer.name!r} ({tokenizer.sha256[:9]}...): prepare the data with that")
+            raise UserError(f"{folder} was made with another tokenizer than {run_dir}: prepare the data with {tokenizer.name}")
         for path in (shard.path for shard in index.splits["val"].shards if shard.tokens):
             ids = np.memmap(path, dtype=index.dtype, mode="r")
             starts = np.flatnonzero(ids == tokenizer.eot)       # a document's tail in the next shard is left out

@@ -1,7 +1,8 @@
 """Answer lm-eval's requests with our own model: in batches that compute a shared beginning once, on all ranks."""
 
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
+from os.path import commonprefix
 from typing import NamedTuple
 
 import torch
@@ -96,10 +97,8 @@ class CheckpointLM(TemplateLM):
         inputs, windows = list(rows), list(rows.values())
         batch_list = plan(inputs, self.budget)
         totals, is_greedy = [0.0] * len(requests), [True] * len(requests)
-
-        def score(batch: Batch) -> list[tuple[int, float, bool]]:
-            return self._score_batch(batch, inputs, windows)
-        for answers in self._shared_out(batch_list, score, [sum(map(len, batch.groups)) for batch in batch_list]):
+        for answers in self._shared_out(batch_list, lambda batch: self._score_batch(batch, inputs, windows),
+                                        [sum(map(len, batch.groups)) for batch in batch_list]):
             for i, total, greedy in answers:
                 totals[i] += total
                 is_greedy[i] &= greedy
@@ -238,26 +237,17 @@ def plan(rows: Sequence[tuple[int, ...]], budget: int) -> list[Batch]:
     """Batches of all rows (different from each other, none empty), padded to at most `budget` tokens where one row has no
     more. Those without a shared beginning go first, the longest leading: memory runs out at once or never."""
     groups = _groups(rows)
-    alone = sorted((group[0] for _, group in groups if len(group) == 1), key=lambda row: -len(rows[row]))
-    batches, start = [], 0
-    while start < len(alone):
-        n = max(1, budget // len(rows[alone[start]]))
-        batches.append(Batch(0, [[row] for row in alone[start:start + n]]))
-        start += n
-    shared = sorted(((past, group) for past, group in groups if len(group) > 1), key=lambda pair: -pair[0])
-    taken: list[tuple[int, list[int]]] = []
-    for past, group in shared:
-        if taken and ((len(taken) + 1) * taken[0][0] > budget or past < LIKE * taken[0][0]):
-            batches.append(Batch(taken[-1][0], [rows_ for _, rows_ in taken]))
-            taken = []
-        taken.append((past, group))
-    return batches + ([Batch(taken[-1][0], [rows_ for _, rows_ in taken])] if taken else [])
+    alone, shared = ([pair for pair in groups if (len(pair[1]) > 1) == is_shared] for is_shared in (False, True))
+    parts = chunks([len(rows[row]) for _, (row,) in alone], 0, budget, like=0)
+    batches = [Batch(0, [alone[i][1] for i in part]) for part in parts]
+    parts = chunks([past for past, _ in shared], 0, budget)
+    return batches + [Batch(shared[part[-1]][0], [shared[i][1] for i in part]) for part in parts]
 
 
 def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
     """(length of the shared beginning, rows that share it), of neighbours in alphabetical order; a row alone: (0, [row])."""
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    shared = [_alike(rows[a], rows[b]) for a, b in zip(order, order[1:], strict=False)] + [0]      # each with the next
+    shared = [len(commonprefix([rows[a], rows[b]])) for a, b in pairwise(order)] + [0]      # of tuples too: each with the next
     groups, i = [], 0
     while i < len(order):
         start, past = i, 0
@@ -271,17 +261,12 @@ def _groups(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
     return groups
 
 
-def _alike(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """How many tokens the two begin with in common."""
-    n = min(len(a), len(b))
-    return next((i for i in range(n) if a[i] != b[i]), n)
-
-
-def chunks(lengths: Sequence[int], past: int, budget: int) -> list[list[int]]:
-    """Places of `lengths`, longest first, in chunks that hold little padding and at most `budget` tokens, the past included."""
+def chunks(lengths: Sequence[int], past: int, budget: int, like: float = LIKE) -> list[list[int]]:
+    """Places of `lengths`, longest first, in chunks of at most `budget` tokens, padding and the past included; in a chunk
+    each is at least `like` times the longest."""
     order, out = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
     for i in order:
-        if out and (longest := lengths[out[-1][0]]) * LIKE <= lengths[i] and (len(out[-1]) + 1) * (past + longest) <= budget:
+        if out and (longest := lengths[out[-1][0]]) * like <= lengths[i] and (len(out[-1]) + 1) * (past + longest) <= budget:
             out[-1].append(i)
         else:
             out.append([i])

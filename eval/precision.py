@@ -39,25 +39,15 @@ class Options:
 
     POSITIONAL: ClassVar = ("run",)
 
-    def __post_init__(self):
-        if not self.recipes or "off" in self.recipes:
-            raise UserError(f"recipes={','.join(self.recipes)} must name FP8 recipes; BF16 is always there to compare with")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise UserError(f"micro_batch={self.micro_batch} must be at least 1")
-
 
 def compare(options: Options) -> str:
-    """Measure BF16 and every recipe, write what was found, return the table.
-
-    Raises UserError: no such run or recipe, a recipe that cannot run here, validation data of another run.
-    """
+    """Measure BF16 and every recipe, write what was found, return the table."""
     config, device, run_dir = read_config(options.run), pick_device(options.device), Path(options.run)
     for recipe in options.recipes:      # all of them before the first checkpoint is read
         check_recipe(config, recipe, device)
     data = open_data(config, read_tokenizer(config, run_dir).sha256)
     if read_json(run_dir / "summary.json").get("val_sha256", data.val_sha256) != data.val_sha256:
-        raise UserError(f"{data.config.data.dir} holds other validation tokens than {options.run} was measured on: restore the "
-                        f"shards, so that losses here and there mean the same")
+        raise UserError(f"{data.config.data.dir} holds other validation tokens than {run_dir} was measured on: restore them")
     (run_dir / "eval").mkdir(exist_ok=True)
     micro_batch, arms, vals = options.micro_batch or config.data.micro_batch, {}, {}
     for recipe in ("off", *options.recipes):
@@ -77,8 +67,7 @@ def compare(options: Options) -> str:
 
 def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch: int,
          step: int | None) -> tuple[dict, ValLoss]:
-    """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: of the arm before: the run may be going
-    on."""
+    """Load, evaluate, probe; the model is gone before the next arm's is loaded. step: the first arm's, as the run may go on."""
     start = time.perf_counter()
     inference = load_for_inference(options.run, options.device, "bfloat16", recipe, step)
     if recipe != "off":
@@ -87,8 +76,8 @@ def _arm(recipe: str, options: Options, config: Config, data: Data, micro_batch:
     val = evaluate(inference.model, val_sets, data.weights, micro_batch, inference.device)
     arm = {"loss": val.loss, "loss_se": val.standard_error, "sources": {s: val.source_loss(s) for s in val.sequences},
            "step": inference.step, "layers": {layer.name: layer.recipe for layer in inference.layers if layer.recipe}}
-    print(f"{'bf16' if recipe == 'off' else recipe}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s",
-          flush=True)
+    name = "bf16" if recipe == "off" else recipe
+    print(f"{name}: validation loss {val.loss:.4f}, {time.perf_counter() - start:.0f} s", flush=True)
     if recipe != "off":
         rows = look(inference, *_batch(val_sets, micro_batch), config.probe.tokens)
         write_atomically(Path(options.run) / "eval" / f"probe_{recipe}.jsonl", b"".join(map(to_line, rows)))

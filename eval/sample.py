@@ -18,7 +18,7 @@ import torch
 
 from model import GPT, KVCache
 from runtime import fp8
-from runtime.checkpoint import DamagedError, latest, load_model, step_of
+from runtime.checkpoint import latest, load_model, step_of
 from runtime.cli import UserError, command, run_command
 from runtime.config import Config, FP8Config, read_config
 from runtime.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
@@ -47,8 +47,6 @@ class Options:
         for name in ("n", "tokens", "top_k"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"{name}={value} must be at least 1")
-        if self.temperature != 0 and not 0.01 <= self.temperature <= 100:   # beyond them fp32 logits overflow or are all alike
-            raise UserError(f"temperature={self.temperature} must be 0 (the likeliest token) or between 0.01 and 100")
 
 
 @torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input
@@ -74,7 +72,7 @@ def stream(model: GPT, ids: torch.Tensor, n_new: int, temperature: float, top_k:
         token = _choose(logits, temperature, top_k, generator)
         if eot is not None:
             token = token.masked_fill(ended, eot)
-            ended = ended | (token == eot)
+            ended = token == eot
         yield token
         if ended.all():
             return
@@ -113,27 +111,25 @@ def load_for_inference(run_dir: str, device: str, dtype: str, recipe: str = "off
         raise UserError(f"fp8={recipe} multiplies FP8 into BF16, so dtype={dtype} cannot be had with it: drop one of the two")
     settings = check_recipe(config, recipe, where)
     tokenizer, model = read_tokenizer(config, run_dir), None
-    while model is None:    # of a run that is training the newest checkpoint, while it is read, may give way to a newer one
+    while model is None:    # of a run that is training, the newest checkpoint may be deleted for a newer one while it is read
         newest = latest(Path(run_dir))
+        at = step_of(newest) if newest and step is None else step
         try:
-            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=step)[0]
-        except DamagedError:
-            if step is not None or latest(Path(run_dir)) == newest:
+            model = load_model(run_dir, device=where, compute_dtype=getattr(torch, dtype), step=at)[0]
+        except UserError:
+            if at == step or latest(Path(run_dir)) == newest:
                 raise
-        model = model if step is not None or latest(Path(run_dir)) == newest else None
     layers = fp8.convert(model, settings, device_type=where.type)
     quantised = {id(model.get_submodule(layer.name).weight) for layer in layers if layer.reason is None}
     for p in model.parameters():
         if id(p) not in quantised:
             p.data = p.data.to(model.compute_dtype)     # parameters only: BF16 RoPE tables would blur the positions
-    return Inference(model.eval(), tokenizer, where, layers, step_of(newest) if step is None else step)
+    return Inference(model.eval(), tokenizer, where, layers, at)
 
 
 def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config:
-    """What to convert: the run's own choice of Linears where this recipe trained it, else the recipe's defaults.
-
-    Raises UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read.
-    """
+    """What to convert: the run's own choice of Linears where this recipe trained it, else the recipe's defaults. Raises
+    UserError where the device or the model's sizes refuse the recipe, before a checkpoint is read."""
     own = config.fp8.recipe == recipe
     settings = replace(config.fp8, all_gather=False) if own else FP8Config(recipe=recipe)   # nothing is sharded here
     fp8.check_hardware(settings, device)
@@ -143,16 +139,14 @@ def check_recipe(config: Config, recipe: str, device: torch.device) -> FP8Config
 
 
 def pick_device(name: str) -> torch.device:
-    """The device that `name` means; "auto" is the GPU where there is one. Raises UserError where there is no such."""
+    """The device that `name` means; "auto" is the GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-        return device
+        torch.empty(0, device=name)
+        return torch.device(name)
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).splitlines()[0].partition(". ")[0].partition(" device type")[0]     # torch names twenty backends
-        raise UserError(f"device={name!r} is not usable here ({reason}): give auto, cpu or cuda") from error
+        raise UserError(f"device={name!r} is not usable here: give auto, cpu or cuda") from error
 
 
 def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
@@ -167,8 +161,7 @@ def read_tokenizer(config: Config, run_dir: str | Path) -> Tokenizer:
     holders = (state, state.get("imported", {}), read_json(run_dir / "summary.json"))
     trained = next(filter(None, (holder.get("tokenizer_sha256") for holder in holders)), None)
     if trained not in (None, tokenizer.sha256):
-        raise UserError(f"the tokenizer {tokenizer.name} is not the one that the model of {run_dir} was trained with "
-                        f"({tokenizer.sha256[:9]}..., not {trained[:9]}...): put that one back as {run_dir / 'tokenizer'}")
+        raise UserError(f"{run_dir} was trained with another tokenizer than {tokenizer.name}: put it back as its tokenizer/")
     return tokenizer
 
 
@@ -189,16 +182,16 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, out: TextIO) -> None:
-    """Print n continuations one below the other, the first as it grows. `steps`: the next token of each."""
+    """Print n continuations one below the other, the first as it grows. `steps`: the next token of each, of
+    one that has ended the end-of-text token."""
     begin = prompt_ids(tokenizer, prompt)
     rows, skipped = [list(begin) for _ in range(n)], len(tokenizer.decode(begin))
-    ended, shown = [False] * n, skipped
+    shown = skipped
     headings = [f"{'-' * 32} {row + 1} of {n}\n" * (n > 1) + prompt for row in range(n)]
     out.write(headings[0])
     for tokens in steps:
         for row, token in enumerate(tokens):
-            ended[row] |= token == tokenizer.eot
-            rows[row] += [] if ended[row] else [token]
+            rows[row] += [token] * (token != tokenizer.eot)
         whole = tokenizer.decode(rows[0]).rstrip(REPLACEMENT)       # without a character that a later token may complete
         out.write(whole[shown:])
         out.flush()
@@ -209,7 +202,7 @@ def show(steps: Iterable[list[int]], tokenizer: Tokenizer, prompt: str, n: int, 
 
 
 def sample(options: Options, out: TextIO) -> None:
-    """Print `options.n` continuations of the prompt to `out`. Raises UserError on a mistake of the user's."""
+    """Print `options.n` continuations of the prompt to `out`."""
     model, tokenizer, device, layers, _ = load_for_inference(
         options.run, options.device, options.dtype, options.fp8, options.step)
     for line in fp8.table(layers, options.fp8, device.type)[-2:] if options.fp8 != "off" else ():

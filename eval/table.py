@@ -28,7 +28,7 @@ from eval.harness import RATIOS, influence, spread, stands_for
 from eval.sample import read_json
 from eval.tasks import DEMO, FULL
 from runtime.cli import UserError, command, grid, run_command
-from scaling.figures import RC, name_recipe, render, settle, sheet, write_files
+from scaling.figures import RC, name_recipe, settle, sheet, write_with
 from scaling.pairs import human
 
 PUBLISHED = Path(__file__).with_name("published.md")
@@ -40,7 +40,6 @@ BEYOND = 1e6                    # scores of models that exploded have no place o
 @dataclass(frozen=True, kw_only=True)
 class Options:
     paths: tuple[str, ...]      # runs, or folders of runs
-    table: bool = True          # as eval.harness is told to write it
     out: str = "out/table"      # folder that gets the files
 
     POSITIONAL: ClassVar = ("paths",)
@@ -86,8 +85,7 @@ def read_rows(paths) -> list[Row]:
                for folder in (path, *sorted(Path(path).glob("*")), *sorted(Path(path).glob("*/*")))}
     rows = [row for folder in folders.values() for row in _read_run(folder)]
     if not rows:
-        raise UserError(f"no scores in {', '.join(map(str, paths)) or 'no folder'}: expected runs that eval.harness has "
-                        f"scored, with out/RUN/eval/*.json")
+        raise UserError(f"no scores in {', '.join(map(str, paths))}: give runs that eval.harness has scored")
     names = Counter(name for name, _ in {(row.name, row.folder) for row in rows})
     for row in rows:
         row.name = row.name if names[row.name] == 1 else str(row.folder)
@@ -112,8 +110,7 @@ def _read_run(folder: Path) -> list[Row]:
             for task in tasks.keys() - inner:
                 row.scores |= _scores(folder / "eval", task, tasks, limit)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is damaged, or not what eval.harness writes ({type(error).__name__}: {error}): score the run "
-                        f"again, or remove the file") from error
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}): score the run again, or remove it") from error
     for row in rows.values():
         precision = summary.get("precision", {})        # tensorwise>bf16: of a branch in another precision than its trunk
         row.recipe = ">".join(filter(None, map(precision.get, ("switched_from", "recipe")))) or None
@@ -175,9 +172,8 @@ def is_accuracy(column: Column) -> bool:
 
 
 LEGEND = """± is one standard error over documents; of a difference, over the documents that both models answered. It holds
-nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise. Chance:
-guessing among the answers. Step: the weights of that step, not those at the end of the training. Rows without tokens: public
-models, and runs that have not finished."""
+nothing of what another seed would change. FP8 runs are scored with plain BF16 matmuls unless the row says otherwise.
+Rows without tokens: public models, and runs that have not finished."""
 
 
 def build(rows: list[Row]) -> str:
@@ -192,7 +188,7 @@ def build(rows: list[Row]) -> str:
 
 def sort_columns(rows: list[Row]) -> list[Column]:
     return sorted({column for row in rows for column in row.scores}, key=lambda c: (
-        ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c), c.metric, c.limit or 0, c.shots or 0,
+        ORDER.index(c.task) if c.task in ORDER else len(ORDER), c.task, not is_accuracy(c), c.metric, c.shots or 0,
         c.docs_sha256, c.version))
 
 
@@ -222,12 +218,10 @@ def heading(column: Column, columns: list[Column]) -> list[str]:
     """Task; metric and unit; whatever else tells it from another column of the same task and metric."""
     twins = [c for c in columns if (c.task, c.metric) == (column.task, column.metric)]
     unit = " [%]" if is_accuracy(column) else " ↓" if column.metric in RATIOS else ""
-    lines = [column.task, column.metric + unit, *([f"{column.shots}-shot"] if column.shots else [])]
-    if len({c.docs_sha256 for c in twins}) > 1:
-        lines.append(f"documents {column.docs_sha256[:6]}")
-    if len({c.version for c in twins}) > 1:
-        lines.append(f"version {column.version}")
-    return lines
+    marks = {f"documents {column.docs_sha256[:6]}": {c.docs_sha256 for c in twins},
+             f"version {column.version}": {c.version for c in twins}}
+    return [column.task, column.metric + unit, *[f"{column.shots}-shot"] * bool(column.shots),
+            *(mark for mark, found in marks.items() if len(found) > 1)]
 
 
 def table_of(rows: list[Row], columns: list[Column]) -> list[list[str]]:
@@ -257,7 +251,6 @@ def _value(column: Column, value: float | None, error: float | None = None, sign
     return text + ("" if error is None else f" ± {error * factor:{form}}")
 
 
-WIDE = 4                    # panels side by side
 # Okabe-Ito; BF16 is blue in every figure of this project. Shapes tell the same in grey.
 OTHER = "public or not finished"
 STYLES = {"BF16": ("#0072B2", "o"), "FP8": ("#D55E00", "s"), OTHER: ("#000000", "D")}
@@ -270,7 +263,7 @@ def draw(rows: list[Row]) -> Figure | None:
     rows = [row for row in sort_rows(rows) if any(c in row.scores for c in columns)]
     if not columns:
         return None
-    n_wide = min(WIDE, len(columns))
+    n_wide = min(4, len(columns))
     n_deep = -(-len(columns) // n_wide)
     handles = [Line2D([], [], color=color, marker=marker, linestyle="none", markersize=4.5, label=kind)
                for kind, (color, marker) in STYLES.items() if kind in map(_kind, rows)]
@@ -310,12 +303,10 @@ def _fill(panel, rows: list[Row], column: Column) -> None:
 
 
 def write(options: Options) -> str:
-    """Write the files, return the page. Raises UserError as read_rows() does, OSError where the folder cannot be written."""
+    """Write the files, return the page."""
     rows = read_rows(options.paths)
-    page, figure = build(rows), draw(rows)
-    files = {"table.md": page} | ({f"scores.{form}": render(figure, form) for form in ("png", "svg")} if figure else {})
-    write_files(Path(options.out), files)
-    return f"{page}\nwrote {options.out}/: {', '.join(files)}"
+    page = build(rows)
+    return f"{page}\n{write_with(Path(options.out), 'scores', draw(rows), {'table.md': page})}"
 
 
 def main(arguments: list[str]) -> int:

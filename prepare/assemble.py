@@ -183,12 +183,13 @@ def show(folder: Path) -> Iterator[str]:
     finished, unfinished = _sources(folder)
     rows, told = [["source", "split", "documents", "tokens", "bytes/token", "GB on disk"]], []
     for path in sorted(finished | unfinished):
-        name, index = path.resolve().name, None
+        name = path.resolve().name
         try:
             index = read_index(path) if path in finished else None
-            told += [f"{name}: {line}" for line in (_story(index) if index else _progress(path))]
         except UserError as error:
             told.append(f"{name}: damaged: {error}")
+            continue
+        told += [f"{name}: {line}" for line in (_story(index) if index else _progress(path))]
         for split, s in index.splits.items() if index else ():
             disk = sum(shard.path.stat().st_size for shard in s.shards) / 1e9
             rows.append([name, split, f"{s.documents:,}", f"{s.tokens:,}", f"{s.text_bytes / s.tokens:.2f}", f"{disk:.3f}"])
@@ -224,12 +225,10 @@ def _story(index: Index) -> Iterator[str]:
     if index.is_masked:
         yield "targets are the responses and the ends of documents; prompts are context, and bytes are those of responses"
     sources = ", ".join(f"{source} {count:,}" for source, count in index.duplicates.items())
-    against = ", ".join(entry["file"] for entry in index.decontaminated_against)
     yield (f"dropped: copies {sum(index.duplicates.values()):,}" + (f" (first met in {sources})" if sources else "") +
-           f", empty {index.empty:,}" + (f", contaminated {index.contaminated:,} (by {against})" if against else ""))
+           f", empty {index.empty:,}, contaminated {index.contaminated:,}")
     yield f"read: {len(index.files):,} input files {'to the end' if index.is_whole else f'for {index.budget:,} tokens'}"
-    for entry in index.skipped:
-        yield f"skipped: {entry['file']} ({entry['reason']})"
+    yield from (f"skipped: {entry['file']} ({entry['reason']})" for entry in index.skipped)
 
 
 def _progress(folder: Path) -> Iterator[str]:

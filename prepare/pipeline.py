@@ -60,12 +60,12 @@ class Job:
     dry_run: bool
     budgets: dict[str, int] = field(default_factory=dict)       # source -> training tokens; a source not in it: all there are
 
-    @property
-    def common(self) -> dict:
-        """What index.json says of every source of this command."""
+    def identity(self, source: Source) -> dict:
+        """What the shards of a source depend on, as index.json says it."""
         rule = f"val where int.from_bytes(blake2b(text, digest_size=8).digest(), 'little') % {HASH_STEPS} < {self.val_per_10k}"
         return {"tokenizer": self.tokenizer.kind, "tokenizer_sha256": self.tokenizer.sha256, "split_rule": f"{rule}, else train",
-                "decontaminated_against": self.grams.files if self.grams else []}
+                "decontaminated_against": self.grams.files if self.grams else [], "dataset": source.dataset,
+                "revision": source.revision, "selection": source.selection}
 
     def dtype(self, source: Source) -> str:
         """Of a source's tokens, as index.json calls it: a mark for context needs room beside the id."""
@@ -116,7 +116,12 @@ class Task:
             stem.with_suffix(".now").write_text(json.dumps([*sums, 1.0]))
         except BadFile as error:
             facts = {"failed": str(error)}
-        write_json(stem.with_suffix(".json"), {"input": [file.name, file.bytes, file.stamp], **facts})
+        write_json(stem.with_suffix(".json"), {"input": _input(file), **facts})
+
+
+def _input(file) -> list:
+    """By which a piece tells whether its input file has changed."""
+    return [file.name, file.bytes, file.stamp]
 
 
 def _masked(tokenizer: Tokenizer, texts: tuple[str, str]) -> list[np.ndarray]:
@@ -180,20 +185,15 @@ class Parts:
 
     def __init__(self, source: Source, job: Job):
         """Go on in the folder, or begin: failed files are tried again, and changed ones. Raises UserError: begun otherwise."""
-        self.folder = job.out / source.name / "parts"
-        wanted = {"dataset": source.dataset, "revision": None if source.has_stamps else source.revision,
-                  "selection": source.selection, "tokenizer_sha256": job.tokenizer.sha256,
-                  "decontaminated_against": job.common["decontaminated_against"]}
-        there = begun(self.folder.parent) or {**wanted, "files": 0}
-        done = [piece for number in range(there["files"]) if (piece := read_piece(self.folder, number)) and not piece.failed]
-        if (differs := [key for key in wanted if there[key] != wanted[key]]) and done:
-            raise UserError(f"{self.folder} was begun otherwise ({', '.join(differs)}): give the same options and files again, "
-                            f"or delete {self.folder}")
+        self.folder, identity = job.out / source.name / "parts", job.identity(source)
+        there = begun(self.folder.parent) or {"files": 0}
+        if any((piece := read_piece(self.folder, number)) and not piece.failed for number in range(there["files"])):
+            check_same(self.folder, there, {key: value for key, value in identity.items() if key != "revision"})    # the stamps'
         self.files = source.files()
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(self.folder / "begun.json", {**wanted, "files": len(self.files)})
+        write_json(self.folder / "begun.json", {**identity, "files": len(self.files)})
         for number, (file, piece) in enumerate(zip(self.files, self.pieces(), strict=True)):
-            if piece and (piece.failed or piece.input != [file.name, file.bytes, file.stamp]):
+            if piece and (piece.failed or piece.input != _input(file)):
                 print(f"{self.folder}: {file.name} changed or could not be read: it is read again", file=sys.stderr)
                 (self.folder / f"{number:05d}.json").unlink()
 
@@ -233,13 +233,11 @@ def alone(folder: Path, words: str | None = None) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise UserError(words) from error
-    except OSError:
-        pass
-    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if words else 0))
+            except BlockingIOError as error:
+                raise UserError(words) from error
         yield
     finally:
         os.close(descriptor)
@@ -362,17 +360,18 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
                                    f"not be read; run the command again, or add skip_bad=true to leave them out:{listed}")
             there = sum(piece.tokens for piece in pieces)
             return math.inf if budget is None else there + SLACK * (budget - train) * there / max(1, train) + 1
-        _check_splits(source, failures, layout, splits)
+        if empty := [name for name, split in splits.items() if not split["documents"]]:
+            raise UserError(f"{source.name} has no documents for {' and '.join(empty)}; left out are copies "
+                            f"{layout['duplicates'] or 0}, empty {layout['empty']}, contaminated {layout['contaminated']}, files "
+                            f"{list(failures.values())}: give more documents, or another val_share=")
         last = len(parts.files) if layout["is_whole"] else int(pieces[-1].stem.name) + 1
         names, failures = [file.name for file in parts.files[:last]], failures if job.skip_bad else {}
         print(f"{folder}: writing {sum(split['tokens'] for split in splits.values()):,} tokens", file=sys.stderr)
         facts = {
-            "dtype": job.dtype(source), "source": source.name, **job.common, "vocab_size": job.tokenizer.vocab_size,
-            "dataset": source.dataset, "revision": source.revision, "license": source.license, "selection": source.selection,
-            **{key: layout[key] for key in ("duplicates", "empty", "contaminated")},
-            "files": [name for name in names if name not in failures],
+            "dtype": job.dtype(source), "source": source.name, **job.identity(source), "vocab_size": job.tokenizer.vocab_size,
+            "license": source.license, **layout, "files": [name for name in names if name not in failures],
             "skipped": [{"file": name, "reason": failures[name]} for name in names if name in failures],
-            "budget": budget, "is_whole": layout["is_whole"], **({"is_masked": True} if source.is_masked else {})}
+            "budget": budget, **({"is_masked": True} if source.is_masked else {})}
         write_index(folder, facts | write_shards(folder, pieces, homes, splits, facts["dtype"]))
         shutil.rmtree(parts.folder)
     print("\n".join(show(folder)))
@@ -382,36 +381,28 @@ def assemble(source: Source, parts: Parts, job: Job) -> float | None:
     return None
 
 
-def _check_splits(source: Source, failures: dict[str, str], layout: dict, splits: dict) -> None:
-    if not (total := sum(split["documents"] for split in splits.values())):
-        told = [f"{count} copies of documents in {name}" for name, count in layout["duplicates"].items()]
-        told += [f"{layout[word]} {word} ones" for word in ("empty", "contaminated") if layout[word]]
-        told += [f"{name}, which could not be read ({reason})," for name, reason in failures.items()]
-        raise (MachineError if failures else UserError)(
-            f"{source.name} has no documents: {source.dataset} holds {', '.join(told) or 'no text'} alone: give other files")
-    for name, split in splits.items():
-        if not split["documents"]:
-            raise UserError(f"none of the {total} documents of {source.name} fell to the {name} split: give more documents, or "
-                            f"another share, such as val_share={min(0.5, max(0.01, 5 / total)):.2g}")
-
-
 # ----------------------------------------------------------------------------------------------------- what is there already
+
+def check_same(folder: Path, there: dict, wanted: dict) -> None:
+    """Raises UserError where what the shards depend on is not the same."""
+    for key, value in wanted.items():
+        if there.get(key) != value:
+            raise UserError(f"{folder} is of {key}={there.get(key)!r}, not {value!r}: give the same options and files again, "
+                            f"delete it, or give another out=")
+
 
 def is_complete(source: Source, job: Job) -> bool:
     """Raises UserError where the folder holds something else."""
-    folder = job.out / source.name
+    folder, budget = job.out / source.name, job.budgets.get(source.name)
     if not (folder / "index.json").exists():
         return False
-    index, budget = read_index(folder), job.budgets.get(source.name)
-    wanted = {"dataset": source.dataset, **job.common, "selection": source.selection, "revision": source.revision}
-    for key, value in wanted.items():
-        if (found := getattr(index, key)) != value:
-            if key != "revision" or not source.may_age:
-                raise UserError(f"{folder} holds shards of {key}={found!r}, not {value!r}: delete it, or give another out=")
-            print(f"{folder} was made from {found}; delete it to harvest what is installed now", file=sys.stderr)
-    there = index.splits["train"].tokens
-    if not index.is_whole and there < (budget or math.inf):
-        raise UserError(f"{folder} holds {there:,} training tokens, fewer than are asked for: delete it, or give another out=")
+    index, wanted = read_index(folder), job.identity(source)
+    if source.may_age and index.revision != wanted.pop("revision"):
+        print(f"{folder} was made from {index.revision}; delete it to harvest what is installed now", file=sys.stderr)
+    check_same(folder, vars(index), wanted)
+    if not index.is_whole and index.splits["train"].tokens < (budget or math.inf):
+        raise UserError(f"{folder} holds {index.splits['train'].tokens:,} training tokens, fewer than are asked for: delete it, "
+                        f"or give another out=")
     print(f"{folder} is complete" + (f", without {len(index.skipped)} files that could not be read: delete it to try them again"
                                      if index.skipped else ""))
     print("\n".join(show(folder)))

@@ -1,8 +1,8 @@
 """Where documents come from: files of this machine, data sets of the Hugging Face Hub.
 
-An input file has name, bytes (as it lies on disk or on the server; None where nobody knows), stamp (an int that changes with
-its content, or None) and read(), which yields (texts, share of the file read): texts is (text,), or (prompt, response) of
-instructions. It yields the same at each call, and raises BadFile where the file cannot be read, whatever was tried.
+An input file has name, bytes (as it lies on disk or on the server; None where nobody knows), stamp (changes with its content) and
+read(), which yields (texts, share of the file read): texts is (text,), or (prompt, response) of instructions. It yields the same
+at each call, and raises BadFile where the file cannot be read, whatever was tried.
 """
 
 import codecs
@@ -33,7 +33,6 @@ PAIR = ("prompt", "response")   # columns of instructions
 TXT_CHARS = 16_384              # a text file is cut at the first blank line after this many characters,
 TXT_CHARS_MOST = 1_048_576      # or in mid-paragraph after this many: memory stays bounded
 ROWS = 64                       # of parquet in memory at once: documents of a megabyte must not fill the memory
-TEXT_TYPES = ("string", "large_string", "string_view", "null")
 BLANK = b" \t\n\r\f\v\xef\xbb\xbf"      # a line of these alone (also a byte order mark) is no row
 TIMEOUT_S = 8.0                 # of a question to the Hub; with ASK_WAITS half a minute where there is no network
 ASK_WAITS = (1, 3)              # seconds before a question is asked again
@@ -50,7 +49,8 @@ class BadFile(Exception):
 
 @dataclass(frozen=True)
 class Source:
-    name: str
+    """Input files, and what index.json says of them."""
+    name: str                       # of its folder
     files: Callable[[], list]       # the input files in the order they are taken in; may ask a server
     dataset: str
     revision: str
@@ -59,14 +59,11 @@ class Source:
     tokens: float | None = None     # of the whole source, about, by GPT-2's tokenizer; None where nobody knows
     may_age: bool = False           # whether shards of an older revision serve as well
     is_masked: bool = False         # whether its documents are prompts and responses, the responses alone to be learned
-    has_stamps: bool = False        # the revision sums up stamps of the files: of what is begun a changed file alone is made anew
 
-
-def folder_name(name: str) -> str:
-    """The name, if it can be a source's. Raises UserError."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
-        raise UserError(f"name={name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as name=mydata")
-    return name
+    def __post_init__(self):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", self.name):
+            raise UserError(f"name={self.name!r} must be one folder name, of letters, digits, '_', '-' and '.', such as "
+                            f"name=mydata")
 
 
 # ---------------------------------------------------------------------------------------------------------- local files
@@ -86,33 +83,29 @@ class LocalFile:
             with open(self.path, "rb") as file:
                 for texts, _ in rows_of(file, self.path, str(self.path), self.columns):
                     yield texts, file.tell() / max(1, self.bytes)
-        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
-            raise BadFile(f"{self.path} is damaged or was cut short ({error}): fetch it again") from error
+        except OSError as error:
+            raise BadFile(f"{self.path} cannot be read ({error})") from error
 
 
 def local_source(name: str, words: list[str], columns: tuple[str, ...], license: str | None) -> Source:
-    """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing, of another kind or named
-    twice."""
+    """The files as a source, its text in one column, or in PAIR. Raises UserError: one is missing or of another kind."""
+    formats, paths, files = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], []
     if not words:
         raise UserError("no file is named: python prepare_data.py local FILE... name=mydata")
-    formats, paths, files = (".jsonl",) if columns == PAIR else FORMATS, [Path(word) for word in words], []
     alike = Counter(path.name for path in paths)
     for path in paths:
         if not path.is_file():
-            raise UserError(f"{path} is a folder: name the files in it" if path.is_dir() else f"there is no file {path}")
-        if _format(path) not in formats or path.suffixes[-2:-1] == [".parquet"]:
+            raise UserError(f"{path} is no file: name the files themselves, such as FOLDER/*.jsonl")
+        if _format(path) not in formats:
             raise UserError(f"{path}: its name must end in {', '.join(formats)}, where it is text optionally followed by "
-                            f"{', '.join(PACKINGS)}" + (": it holds prompts and responses" if columns == PAIR else ""))
-        if paths.count(path) > 1:
-            raise UserError(f"{path} is named twice")
+                            f"{', '.join(PACKINGS)}")
         # Files of one name in several folders need their folders to be told apart.
         known_as = path.name if alike[path.name] == 1 else str(path)
         files.append(LocalFile(known_as, path.absolute(), path.stat().st_size, columns, path.stat().st_mtime_ns))
     stats = [(file.path.name, file.bytes, file.stamp) for file in files]
     dataset = f"local: {', '.join(path.name for path in paths)}; column {' and '.join(columns)}"
     return Source(name, lambda: files, dataset, hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16],
-                  license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR,
-                  has_stamps=True)
+                  license or "not stated", {"instruct": list(columns)} if columns == PAIR else {}, is_masked=columns == PAIR)
 
 
 def _format(path: PurePath) -> str:
@@ -123,22 +116,43 @@ def _format(path: PurePath) -> str:
 
 def rows_of(file: io.BufferedIOBase, path: PurePath, where: str, columns: tuple[str, ...], keep: dict | None = None,
             skip_rows: int = 0, is_strict: bool = True) -> Iterator[tuple[tuple[str, ...], int]]:
-    """(texts of the columns, rows so far) of an open file in the format that `path` says, behind the first rows.
+    """(texts of the columns, rows so far) of an open file in the format that `path` says, behind the first rows; a null is empty.
 
-    keep: column, nested by dots -> values of the rows wanted. is_strict: each line of JSON must have the columns, not the first
-    one alone. Raises BadFile and UserError, which call the file `where`; of a damaged packing also what it raises."""
+    keep: column, nested by dots -> values of the rows wanted. is_strict: each row must have the columns, not the first one alone.
+    Raises BadFile and UserError, which call the file `where`; OSError of the network or the disk."""
+    import pyarrow
+    keep = keep or {}
+    needed = list(dict.fromkeys([*columns, *(name.split(".")[0] for name in keep)]))
+    try:
+        for row, found in _numbered_rows(file, path, where, needed, skip_rows):
+            if row <= skip_rows or not all(_nested(found, name) in values for name, values in keep.items()):
+                continue
+            for column in columns:
+                if column not in found and (is_strict or row == 1):
+                    raise UserError(f"{where}:{row} has no column {column!r}, only {', '.join(found) or '(none)'}: " + (
+                        f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"))
+                if not isinstance(found.get(column), str | None):
+                    raise UserError(f"{where}:{row}: column {column!r} holds {type(found[column]).__name__}, not text: "
+                                    f"set column=")
+            yield tuple(clean(found.get(column) or "") for column in columns), row
+    except (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
+        is_of_pyarrow = type(error) is OSError and error.errno is None
+        if isinstance(error, OSError) and not (is_of_pyarrow or isinstance(error, gzip.BadGzipFile)):
+            raise       # of the network or the disk
+        raise BadFile(f"{where} is damaged or was cut short ({_brief(error)}): fetch it again") from error
+
+
+def _numbered_rows(file: io.BufferedIOBase, path: PurePath, where: str, columns: list[str],
+                   skip_rows: int) -> Iterator[tuple[int, dict]]:
     if path.suffix == ".parquet":
-        yield from _parquet_rows(file, where, columns[0], keep or {}, skip_rows)
-        return
+        return _parquet_rows(file, columns, skip_rows)
     stream = _unpacked(file, path)
     if stream.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise UserError(f"{where} is UTF-16: save it as UTF-8")
-    rows = _stretches(stream) if _format(path) == ".txt" else _json_rows(stream, where, columns, keep or {}, is_strict)
-    yield from (found for found in rows if found[1] > skip_rows)
+    return enumerate(_stretches(stream, columns[0]) if _format(path) == ".txt" else _json_rows(stream, where), 1)
 
 
 def _unpacked(file: io.BufferedIOBase, path: PurePath) -> io.BufferedIOBase:
-    """Reading raises EOFError, OSError, zlib.error or lzma.LZMAError where the file is damaged or has no end."""
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=file)
     if path.suffix == ".xz":
@@ -149,88 +163,54 @@ def _unpacked(file: io.BufferedIOBase, path: PurePath) -> io.BufferedIOBase:
     return file if hasattr(file, "peek") else io.BufferedReader(file, 1 << 16)
 
 
-def _json_rows(lines: Iterable[bytes], where: str, columns: tuple[str, ...], keep: dict[str, tuple[str, ...]],
-               is_strict: bool) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Of lines of JSON; a null is an empty text."""
-    row, decode, example = 0, json.JSONDecoder(strict=False).decode, json.dumps(dict.fromkeys(columns, "..."))
-    for line in lines:
-        if not line.strip(BLANK):
-            continue
-        row += 1
+def _json_rows(lines: Iterable[bytes], where: str) -> Iterator[dict]:
+    decode, rows = json.JSONDecoder(strict=False).decode, filter(lambda line: line.strip(BLANK), lines)
+    for row, line in enumerate(rows, 1):
         try:
             found = decode(line.decode("utf-8-sig", errors="replace"))
             if not isinstance(found, dict):
                 raise ValueError("no object")
         except (ValueError, RecursionError) as error:
-            raise BadFile(f"{where}:{row} is no line of JSON ({error}): each must be an object, such as {example}") from error
-        if not all(_nested(found, path) in values for path, values in keep.items()):
-            continue
-        for column in columns:
-            if column not in found and (is_strict or row == 1):
-                raise _no_column(f"{where}:{row}", column, list(found))
-            if not isinstance(found.get(column), str | None):
-                raise _no_text(f"{where}:{row}", column, type(found[column]).__name__)
-        yield tuple(clean(found.get(column) or "") for column in columns), row
+            raise BadFile(f"{where}:{row} is no line of JSON ({error})") from error
+        yield found
 
 
-def _parquet_rows(file: io.BufferedIOBase, where: str, column: str, keep: dict[str, tuple[str, ...]],
-                  skip_rows: int) -> Iterator[tuple[tuple[str], int]]:
-    """Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
-    import pyarrow
+def _parquet_rows(file: io.BufferedIOBase, columns: list[str], skip_rows: int) -> Iterator[tuple[int, dict]]:
+    """From the row group on that holds the first row wanted; of a file that lacks one of the columns all columns.
+
+    Not by the builder of `datasets`, which holds a row group in memory: 2.7 GB for one of 1 GB."""
     import pyarrow.parquet
-    try:
-        # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
-        table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-        names, columns = table.schema_arrow.names, [column, *{path.split(".")[0] for path in keep} - {column}]
-        if missing := [name for name in columns if name not in names]:
-            raise _no_column(where, missing[0], names)
-        kind = table.schema_arrow.field(column).type
-        if str(kind.value_type if pyarrow.types.is_dictionary(kind) else kind) not in TEXT_TYPES:
-            raise _no_text(where, column, str(kind))
-        row = 0
-        for group in range(table.num_row_groups):
-            if row + table.metadata.row_group(group).num_rows <= skip_rows:
-                row += table.metadata.row_group(group).num_rows
-                continue
-            for batch in table.iter_batches(ROWS, row_groups=[group], columns=columns):
-                # As bytes: a text that is not UTF-8 gets U+FFFD, not an error.
-                texts = batch.column(column).cast(pyarrow.large_string()).cast(pyarrow.large_binary()).to_pylist()
-                kept = {path: batch.column(path.split(".")[0]).to_pylist() for path in keep}
-                for i, text in enumerate(texts):
-                    row += 1
-                    if row > skip_rows and all(_nested({path.split(".")[0]: kept[path][i]}, path) in keep[path] for path in keep):
-                        yield ((text or b"").decode(errors="replace"),), row
-    except pyarrow.ArrowException as error:
-        raise BadFile(f"{where} is no sound parquet file ({str(error).splitlines()[0]}): fetch it again") from error
+    # By itself pyarrow reads a row group, which may be the whole file, into memory at once.
+    table = pyarrow.parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    there = set(columns) <= set(table.schema_arrow.names)
+    row = 0
+    for group in range(table.num_row_groups):
+        if row + table.metadata.row_group(group).num_rows <= skip_rows:
+            row += table.metadata.row_group(group).num_rows
+            continue
+        for batch in table.iter_batches(ROWS, row_groups=[group], columns=columns if there else None):
+            yield from enumerate(batch.to_pylist(), row + 1)
+            row += len(batch)
 
 
-def _stretches(stream: io.BufferedIOBase) -> Iterator[tuple[tuple[str], int]]:
+def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[dict]:
     """Of a text file."""
-    parts, chars, row = [], 0, 1
+    parts, chars = [], 0
     # Line ends of any system become \n; bytes that are not UTF-8 become U+FFFD.
     lines = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="replace")
     while line := lines.readline(TXT_CHARS_MOST):
         parts.append(line)
         chars += len(line)
         if chars >= TXT_CHARS_MOST or (chars >= TXT_CHARS and line.isspace()):
-            yield ("".join(parts),), row
-            parts, chars, row = [], 0, row + 1
-    yield ("".join(parts),), row
+            yield {column: "".join(parts)}
+            parts, chars = [], 0
+    yield {column: "".join(parts)}
 
 
 def _nested(record: dict, path: str):
     for name in path.split("."):
         record = record.get(name) if isinstance(record, dict) else None
     return record
-
-
-def _no_column(where: str, column: str, there: list[str]) -> UserError:
-    needs = f"instruct=true needs {' and '.join(PAIR)}" if column in PAIR else "set column= to one of them"
-    return UserError(f"{where} has no column {column!r}, only {', '.join(there) or '(none)'}: {needs}")
-
-
-def _no_text(where: str, column: str, kind: str) -> UserError:
-    return UserError(f"{where}: column {column!r} holds {kind}, not text: set column=")
 
 
 # -------------------------------------------------------------------------------------------------------------- the Hub
@@ -253,7 +233,10 @@ class HubFile:
     name: str               # its path within the repository
     bytes: int | None
     source: HubSource
-    stamp: None = None      # a commit does not change
+
+    @property
+    def stamp(self) -> str:
+        return self.source.revision
 
     def read(self) -> Iterator[tuple[tuple[str], float]]:
         """Raises BadFile where the file stays unreadable, UserError: no such column or data set, or no right to it."""
@@ -269,7 +252,7 @@ class HubFile:
             except (*_faults(), BadFile) as error:
                 if refusal := _refused(error, self.source, is_reading=True):
                     raise refusal from error
-                waits = READ_WAITS[:1] if _is_content(error) else READ_WAITS    # the network may mend, the file hardly
+                waits = READ_WAITS[:1] if isinstance(error, BadFile) else READ_WAITS    # the network may mend, the file hardly
                 if failures >= len(waits):
                     raise BadFile(f"{_brief(error)}, after {rows:,} rows") from error
                 print(f"{self.name}: {_brief(error)} after {rows:,} rows; opened again in {waits[failures]} s", file=sys.stderr)
@@ -324,13 +307,8 @@ def check(name: str, value: HubSource) -> Iterator[str]:
     yield f"  {len(files):,} files, {sum(file.bytes or 0 for file in files) / 1e9:,.2f} GB"
     texts = (texts[0].strip() for file in files for texts, _ in islice(file.read(), HEAD_LINES))
     if (first := next(filter(None, texts), None)) is None:
-        raise UserError(f"{name}: no row of {value.dataset} has {_wanted(value)}: correct it in configs/sources.py")
-    # A terminal's escape, or one that turns the writing around, would spoil the lines about it.
-    yield "  " + "".join(c if c.isprintable() else " " for c in first.splitlines()[0][:100]).rstrip()
-
-
-def _wanted(value: HubSource) -> str:
-    return " and ".join(f"{column} in {', '.join(values)}" for column, values in value.keep.items()) or "any text"
+        raise UserError(f"{name}: no row of {value.dataset} has {value.keep or 'any text'}: correct it in configs/sources.py")
+    yield f"  {first[:100]!r}"
 
 
 def _listing(value: HubSource) -> list[tuple[str, int]]:
@@ -369,21 +347,18 @@ def _of_group(value: HubSource, found: list[tuple[str, int]]) -> list[tuple[str,
     def first_value(path: str) -> str | None:
         """The column `grouped_by` of the first record that has it, by a request for the file's first bytes."""
         with _opened(value, path, HEAD_BYTES) as file:
-            for line in islice(_unpacked(file, PurePath(path)), HEAD_LINES):
-                with suppress(ValueError):
-                    if isinstance(first := _nested(json.loads(line), value.grouped_by), str):
-                        return first
-        return None
+            rows = islice(_json_rows(_unpacked(file, PurePath(path)), path), HEAD_LINES)
+            return next(filter(None, (_nested(row, value.grouped_by) for row in rows)), None)
 
     with ThreadPoolExecutor(8) as pool:
         begins = list(pool.map(lambda file: _ask(lambda api: first_value(file[0]), value), found))
     wanted = value.keep[value.grouped_by]
-    chosen = [n for n in range(len(found)) if begins[n] in wanted or (n + 1 < len(found) and begins[n + 1] in wanted)]
+    chosen = [file for file, *starts in zip(found, begins, [*begins[1:], None], strict=True) if {*starts} & {*wanted}]
     if not chosen:
-        raise UserError(f"no file of {value.dataset}@{value.revision} begins with {_wanted(value)}; they begin with "
+        raise UserError(f"no file of {value.dataset}@{value.revision} begins with {', '.join(wanted)}; they begin with "
                         f"{', '.join(sorted(map(str, set(begins))))}: correct configs/sources.py")
-    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {_wanted(value)}", file=sys.stderr)
-    return [found[n] for n in chosen]
+    print(f"{value.dataset}: {len(chosen)} of {len(found)} files may hold {', '.join(wanted)}", file=sys.stderr)
+    return chosen
 
 
 # ------------------------------------------------------------------------------------------------- the Hub over a network
@@ -422,13 +397,6 @@ def _faults() -> tuple[type[Exception], ...]:
     return OSError, EOFError, zlib.error, httpx2.HTTPError
 
 
-def _is_content(error: Exception) -> bool:
-    """Whether the file is to blame rather than the network."""
-    from huggingface_hub.errors import EntryNotFoundError
-    is_arrow = type(error) is OSError and error.errno is None
-    return is_arrow or isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile, BadFile, FileNotFoundError, EntryNotFoundError))
-
-
 def _refused(error: BaseException | None, source: HubSource, is_reading: bool = False) -> UserError | None:
     """The sentence for an answer of the Hub that no second try will change; None for any other error.
 
@@ -448,5 +416,4 @@ def _refused(error: BaseException | None, source: HubSource, is_reading: bool = 
 
 def _brief(error: Exception) -> str:
     """An error in a few words on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 160 else text[:157] + "..."
+    return " ".join(str(error).split())[:160] or type(error).__name__

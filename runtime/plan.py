@@ -1,14 +1,12 @@
 """Say what a run would cost before it is trained (--plan), and find the micro-batch it trains fastest with (micro_batch=auto).
 
---plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules. Memory of weights, gradients and
-optimizer follows from them; activations and hours are estimates and are printed as such: hours from an assumed MFU, FP8's by
-the ratio of runtime/roofline.py. (scaling/plan.py takes the measured speed of runs.)
+--plan: parameters, tokens, FLOPs, memory, hours, disk. Counts are exact, from the modules; what is estimated is printed as
+such: activations, and hours from an assumed MFU, FP8's by the ratio of runtime/roofline.py.
 
 data.micro_batch=auto: before the run each candidate is tried in a process of its own, on rank 0's device: whatever it
 allocates, compiles or breaks ends with it. A trial may take 94 % of a GPU's free memory (the allocator refuses the rest),
 trains a few micro-batches as the run will, then passes one through the model as the evaluation in BF16 does, uncompiled and
-hence the hungrier of the two at large micro-batches. What a trial compiled the run finds in the compiler's cache. A run of
-several ranks is searched for with the model whole on one GPU, which needs more memory than its share.
+hence the hungrier of the two at large micro-batches. Several ranks are tried for with the model whole on one GPU.
 """
 
 import math
@@ -39,11 +37,7 @@ from runtime.roofline import modelled_ratio
 from runtime.run import is_finished
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 
-# Share of the BF16 peak that a compiled model of these sizes may reach on Hopper. Assumed from published figures
-# (0.41 to 0.51 below 2B parameters).
-ASSUMED_MFU = 0.45
-
-# The search of a micro-batch.
+ASSUMED_MFU = 0.45      # of the BF16 peak, on Hopper: published figures are 0.41 to 0.51 below 2B parameters
 SHARE = 0.94            # of the free memory that a trial may take; fragments of a long run and NCCL's buffers need the rest
 FIRST_TOKENS = 8192     # of the first trial: fewer tokens at a time leave a GPU idle, and are tried only where these do not fit
 GAIN = 1.01             # a larger micro-batch must be faster by this: less is noise, and memory is not for nothing
@@ -59,47 +53,49 @@ def plan(config: Config, gpu: str, compute_dtype: torch.dtype) -> list[str]:
     with torch.device("meta"):
         model = GPT(config.model, compute_dtype)
     layers = fp8.select(model, config.fp8, gpu.upper() or None)
-    c, tokens, steps, own = model.counts(), config.total_tokens, config.total_steps, _own_steps(config)
+    c, tokens, steps, policy = model.counts(), config.total_tokens, config.total_steps, config.checkpoint
     total, nonembed = c["params_total"], c["params_nonembed"]
+    own = steps - (config.parent[1] if config.parent else 0)        # of a branch, those after its branch point
+    own_tokens = own * config.data.tokens_per_step
     in_fp8 = sum(layer.params for layer in layers if layer.reason is None)
     gpus = config.parallel.replicate * (config.parallel.shard or 1)
-    token_bytes = 2 if config.model.vocab_size <= 2**16 else 4      # instruction data always takes 4
     by_muon = c["params_matmul"] - c["params_head"] if config.optim.kind == "muon" else 0
-    policy, checkpoint = config.checkpoint, 12 * total - 4 * by_muon
     kept = max(2, policy.keep) + policy.best + len(policy.at) + (steps // policy.forever if policy.forever else 0) + (
         policy.rolling is not None)
-    budget = f"{config.tokens_per_param:g} tokens per parameter" if config.tokens_per_param else f"steps={config.steps}"
-    return [
+    size = 12 * total - 4 * by_muon
+    page = [
         f"plan of {config.run}: nothing is trained", "",
         "parameters",
-        _row("total", total, "with embedding and head" + (", one tied matrix" if config.model.tied else "")),
+        _row("total", total, "with embedding and head" + ", one tied matrix" * config.model.tied),
         _row("non-embedding", nonembed, "without embedding and head (Kaplan)"),
         _row("matmul", c["params_matmul"], "every Linear, the head once"),
         _row("in FP8", in_fp8, f"fp8.recipe={config.fp8.recipe}"), "",
-        f"budget: {budget}",
-        _row("tokens", tokens, f"{tokens / total:.2f} per parameter (total), "
-             f"{tokens / nonembed:.2f} per non-embedding parameter"),
-        _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}"),
-        *([_row("of this branch", own, f"after step {steps - own}: FLOPs and hours are of these")] if own < steps else []),
-        "",
-        "FLOPs of training",
-        *(f"  {name:22} {c[key] * own * config.data.tokens_per_step:.4e}   {c[key]:,} per token" for name, key in (
-            ("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
-            ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
-            ("+ causal attention", "flops_per_token_causal"))), *_muon(config, model, c, gpus), "",
-        *_memory(config, c, by_muon, c["params_matmul"] - (0 if config.fp8.kernels else in_fp8), gpus), "",
+        "budget",
+        _row("tokens", tokens, f"{tokens / total:.2f} per parameter, {tokens / nonembed:.2f} per non-embedding parameter"),
+        _row("steps", steps, f"of {config.data.tokens_per_step:,} tokens, context {config.model.n_ctx}")]
+    if own < steps:
+        page.append(_row("of this branch", own, f"after step {steps - own}: FLOPs and hours are of these"))
+    page += ["", "FLOPs of training"]
+    for name, key in (("6N total", "flops_per_token_6n_total"), ("6N non-embedding", "flops_per_token_6n_nonembed"),
+                      ("6N matmul", "flops_per_token_6n_matmul"), ("+ attention", "flops_per_token"),
+                      ("+ causal attention", "flops_per_token_causal")):
+        page.append(f"  {name:22} {c[key] * own_tokens:.4e}   {c[key]:,} per token")
+    if by_muon:
+        update = sum(optim.newton_schulz_flops(p.shape[1], rows) for p, rows in optim.muon_parts(model).items())
+        share = update / (c["flops_per_token"] * config.data.tokens_per_step)
+        page.append(f"  {'Muon':22} {update * own:.4e}   {update:.4e} an update, {share:.1%} of the step's, "
+                    f"shared by {gpus} GPU(s); not in the hours below")
+    copied = 0 if gpus > 1 else c["params_matmul"] - (0 if config.fp8.kernels else in_fp8)
+    return [
+        *page, "",
+        *_memory(config, c, by_muon, copied, gpus), "",
         *fp8.table(layers, config.fp8.recipe, "cuda"), "",
-        *_hours(config, c, in_fp8, gpus, gpu), "",
-        "disk",
-        _gib("checkpoint", checkpoint, f"fp32 weights and moments; {kept} kept = {checkpoint * kept / GIB:.1f} GiB, one more "
-             "while saving; host memory for one or two"),
-        _gib("training tokens", token_bytes * tokens, f"{token_bytes} bytes each, if each is seen once"),
+        *_hours(config, c["flops_per_token"], own_tokens, in_fp8, gpus, gpu),
+        "", "disk",
+        _gib("checkpoint", size, f"fp32 weights and moments; {kept} kept = {size * kept / GIB:.1f} GiB, one more while saving; "
+                                 f"host memory for one or two"),
+        _gib("training tokens", (2 if config.model.vocab_size <= 2**16 else 4) * tokens, "if each is seen once"),
     ]
-
-
-def _own_steps(config: Config) -> int:
-    """The steps that the run trains itself: of a branch, those after its branch point."""
-    return config.total_steps - (config.parent[1] if config.parent else 0)
 
 
 def _row(name: str, value: int, remark: str) -> str:
@@ -110,24 +106,12 @@ def _gib(name: str, size: float, remark: str) -> str:
     return f"  {name:22} {size / GIB:10.2f} GiB   {remark}"
 
 
-def _muon(config: Config, model: GPT, counts: dict[str, int], gpus: int) -> list[str]:
-    """The FLOPs that Muon adds to those of the model, where the run has it."""
-    if config.optim.kind != "muon":
-        return []
-    update = sum(optim.newton_schulz_flops(p.shape[1], rows) for p, rows in optim.muon_parts(model).items())
-    share = update / (counts["flops_per_token"] * config.data.tokens_per_step)
-    return [f"  {'Muon':22} {update * _own_steps(config):.4e}   {update:.4e} an update, {share:.1%} of the step's"
-            + f", each matrix on one of {gpus} GPUs" * (gpus > 1) + "; not in the hours below"]
-
-
 def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, gpus: int) -> list[str]:
-    """Per GPU; `by_muon` parameters have one moment, `copied` ones are cast once a step by one process. Exact: weights, copies,
-    gradients, optimizer. Estimated: activations kept for the backward pass."""
+    """Per GPU; `by_muon` parameters have one moment, of `copied` ones there is a copy, cast once a step. Exact: weights, copies,
+    gradients, optimizer. Estimated: what is called so, and the sum."""
     n, nonembed = counts["params_total"], counts["params_nonembed"]
     m, p, shard = config.model, config.parallel, config.parallel.shard or 1
-    micro_batch, remark = config.data.micro_batch, ""
-    if micro_batch == "auto":
-        micro_batch, remark = 1, " (auto: the start tries larger ones)"
+    micro_batch = 1 if config.data.micro_batch == "auto" else config.data.micro_batch
     tokens = micro_batch * m.n_ctx
     accumulating = shard > 1 and config.accumulation(gpus) > 1
     # BF16 tensors a block keeps per token: its two inputs, two norms' outputs, attention's output, qkv, gate+up, product
@@ -138,46 +122,41 @@ def _memory(config: Config, counts: dict[str, int], by_muon: int, copied: int, g
     gathered = 2 * nonembed * (min(1, 2 / m.n_layer) if p.reshard else 1) + 4 * (n - nonembed) if shard > 1 else 0
     # BF16 and their gradient; without the compiler's fusion also the fp32 copy, its softmax and their gradient
     logits = min(tokens, m.loss_chunk or tokens) * m.vocab_padded * (4 if p.compile else 12)
-    whole = "two blocks" if p.reshard else "all blocks (parallel.reshard=false)"
+    exchange = 10 * by_muon / shard / GIB if gpus > 1 else 0
     rows = [
         ("weights", 4 * n / shard, "fp32"),
-        ("copies", 2 * copied if gpus == 1 else 0, "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts"),
-        ("gathered", gathered, f"estimated: {whole} in BF16, embedding and head in fp32"),
+        ("copies", 2 * copied, "of the Linears' weights, cast once a step: BF16, or FP8 in two layouts"),
+        ("gathered", gathered, "estimated: blocks in BF16, embedding and head in fp32"),
         ("gradients", 4 * n * (1 if accumulating else 1 / shard), "fp32" + ", unsharded while they accumulate" * accumulating),
-        ("optimizer", (8 * n - 4 * by_muon) / shard, "AdamW, two fp32 moments" + ", Muon one" * (by_muon > 0)
-         + f"; its exchange takes {10 * by_muon / shard / GIB:.2f} GiB where the activations were" * (by_muon > 0 and gpus > 1)),
-        ("activations", activations, "estimated: what the backward pass needs, BF16, "
-         + ("blocks recomputed but for attention" if p.recompute else "nothing recomputed")),
-        ("logits", logits, "estimated: BF16 and their gradient" + (", in chunks" if m.loss_chunk else ""))]
+        ("optimizer", (8 * n - 4 * by_muon) / shard, "fp32 moments"
+         + f"; Muon's exchange takes {exchange:.2f} GiB where the activations were" * bool(exchange)),
+        ("activations", activations, "estimated: what the backward pass needs, BF16" + ", blocks recomputed" * p.recompute),
+        ("logits", logits, "estimated: BF16 and their gradient")]
     rows += [("sum", sum(size for _, size, _ in rows), "estimated; the allocator and the compiler's buffers come on top")]
-    return [f"memory per GPU, on {gpus} GPU{'s' if gpus > 1 else ''} (parallel.shard={shard}), micro-batch {micro_batch}{remark}",
+    told = " (auto: the start tries larger ones)" * (config.data.micro_batch == "auto")
+    return [f"memory per GPU of {gpus}, parallel.shard={shard}, micro-batch {micro_batch}{told}",
             *(_gib(*row) for row in rows if row[1])]
 
 
-def _hours(config: Config, counts: dict[str, int], in_fp8: int, gpus: int, gpu: str) -> list[str]:
+def _hours(config: Config, flops_per_token: int, own_tokens: int, in_fp8: int, gpus: int, gpu: str) -> list[str]:
     """Hours in BF16 and FP8, estimated; `in_fp8` counts the parameters that are converted."""
-    if not gpu:
+    f, recompute, peaks = config.fp8, config.parallel.recompute, peak_flops(gpu)
+    if peaks is None:
         return ["hours: name a GPU, as in --plan h100"]
-    peaks = peak_flops(gpu)
-    assert peaks, "plan() has refused other GPUs"
-    f, p, (bf16_peak, fp8_peak) = config.fp8, config.parallel, peaks
-    own_tokens = _own_steps(config) * config.data.tokens_per_step
-    tokens = own_tokens * (4 / 3 if p.recompute else 1)      # the forward pass, a third of the FLOPs, runs twice
-    flops = counts["flops_per_token"] * tokens
-    hours, remark = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600, "   the recomputed forward pass included" * p.recompute
+    bf16_peak, fp8_peak = peaks
+    flops = flops_per_token * own_tokens * (4 / 3 if recompute else 1)      # the forward pass, a third, runs twice
+    hours = flops / (bf16_peak * ASSUMED_MFU * gpus) / 3600
     lines = [f"hours on {gpus} x {gpu}: estimated, at an assumed mfu_bf16 of {ASSUMED_MFU:.0%} of {bf16_peak / 1e12:.1f} TFLOP/s",
-             f"  {'BF16':22} {hours:10.1f} h{remark}"]
-    if f.recipe == "off":
+             f"  {'BF16':22} {hours:10.1f} h"]
+    if f.recipe == "off" or f.recipe in fp8.EMULATED:       # the emulated are slower by far, as the lines above say
         return lines
-    if f.recipe in fp8.EMULATED:
-        return [*lines, f"  {'FP8':22} {'more':>10}     {f.recipe} is emulated: real numerics, slower than BF16 by far"]
     if fp8_peak is None:
         return [*lines, f"  {'FP8':22} {'none':>10}     {gpu} has no FP8 matmuls: this run is refused there"]
     if ratio := modelled_ratio(config, gpu, gpus):
         return [*lines, f"  {'FP8':22} {hours / ratio:10.1f} h   MODELLED from published ceilings: {ratio:.2f}x of BF16's speed "
                         f"(python -m runtime.roofline); not measured"]
     # Of the three matmuls of a step, these leave the weight gradient in BF16.
-    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if p.recompute else 0)
+    share = (4 if f.recipe in ("rowwise_with_gw_hp", "tensorwise_gw_hp") else 6) + (2 if recompute else 0)
     best = hours * (1 - share * in_fp8 * own_tokens / flops * (1 - bf16_peak / fp8_peak))
     return [*lines, f"  {'FP8, at the very best':22} {best:10.1f} h   matmuls in FP8 at the ratio of the peaks, casts free: "
                     f"{hours / best:.2f}x; unmeasured, small layers can be slower than BF16"]
@@ -245,8 +224,7 @@ def search(numbers: list[int], first: int, attempt: Callable[[int], tuple[float,
             told = "does not fit"
         except MachineError as error:
             if not speeds:
-                raise MachineError(f"data.micro_batch=auto cannot be found, {error}: give a number, such as "
-                                   f"data.micro_batch={n}") from error
+                raise
             told = str(error)
         print(f"data.micro_batch=auto: {n:4d} sequences: {told}", flush=True)
         return n in speeds
@@ -282,14 +260,20 @@ def _try(config: Config, device: torch.device) -> tuple[float, float]:
         raise
     except Exception as error:      # may be of a class that does not travel between processes
         raise (MemoryError() if memory_error(error) else MachineError(
-            f"the trial ended with {type(error).__name__}: {error}"[:300])) from None
+            f"the trial ended with {type(error).__name__}: {error}"[:300] + "; give data.micro_batch a number")) from None
 
 
 def measure(config: Config, device: torch.device) -> tuple[float, float]:
     """Train a few micro-batches of random tokens as the run will; tokens/s of forward and backward, peak memory in GiB.
 
     The optimizer's part of a step is the same for any micro-batch: it runs once, for its memory, untimed."""
-    _limit_memory(device)
+    if device.type == "cuda":       # too large a trial ends, and nothing beside it
+        torch.cuda.set_device(device)
+        free, total = torch.cuda.mem_get_info(device)
+        torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
+    else:
+        with suppress(OSError):     # not Linux
+            Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
     built = build(config, World(0, 0, 1, device))
     model, m, n = built.model, config.model, config.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU
@@ -321,14 +305,3 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
     peak = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else (
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)      # Linux counts in KiB
     return n * m.n_ctx / best, peak / GIB
-
-
-def _limit_memory(device: torch.device) -> None:
-    """Make too large a trial end, and nothing beside it."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        free, total = torch.cuda.mem_get_info(device)
-        torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-    else:
-        with suppress(OSError):     # not Linux
-            Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory

@@ -1,20 +1,15 @@
 """Choose the FP8 recipe that makes a Linear of a given shape fastest, from a table of timings (fp8.recipe=auto).
 
-fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1: FP8 is faster):
+fp8_speed.json holds ratios of BF16 time to FP8 time of one Linear, forward and backward (above 1: FP8 is faster), as rows of
+recipe, K inputs, N outputs, M tokens, ratio, and of a measured one the 10th and 90th percentile of its repeats:
 
     measured    architecture (compute capability, sm_90) -> what bench/kernels.py measured on each GPU of it, with the provenance
     published   the same of other people's timings, each with its source; a GPU whose name contains `gpu` is the one
 
-    {"format_version": 2,
-     "measured": {"sm_90": [{"gpu": "NVIDIA H100 80GB HBM3", "date": "2026-12-01", "torch": .., "torchao": .., "driver": ..,
-                             "commit": .., "command": .., "timer": ..,
-                             "rows": [{"recipe", "K", "N", "M", "ratio", "ratio_p10", "ratio_p90"}, ..]}]},
-     "published": {"sm_90": [{"gpu": "H100", "source": .., "rows": [{"recipe", "K", "N", "M", "ratio"}, ..]}]}}
-
 Timings of the very GPU count, else those of another one of its architecture, and the verdict names that one: it has the same
 matmuls, other memory. Where we have measured an architecture, published timings of it are not used.
 
-K inputs, N outputs, M tokens. The bigger an FP8 matmul, the more of its saving is left after the casts, which read and
+The bigger an FP8 matmul, the more of its saving is left after the casts, which read and
 write M K, K N and M N numbers while the matmul does M K N products. So a timed shape is evidence for all that are at least
 as large in both K and N, never for a smaller one.
 """
@@ -22,7 +17,6 @@ as large in both K and N, never for a smaller one.
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -37,44 +31,24 @@ PAYS = 1.03
 ARCHITECTURES = {"sm_80": ("A100",), "sm_89": ("L40S", "RTX 4090"), "sm_90": ("H100", "H200"), "sm_100": ("B200",)}     # NVIDIA's
 
 
-class Row(NamedTuple):
-    """One Linear, timed under one recipe."""
-    recipe: str
-    K: int                              # inputs
-    N: int                              # outputs
-    M: int                              # tokens
-    ratio: float                        # BF16 time / FP8 time, median of the repeats
-    ratio_p10: float | None = None      # of the repeats; None where published
-    ratio_p90: float | None = None
-
-
-Table = dict[str, dict[str, dict[str, list[Row]]]]      # measured, then published -> architecture -> GPU -> rows
-
-
-def load_table(path: str | Path = SHIPPED) -> Table:
-    """The table at `path`. Raises UserError for a file that is none."""
+def load_table(path: str | Path = SHIPPED) -> dict:
+    """The table at `path`, as it is written above. Raises UserError for another file."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-        table: Table = {}
-        for kind in ("measured", "published"):
-            gpus: dict[str, dict[str, list[Row]]] = table.setdefault(kind, {})
-            for architecture, entries in value[kind].items():
-                for entry in entries:
-                    rows = gpus.setdefault(architecture, {}).setdefault(entry["gpu"], [])
-                    rows.extend(Row(**row) for row in entry["rows"])
-        return table
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION} ({error!r:.200}): restore it, or python -m "
-                        f"bench.kernels makes it anew") from error
+        table = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError:
+        table = None
+    if not isinstance(table, dict) or table.get("format_version") != FORMAT_VERSION:
+        raise UserError(f"{path} is no table of timings of format {FORMAT_VERSION}: python -m bench.kernels makes one")
+    return table
 
 
-def to_text(value: dict) -> str:
+def to_text(table: dict) -> str:
     """The table as JSON with a row a line, so that a diff of two tables can be read."""
-    text = json.dumps(value, indent=1, allow_nan=False)
+    text = json.dumps(table, indent=1, allow_nan=False)
     return re.sub(r'\{\s+("recipe"[^{}]*?)\s+\}', lambda row: "{" + re.sub(r"\n\s+", " ", row[1]) + "}", text) + "\n"
 
 
-def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str, ...]) -> tuple[str | None, str]:
+def choose(table: dict, gpu: str | None, K: int, N: int, candidates: tuple[str, ...]) -> tuple[str | None, str]:
     """The fastest recipe among `candidates` for a Linear of K inputs and N outputs on `gpu`, None where BF16 stays; and why.
 
     A recipe's evidence is its row of this very shape where there is one, else the best of its rows with no more inputs
@@ -85,24 +59,25 @@ def choose(table: Table, gpu: str | None, K: int, N: int, candidates: tuple[str,
     kind, rows = _timings(table, gpu)
     if not rows:
         return None, "no timings of this GPU or its architecture: python -m bench.kernels makes them"
-    found = [_evidence([row for row in rows if row.recipe == recipe], K, N) for recipe in candidates]
-    best = max(filter(None, found), key=lambda row: row.ratio, default=None)    # of equals the first candidate
+    found = [_evidence([row for row in rows if row["recipe"] == recipe], K, N) for recipe in candidates]
+    best = max(filter(None, found), key=lambda row: row["ratio"], default=None)     # of equals the first candidate
     if best is None:
         return None, f"nothing timed at or below {K} x {N}: python -m bench.kernels shapes={K}x{N} does"
-    number = f"{kind} {best.ratio:.2f}x at {best.K} x {best.N}"
-    if best.ratio > PAYS:
-        return best.recipe, number
-    return None, f"{'BF16 is faster' if best.ratio <= 1 else 'FP8 gains too little'}: best {number}"
+    number = f"{kind} {best['ratio']:.2f}x at {best['K']} x {best['N']}"
+    if best["ratio"] > PAYS:
+        return best["recipe"], number
+    return None, f"{'BF16 is faster' if best['ratio'] <= 1 else 'FP8 gains too little'}: best {number}"
 
 
-def _timings(table: Table, gpu: str) -> tuple[str, list[Row]]:
+def _timings(table: dict, gpu: str) -> tuple[str, list[dict]]:
     """The rows that count for this GPU, and what the verdict calls them; none where its architecture was never timed."""
-    for kind, architectures in table.items():
-        gpus = architectures.get(architecture_of(gpu) or "", {})
-        if own := [name for name in gpus if name == gpu or kind == "published" and name in gpu]:
-            return kind, [row for name in own for row in gpus[name]]
-        for name, rows in gpus.items():     # of several others the first: rows of two GPUs do not mix
-            return f"{kind} on {name}", rows
+    for kind in ("measured", "published"):
+        if entries := table.get(kind, {}).get(architecture_of(gpu)):
+            names = [entry["gpu"] for entry in entries]
+            own = [name for name in names if name == gpu or kind == "published" and name in gpu]
+            counted = own or names[:1]      # of several others the first: rows of two GPUs do not mix
+            rows = [row for entry in entries if entry["gpu"] in counted for row in entry["rows"]]
+            return kind if own else f"{kind} on {names[0]}", rows
     return "", []
 
 
@@ -113,8 +88,8 @@ def architecture_of(gpu: str) -> str | None:
     return next((sm for sm, names in ARCHITECTURES.items() if any(name in gpu for name in names)), None)
 
 
-def _evidence(rows: list[Row], K: int, N: int) -> Row | None:
+def _evidence(rows: list[dict], K: int, N: int) -> dict | None:
     """The row of one recipe that tells most about K x N. A shape timed at several M counts at its slowest."""
-    fastest_first = sorted((row for row in rows if row.K <= K and row.N <= N), key=lambda row: row.ratio, reverse=True)
-    slowest = {(row.K, row.N): row for row in fastest_first}
-    return slowest.get((K, N)) or max(slowest.values(), key=lambda row: (row.ratio, row.K, row.N), default=None)
+    fastest_first = sorted((row for row in rows if row["K"] <= K and row["N"] <= N), key=lambda row: row["ratio"], reverse=True)
+    slowest = {(row["K"], row["N"]): row for row in fastest_first}
+    return slowest.get((K, N)) or max(slowest.values(), key=lambda row: (row["ratio"], row["K"], row["N"]), default=None)

@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
@@ -56,7 +56,7 @@ def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
 def _rows(run: Path, name: str, expected: str) -> list:
     """The rows of a file of a run. Raises UserError where it is missing."""
     if not (run / name).is_file():
-        raise UserError(f"{run} {f'has no {name}' if run.is_dir() else 'is no folder'}: expected {expected}")
+        raise UserError(f"{run / name} does not exist: expected {expected}")
     return read_rows(run / name)
 
 
@@ -65,11 +65,10 @@ def _rows(run: Path, name: str, expected: str) -> list:
 @dataclass
 class History:
     """A run's rows as arrays; NaN is what was not finite, or not told."""
-    train: dict[str, np.ndarray]                                        # "step", "ok", FIELDS -> a value per step that counts
-    val: dict[str, np.ndarray]                                          # the same of each validation, which has a loss alone
-    undone_val: dict[str, np.ndarray]
-    undone: list[dict[str, np.ndarray]] = field(default_factory=list)   # like train: each stretch that a rollback took back
-    marks: dict[str, list[dict]] = field(default_factory=dict)          # name -> rows: a verdict that is not OK, an event
+    train: dict[str, np.ndarray]            # "step", "ok", FIELDS -> a value per step that counts
+    val: dict[str, np.ndarray]              # the same of each validation, which has a loss alone
+    undone: list[dict[str, np.ndarray]]     # like train: each stretch that a rollback took back
+    marks: dict[str, list[dict]]            # name -> rows: a verdict that is not OK, an event
 
 
 def draw_run(run: Path, folder: Path) -> None:
@@ -81,26 +80,24 @@ def draw_run(run: Path, folder: Path) -> None:
 
 def read_history(run: Path) -> History:
     """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
-    rows = metrics_rows(_rows(run, "metrics.jsonl", "the folder of a run, such as out/demo_s_fp8"))
-    history = History(*(_columns({row["step"]: row for row in rows if row["kind"] == kind})
-                        for kind in ("train", "val", "undone_val")))
+    rows, undone, marks = metrics_rows(_rows(run, "metrics.jsonl", "the folder of a run, such as out/demo_s_fp8")), [], {}
     for is_undone, stretch in itertools.groupby(rows, key=lambda row: row["kind"] in ("undone", "undone_val")):
-        steps = {row["step"]: row for row in stretch if row["kind"] == "undone"}
-        if is_undone and steps:
-            history.undone.append(_columns(steps))
+        if is_undone and (steps := {row["step"]: row for row in stretch if row["kind"] == "undone"}):
+            undone.append(_columns(steps))
     for row in rows:
         name = row.get("event" if row["kind"] == "event" else "verdict") or "OK"
         if row["kind"] in ("event", "train", "undone") and name != "OK":
             name = "ROLLBACK" if name == "rollback" else name.replace("_", " ")[:14]
-            history.marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
-    if not len(history.train["step"]) and not history.undone:
-        raise UserError(f'{run}/metrics.jsonl has no step to draw yet: expected a line like {{"kind": "train", "step": 1, ...}}')
-    return history
+            marks.setdefault(name, []).append(row)      # of a rollback both, the step judged and the event
+    train, val = (_columns({row["step"]: row for row in rows if row["kind"] == kind}) for kind in ("train", "val"))
+    if not len(train["step"]) and not undone:
+        raise UserError(f"{run}/metrics.jsonl has no step to draw yet")
+    return History(train, val, undone, marks)
 
 
 def _columns(rows: dict[int, dict]) -> dict[str, np.ndarray]:
     ordered = [rows[step] for step in sorted(rows)]
-    return {"step": np.array([row["step"] for row in ordered], dtype=float),
+    return {"step": np.array(sorted(rows), dtype=float),
             "ok": np.array([row.get("verdict", "OK") == "OK" for row in ordered], dtype=float),
             **{key: np.array([_number(row.get(key)) for row in ordered], dtype=float) for key in FIELDS}}
 
@@ -115,13 +112,11 @@ def draw(history: History, name: str) -> Figure:
     keys = [key for key in LABELS if key != "gpu_util_pct" or np.isfinite(history.train[key]).any()]
     heights = [2.3 if key == "loss" else 0.85 for key in keys]
     steps = [int(step) for columns in (history.train, *history.undone) for step in columns["step"]]
-    caption = (f"Line: mean over {window_of(history.train['step'])} OK steps; faint: single steps. Grey: steps that a rollback "
-               "took back and did again on other data. Marks: verdicts at their value or at the edge, events at the foot; in "
-               "brackets: how many.")
-    handles = [Line2D([], [], color=BLUE, linewidth=1.4, label="training")]
-    if len(history.val["step"]):
-        handles.append(Line2D([], [], color="#000000", marker="D", markersize=3.4, markerfacecolor="white", linestyle="",
-                              label="validation"))
+    caption = (f"Line: mean over {window_of(history.train['step'])} OK steps; faint: single steps. Marks: verdicts at their "
+               "value or at the edge, events at the foot; in brackets: how many.")
+    hollow = {"marker": "D", "markersize": 3.4, "markerfacecolor": "white", "linestyle": ""}
+    handles = [Line2D([], [], color=BLUE, linewidth=1.4, label="training"),
+               Line2D([], [], color="#000000", **hollow, label="validation")]
     if history.undone:
         handles.append(Line2D([], [], color=GREY, linewidth=1, label="undone"))
     looks = {}
@@ -143,8 +138,7 @@ def draw(history: History, name: str) -> Figure:
         panel.plot(history.train["step"][known], history.train[key][known], color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
         x, y = _accepted(history.train, key)
         panel.plot(x, y if key == "lr" else running_mean(y), "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
-    for rows, color in ((history.undone_val, GREY), (history.val, "#000000")):
-        panels["loss"].plot(rows["step"], rows["loss"], "D", color=color, markersize=3.4, markerfacecolor="white", zorder=3)
+    panels["loss"].plot(history.val["step"], history.val["loss"], color="#000000", **hollow, zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))
     panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
     _set_limits(panels, history)
@@ -164,20 +158,18 @@ def _accepted(columns, key) -> tuple[np.ndarray, np.ndarray]:
 def _draw_marks(panels, rows, look) -> None:
     """Verdicts at their loss and gradient norm, events at the foot of the loss with a line through all."""
     events, verdicts = ([row for row in rows if (row["kind"] == "event") == is_event] for is_event in (True, False))
-    for key, panel in panels.items():
-        low, high = panel.get_ylim()
-        for row in events:
-            panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
-        if key in ("loss", "grad_norm"):
-            values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
-            panel.plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
-        if key == "loss":
-            panel.plot([row["step"] for row in events], [low] * len(events), **look)
+    for key in ("loss", "grad_norm"):
+        low, high = panels[key].get_ylim()
+        values = np.nan_to_num([_number(row.get(key)) for row in verdicts], nan=high)
+        panels[key].plot([row["step"] for row in verdicts], np.clip(values, low, high), **look)
+    panels["loss"].plot([row["step"] for row in events], [panels["loss"].get_ylim()[0]] * len(events), **look)
+    for row, panel in itertools.product(events, panels.values()):
+        panel.axvline(row["step"], color=look["color"], linewidth=0.7, linestyle=(0, (4, 2)), alpha=0.8, zorder=1.2)
 
 
 def _set_limits(panels, history: History) -> None:
     """Limits that one spike does not govern: what lies beyond them is cut, its mark stands at the edge."""
-    loss, norm, speed = (_accepted(history.train, key)[1] for key in ("loss", "grad_norm", "tok_per_s"))
+    loss, norm = (_accepted(history.train, key)[1] for key in ("loss", "grad_norm"))
     if len(loss):
         low, high = np.quantile(loss, (0.002, 0.98))
         ends = [low, high, running_mean(loss)[0], *_accepted(history.val, "loss")[1]]
@@ -187,11 +179,11 @@ def _set_limits(panels, history: History) -> None:
         panels["grad_norm"].set_yscale("log")
         panels["grad_norm"].set_ylim(np.quantile(norm, 0.002) / 1.3, 2 * np.quantile(norm, 0.98))
         counts_axis(panels["grad_norm"].yaxis)
-    panels["tok_per_s"].set_ylim(0, 1.15 * max(np.quantile(speed, 0.99), 1e-6) if len(speed) else 1)
     panels["tok_per_s"].yaxis.set_major_formatter(FuncFormatter(lambda y, _: si(y) if y else "0"))
     panels["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     for key in panels.keys() & {"tok_per_s", "lr", "gpu_util_pct"}:
         panels[key].yaxis.set_major_locator(MaxNLocator(3))
+        panels[key].margins(y=0.15)
         panels[key].set_ylim(bottom=0)
 
 
@@ -214,7 +206,7 @@ class Probe:
 def read_probe(path: Path) -> Probe:
     """One probe file; of a step that is there twice the last one counts. Raises UserError where it is missing, empty, damaged."""
     linear, block, recipes = {}, {}, set()
-    for row in _rows(path.parent, path.name, "the folder of a run trained with probe.every=STEPS, which writes probe.jsonl"):
+    for row in _rows(path.parent, path.name, "the folder of a run trained with probe.every=STEPS"):
         try:
             if row["kind"] == "block":
                 block[int(row["block"]), int(row["step"])] = [_number(row[key]) for key in OUTLIERS]
@@ -227,19 +219,19 @@ def read_probe(path: Path) -> Probe:
                             "damaged or from other code; restore it, or leave it out") from None
     if not linear and not block:
         raise UserError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
-    layers, steps, values = _by_step(linear, lambda layer: (*place(layer), layer))
-    blocks, block_steps, outliers = _by_step(block, lambda block: block)
+    layers, steps, values = _by_step(linear, lambda layer: (*place(layer), layer), len(OPERANDS) * len(PROBED))
+    blocks, block_steps, outliers = _by_step(block, None, len(OUTLIERS))
     count = [sum((layer, step) in linear for layer in layers) for step in steps.tolist()]
-    last = max(i for i, n in enumerate(count) if n == max(count)) if layers else 0
+    last = max((i for i, n in enumerate(count) if n == max(count)), default=0)
     return Probe("+".join(sorted(recipes)), layers, steps, last,
-                 dict(zip(itertools.product(OPERANDS, PROBED), values, strict=False)), blocks, block_steps,
-                 dict(zip(OUTLIERS, outliers, strict=False)))
+                 dict(zip(itertools.product(OPERANDS, PROBED), values, strict=True)), blocks, block_steps,
+                 dict(zip(OUTLIERS, outliers, strict=True)))
 
 
-def _by_step(rows: dict, order) -> tuple[list, np.ndarray, np.ndarray]:
-    """{(key, step): numbers} as keys in order, steps, and one (keys, steps) array for each number."""
+def _by_step(rows: dict, order, n: int) -> tuple[list, np.ndarray, np.ndarray]:
+    """{(key, step): n numbers} as keys in order, steps, and n arrays of shape (keys, steps)."""
     keys, steps = sorted({key for key, _ in rows}, key=order), sorted({step for _, step in rows})
-    values = np.full((len(next(iter(rows.values()), ())), len(keys), len(steps)), math.nan)
+    values = np.full((n, len(keys), len(steps)), math.nan)
     for (key, step), numbers in rows.items():
         values[:, keys.index(key), steps.index(step)] = numbers
     return keys, np.array(steps), values
@@ -277,66 +269,56 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
 def draw_fp8(run: Path, folder: Path) -> None:
     """Write the figures of a run's probes into `folder`, print the table and what was left out.
     Inference probes are read from run/eval/probe_*.jsonl. Raises UserError: no probe rows, damaged ones, no such `folder`."""
-    probe, notes, figures, name = read_probe(run / "probe.jsonl"), [], {}, run.resolve().name
+    probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
     with matplotlib.rc_context(RC):
         if probe.layers:
             inference = {path.stem.removeprefix("probe_"): read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))}
-            figures["fp8_scales"] = draw_scales(probe, inference, name)
-            figures["fp8_underflow"] = draw_underflow(probe, name)
-            notes += [table(probe), ""]
-        else:
-            notes.append(f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn")
+            figures = {"fp8_scales": draw_scales(probe, inference, name), "fp8_underflow": draw_underflow(probe, name)}
         if probe.blocks:
             figures["fp8_outliers"] = draw_outliers(probe, name)
         files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() for form in ("png", "svg")}
     write_files(folder, files)
-    print("\n".join([*notes, f"wrote {folder}/: {', '.join(files)}"]))
+    print(table(probe) if probe.layers else f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn",
+          f"wrote {folder}/: {', '.join(files)}", sep="\n\n")
 
 
 def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
     """Scales over depth at the last probed step (top), over training (bottom), one column for each operand."""
     caption = (f"Top: every Linear at step {probe.steps[probe.last]}, whiskers from its smallest to its largest scale. Bottom: "
                "median over Linears, bands 10 to 90 % and smallest to largest. A tensor is multiplied by its scale before FP8.")
-    sources = [("", "", probe), *((f"inference, {recipe}", marker, rows) for (recipe, rows), marker
-                                  in zip(inference.items(), itertools.cycle("sDo^v<>"), strict=False))]
-    layers = list(dict.fromkeys(layer for *_, source in sources for layer in source.layers))
-    kinds = list(kinds_of(layers))
-    place_of = {kind: KINDS.index(kind) if kind in KINDS else len(KINDS) + i for i, kind in enumerate(kinds)}
-    style = {kind: {key: STYLES[i % len(STYLES)][key] for key in ("color", "marker")} for kind, i in place_of.items()}
+    sources = [("", probe), *zip(itertools.cycle("sDo^v<>"), inference.values(), strict=False)]     # marker of inference
+    layers = list(dict.fromkeys(layer for _, source in sources for layer in source.layers))
+    looks = dict(zip(kinds_of(layers), itertools.cycle(STYLES), strict=False))
     blocks = {place(layer)[0] for layer in layers}
     end = max(blocks - {math.inf}, default=-1) + 1      # where the head is drawn
     hollow = {"markersize": 4.4, "markerfacecolor": "none", "markeredgewidth": 0.6, "linestyle": "none"}
-    handles = [Line2D([], [], **style[kind], markersize=2.4, label=kind) for kind in kinds]
-    handles += [Line2D([], [], color="#444444", marker=marker, label=label, **hollow) for label, marker, _ in sources[1:]]
+    handles = [Line2D([], [], color=look["color"], marker=look["marker"], markersize=2.4, label=kind)
+               for kind, look in looks.items()]
+    handles += [Line2D([], [], color="#444444", marker=marker, label=f"inference, {recipe}", **hollow)
+                for recipe, (marker, _) in zip(inference, sources[1:], strict=True)]
     title = f"Scales of FP8 tensors in {name} ({probe.recipe}; n = {len(probe.layers)} Linears, {len(probe.steps)} probed steps)"
     figure, panels = sheet((7.4, 4.9), 2, 3, title, caption, handles, 8, sharey="col")
     for operand, top, bottom in zip(OPERANDS, *panels, strict=True):
-        for label, marker, source in sources:
+        for marker, source in sources:
             low, middle, high = (_log2(source.linear[operand, key][:, source.last]) for key in SCALES)
             for kind, rows in kinds_of(source.layers).items():
-                shift = 0.14 * (kinds.index(kind) - (len(kinds) - 1) / 2)   # whiskers beside each other
-                x = [min(place(source.layers[i])[0] + shift, end) for i in rows]
-                colour, filled = style[kind].values()
-                if label:
+                shift = 0.14 * (list(looks).index(kind) - (len(looks) - 1) / 2)     # whiskers beside each other
+                x, colour = [min(place(source.layers[i])[0] + shift, end) for i in rows], looks[kind]["color"]
+                if marker:
                     top.plot(x, middle[rows], marker=marker, color=colour, **hollow)
                 else:
                     top.vlines(x, low[rows], high[rows], color=colour, linewidth=0.7, alpha=0.7)
-                    top.plot(x, middle[rows], f"{filled}-", color=colour, markersize=2.4, linewidth=0.8)
-            if label:
-                bottom.plot(source.steps[[source.last]], quantiles(middle[:, None], 50)[0], marker=marker, color="#444444",
-                            **hollow)
+                    top.plot(x, middle[rows], f"{looks[kind]['marker']}-", color=colour, markersize=2.4, linewidth=0.8)
         low, middle, high = (_log2(probe.linear[operand, key]) for key in SCALES)
         for band, alpha in (((quantiles(low, 0)[0], quantiles(high, 100)[0]), 0.13), (quantiles(middle, 10, 90), 0.3)):
             bottom.fill_between(probe.steps, *band, color="#444444", alpha=alpha, linewidth=0)
         bottom.plot(probe.steps, quantiles(middle, 50)[0], ".-", color="#000000", markersize=2.5, linewidth=1)
         steps_axis(bottom)
-        if np.ptp(bottom.get_ylim()) < 2:        # constant scales
-            bottom.set_ylim(np.mean(bottom.get_ylim()) + np.array([-1, 1]))
-        if not np.isfinite(probe.linear[operand, "scale"]).any():
+        if not np.isfinite(middle).any():
             top.text(0.5, 0.5, "no scale: these stay in BF16", transform=top.transAxes, ha="center")
         top.set(title=OPERANDS[operand], xlabel="block", xlim=(-0.6, end - 0.4 + (math.inf in blocks)))
-        ticks = list(range(0, end, max(1, round(end / 5))))
-        top.set_xticks(ticks + [end] * (math.inf in blocks), [*map(str, ticks)] + ["head"] * (math.inf in blocks))
+        ticks = [*range(0, end, max(1, round(end / 5))), *[end] * (math.inf in blocks)]
+        top.set_xticks(ticks, ["head" if tick == end else f"{tick}" for tick in ticks])
     for panel in panels[:, 0]:
         panel.set_ylabel("log$_2$ of the scale")
     return settle(figure)
@@ -345,6 +327,7 @@ def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
 def draw_underflow(probe: Probe, name: str) -> Figure:
     """Share of values that FP8 loses at either end: heat maps, Linears in order of depth by step."""
     n, blocks = len(probe.layers), [place(layer)[0] for layer in probe.layers]
+    edges = np.flatnonzero(np.diff(blocks, prepend=-1))         # rows at which a block begins
     title = f"Values that FP8 loses in {name} ({probe.recipe}; n = {n} Linears, {len(probe.steps)} probed steps)"
     caption = (f"A row per Linear; within a block from the top: {', '.join(kinds_of(probe.layers))}. Underflow: not zero, "
                "rounded to zero. Saturated: beyond the largest value. Light grey: none at all, or not measured.")
@@ -352,23 +335,21 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
     for share, line in zip(SHARES, panels, strict=True):
         values = {operand: 100 * probe.linear[operand, share] for operand in OPERANDS}
         found = np.concatenate([v[v > 0] for v in values.values()])
-        high = math.ceil(math.log10(found.max())) if len(found) else 0
-        low = min(max(math.floor(math.log10(found.min())), high - 6), high - 1) if len(found) else -3
+        high = math.ceil(math.log10(max(found, default=1)))
+        low = min(max(math.floor(math.log10(min(found, default=1e-3))), high - 6), high - 1)
         norm = LogNorm(10.0**low, 10.0**high, clip=True)
         for panel, (operand, v) in zip(line, values.items(), strict=True):
             panel.grid(False)
             panel.pcolormesh(probe.steps, np.arange(n) + 0.5, np.ma.masked_where(~(v > 0), v), cmap="viridis", norm=norm,
                              shading="nearest", rasterized=True)
-            for edge in np.flatnonzero(np.array(blocks)[1:] != blocks[:-1]) + 1:
+            for edge in edges[1:]:
                 panel.axhline(edge, color="white", linewidth=0.5)
-            panel.set_facecolor("#DDDDDD")
-            panel.set(title=f"{OPERANDS[operand]}: {share}")
+            panel.set(facecolor="#DDDDDD", title=f"{OPERANDS[operand]}: {share}")
         figure.colorbar(ScalarMappable(norm, "viridis"), ax=line, label=f"{share} [% of values]", pad=0.01, aspect=30)
         line[0].set_ylabel("block")
-    shown = list(dict.fromkeys(blocks))
-    shown = shown[::math.ceil(len(shown) / 16)]
-    panels[0, 0].set_yticks([blocks.index(block) + blocks.count(block) / 2 for block in shown],
-                            ["head" if block == math.inf else f"{block}" for block in shown])
+    shown = edges[::math.ceil(len(edges) / 16)]
+    panels[0, 0].set_yticks([edge + blocks.count(blocks[edge]) / 2 for edge in shown],
+                            ["head" if blocks[edge] == math.inf else f"{blocks[edge]}" for edge in shown])
     panels[0, 0].set_ylim(n, 0)
     for panel in panels[1]:
         steps_axis(panel)
@@ -378,8 +359,7 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
 def draw_outliers(probe: Probe, name: str) -> Figure:
     """Largest attention logit and SwiGLU outliers over training, a line for each block."""
     title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.block_steps)} probed steps)"
-    caption = "A line per block, its number by colour. SwiGLU: the product that enters mlp.down."
-    figure, panels = sheet((7.4, 3.1), 1, 2, title, caption)
+    figure, panels = sheet((7.4, 3.1), 1, 2, title, "A line per block. SwiGLU: the product that enters mlp.down.")
     ratio = probe.block["swiglu_amax"] / np.where(probe.block["swiglu_rms"] > 0, probe.block["swiglu_rms"], math.nan)
     norm = Normalize(0, (max(probe.blocks) + 1) / 0.82)
     for panel, values, label in zip(panels[0], (probe.block["attention_logit_max"], ratio), (

@@ -23,11 +23,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from scipy.stats import binned_statistic
 
 from runtime.cli import UserError, command, run_command
 from runtime.rows import write_atomically
-from scaling.laws import frontier, on_one_ray, ray_of
+from scaling.laws import on_one_ray, ray_of
 from scaling.pairs import KIND, human
 
 RC = {"font.size": 8, "axes.titlesize": 8, "axes.labelsize": 8, "xtick.labelsize": 7.5, "ytick.labelsize": 7.5,
@@ -65,15 +66,12 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     big = matplotlib.rcParams["font.size"]
     title = textwrap.fill(title, int(size[0] * 124 / big))
     if handles:
-        for n in range(n_columns, 0, -1):
-            legend = figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title,
-                                   alignment="left", title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2,
-                                   columnspacing=1.4, handlelength=2.2)
-            for text in (legend.get_title(), *legend.get_texts()):
-                text.set_parse_math(False)          # the name of a run or of an event is data
-            if n == 1 or legend.get_window_extent().width <= figure.bbox.width:
-                break
-            legend.remove()
+        longest = max(len(handle.get_label()) for handle in handles)
+        n = max(1, min(n_columns, int(size[0] * 72 / (big - 1) / (0.55 * longest + 4.2))))
+        legend = figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title, alignment="left",
+                               title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2, columnspacing=1.4, handlelength=2.2)
+        for text in (legend.get_title(), *legend.get_texts()):
+            text.set_parse_math(False)          # the name of a run or of an event is data
         figure.set_figheight(size[1] + big / 50 * (math.ceil(len(handles) / n) - math.ceil(len(handles) / n_columns)))
     else:
         figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1, parse_math=False)
@@ -100,21 +98,15 @@ def steps_axis(panel) -> None:
     panel.xaxis.set_major_formatter(FuncFormatter(lambda x, _: human(x) if x >= 0 else ""))
 
 
-def counts_axis(axis, words=human) -> None:
-    """A few round values in words on a log axis whose limits stand."""
+def counts_axis(axis, in_words: bool = True) -> None:
+    """A few round values on a log axis whose limits stand: in words, such as 3M, or as 3 x 10^19."""
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
     axis.set_major_locator(MaxNLocator(3) if decades < 0.3 else LogLocator(
         subs=(1, 2, 5) if decades < 1 else (1, 3) if decades < 1.8 else (1,), numticks=5))
-    axis.set_major_formatter(FuncFormatter(lambda x, _: words(x)))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: human(x)) if in_words else LogFormatterSciNotation(
+        minor_thresholds=(math.inf, math.inf)))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _power(x: float) -> str:
-    """A number of FLOPs, as 3 x 10^19."""
-    digits, exponent = f"{x:.1e}".split("e")
-    times = "" if digits == "1.0" else digits.removesuffix(".0") + r"\times"
-    return f"${times}10^{{{int(exponent)}}}$"
 
 
 def settle(figure: Figure) -> Figure:
@@ -142,18 +134,11 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> None:
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
-def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str]) -> str:
-    """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words.
-
-    Without a figure those of an earlier call go: beside the new text they would pass for its own. Raises UserError where the
-    folder cannot be written."""
-    names = [f"{name}.png", f"{name}.svg"]
-    for file in names if figure else ():
-        write_files(folder, {file: render(figure, file[-3:])})
-    write_files(folder, texts)
-    for file in () if figure else names:
-        (folder / file).unlink(missing_ok=True)
-    return f"wrote {folder}/: {', '.join([*texts, *names * bool(figure)])}"
+def write_with(folder: Path, name: str, figure: Figure, texts: dict[str, str]) -> str:
+    """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words."""
+    images = {f"{name}.{form}": render(figure, form) for form in ("png", "svg")}
+    write_files(folder, images | texts)
+    return f"wrote {folder}/: {', '.join([*texts, *images])}"
 
 
 def as_json(content: dict) -> str:
@@ -194,12 +179,11 @@ def _draw_losses(panel, groups, axis: str) -> None:
     """Final losses, laws with their bands, held-out runs with their predictions; over compute every training curve too.
     Darker colours are larger models; over parameters more tokens per parameter, where points differ in that."""
     low, high = span(groups, axis)
-    grid, is_by_ratio = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups))
+    grid, is_by_ratio, named = np.geomspace(low / 1.6, high, 240), axis == "N" and any(map(is_spread, groups)), {}
     each = [group.x["D"] / group.x["N"] if is_by_ratio else group.x["N"] for group in groups]
     among = np.concatenate([*each, [held.D / held.N if is_by_ratio else held.N for group in groups for held in group.held_out]])
     panel.set(xscale="log", yscale="log", xlim=(low / 1.6, high))
-    counts_axis(panel.xaxis, _power if axis == "C" else human)
-    named = {}
+    counts_axis(panel.xaxis, in_words=axis != "C")
     for group, style, values in zip(groups, styles([group.recipe for group in groups]), each, strict=True):
         is_cloud = len(group.loss) >= MANY
         wide = style.get("hollow") and not is_cloud         # two laws that coincide must both be seen
@@ -210,7 +194,7 @@ def _draw_losses(panel, groups, axis: str) -> None:
         if forms := group.bands.get(axis):
             losses = np.array([form.predict(grid) for form in forms])
             panel.fill_between(grid, losses.min(axis=0), losses.max(axis=0), **FORMS, zorder=1.2)
-        for line in law_lines(group, axis, grid):
+        for line in lines_of(group, axis, grid):
             if line.low is not None:
                 panel.fill_between(line.x, line.low, line.high, zorder=1.1, facecolor=(style["color"], 0.12), lw=0.5,
                                    edgecolor=(style["color"], 0.4))
@@ -218,9 +202,6 @@ def _draw_losses(panel, groups, axis: str) -> None:
             drawn_line, = panel.plot(line.x, line.loss, color=colour, **look, zorder=2)
             if line.each:
                 named.setdefault(f"{float(f'{line.each:.2g}'):g}" if is_by_ratio else human(line.each), drawn_line)
-        for value, x, loss in joined(group, axis, values):
-            drawn_line, = panel.plot(x, loss, color=_shade(style, value, among), **look, zorder=2)
-            named.setdefault(f"{float(f'{value:.2g}'):g}" if is_by_ratio else human(value), drawn_line)
         colours = _shade(style, values, among)              # (n, 4)
         panel.scatter(group.x[axis], group.loss, s=9 if is_cloud else style["markersize"]**2, marker=style["marker"], zorder=3,
                       alpha=0.7 if is_cloud else 1, facecolors="white" if wide else colours, edgecolors=colours,
@@ -238,11 +219,11 @@ def _draw_held(panel, held, x, style, size) -> None:
     if said is not None:
         panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
                        markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-    if held.loss is not None:
-        panel.plot(x, held.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markeredgecolor="white",
-                   markeredgewidth=0.4)
-    elif said is not None:
-        panel.plot(x, said.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor="white")
+    if held.loss is not None or said is not None:
+        is_there = held.loss is not None
+        panel.plot(x, held.loss if is_there else said.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour,
+                   markerfacecolor=colour if is_there else "white", markeredgecolor="white" if is_there else colour,
+                   markeredgewidth=0.4 if is_there else 1)
 
 
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
@@ -251,7 +232,7 @@ def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         at = {record.run_id: x for record, x in zip(group.records, group.x[axis], strict=True)}
         chosen = [pair for pair in pairs if pair.fp8.run_id in at]
-        gaps = [pair.in_bf16 if loss_key == "loss_bf16" else pair.as_trained for pair in chosen]
+        gaps = [pair.gap(loss_key.removeprefix("loss_")) for pair in chosen]
         if chosen:
             se = [100 * (gap.se or 0.0) / getattr(pair.bf16, loss_key) for gap, pair in zip(gaps, chosen, strict=True)]
             panel.errorbar([at[pair.fp8.run_id] for pair in chosen], [gap.percent for gap in gaps], yerr=se, linestyle="none",
@@ -278,27 +259,23 @@ def _loss_limits(groups) -> tuple[float, float]:
 
 def _legend(groups) -> list:
     """A group's marker and line, then in grey what is alike in all of them."""
-    handles, grey = [], "#666666"
+    handles, grey, held = [], "#666666", [held for group in groups for held in group.held_out]
     for group, style in zip(groups, styles([group.recipe for group in groups]), strict=True):
         hollow = style.get("hollow") and len(group.loss) < MANY
         look = {key: style[key] for key in ("marker", "markersize", "linestyle", "linewidth", "color")}
         handles.append(Line2D([], [], **look, label=name_of(group), markeredgewidth=1.4 if hollow else 0,
                               markerfacecolor="white" if hollow else style["color"]))
-    if any(len(tokens) for group in groups for tokens, _ in group.curves):
-        handles.append(Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss"))
-    if any(group.lines or is_surface(group) for group in groups):
-        handles.append(Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval"))
-    if any(group.bands for group in groups):
-        handles.append(Patch(**FORMS, label="other model forms"))
-    held = [held for group in groups for held in group.held_out]
-    if held:
-        is_there = any(one.loss is not None for one in held)
-        handles.append(Line2D([], [], color=grey, marker="*", markersize=10, linestyle="none",
-                              markerfacecolor=grey if is_there else "white",
-                              label="held-out run" if is_there else "held-out run to come"))
-    if any(one.prediction for one in held):
-        handles.append(Line2D([], [], color=grey, marker="|", markersize=10, linestyle="none", label="its prediction, 95 %"))
-    return handles
+    star = {"color": grey, "markersize": 10, "linestyle": "none"}
+    is_there = any(one.loss is not None for one in held)
+    alike = (
+        (any(len(tokens) for group in groups for tokens, _ in group.curves),
+         Line2D([], [], color=grey, linewidth=0.8, alpha=0.8, label="training loss")),
+        (any(group.lines or is_surface(group) for group in groups), Patch(facecolor=grey, alpha=0.3, label="law, 95 % interval")),
+        (any(group.bands for group in groups), Patch(**FORMS, label="other model forms")),
+        (held, Line2D([], [], marker="*", **star, markerfacecolor=grey if is_there else "white",
+                      label="held-out run" + " to come" * (not is_there))),
+        (any(one.prediction for one in held), Line2D([], [], marker="|", **star, label="its prediction, 95 %")))
+    return handles + [handle for is_drawn, handle in alike if is_drawn]
 
 
 def _title(groups, loss_key: str) -> str:
@@ -321,18 +298,14 @@ def _caption(groups, pairs, others) -> str:
         parts.append("Over D and N, lines join points of one size, of one ratio D / N.")
     elif "D" in first.x:
         parts.append(f"All at {np.median(first.x['D'] / first.x['N']):.3g} tokens per {KIND[first.convention]}parameter.")
-    if pairs:
-        parts.append("Gap bars: ± 1 standard error.")
-    if others:
-        parts.append(f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}.")
+    parts += ["Gap bars: ± 1 standard error."] * bool(pairs)
+    parts += [f"Not drawn, fewer sizes or no such law: {', '.join(map(name_of, others))}."] * bool(others)
     return " ".join(parts)
 
 
 def name_of(group) -> str:
     """The recipe as the reader knows it, or the table's name."""
-    if not group.records:
-        return group.recipe if len(group.recipe) < 30 else f"{group.recipe[:14]}…{group.recipe[-14:]}"
-    return name_recipe(group.recipe)
+    return name_recipe(group.recipe) if group.records else textwrap.shorten(group.recipe, 40, placeholder="…")
 
 
 def name_recipe(recipe: str) -> str:
@@ -380,33 +353,27 @@ def drawn(groups) -> tuple[list, list]:
     return shown, [group for group in groups if not any(group is one for one in shown)]
 
 
-def law_lines(group, axis: str, grid) -> list[Line]:
-    """The lines of the group's law over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per
-    size over tokens, per ratio over parameters. Else one line over each axis on one ray; over compute alone off it."""
+def lines_of(group, axis: str, grid) -> list[Line]:
+    """The lines of the group over `grid`. Where an identified L(N, D) heads it: its frontier over compute, a line per size over
+    tokens, per ratio over parameters. Else its law over one axis; where its points lie at several ratios, over D or N lines that
+    join the few points of one size or one ratio, means over seeds: the eye takes a cloud of two dimensions for noise."""
     law, points = group.laws["chinchilla"], group.points
-    if not is_surface(group):
-        is_drawn = axis in group.lines and (axis == "C" or not is_spread(group))
-        return [_line(group.lines[axis], grid, (grid,))] if is_drawn else []
-    if axis == "C":
+    if is_surface(group) and axis == "C":
         return [_line(law, grid, _cheapest(group, grid))]
-    if axis == "D":
-        return [_line(law, grid, (np.full(len(grid), N), grid), N)
-                for N in sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})]
-    return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
-
-
-def joined(group, axis: str, values) -> list[tuple[float, np.ndarray, np.ndarray]]:
-    """(value, x, loss) of lines over D or N that join the points of one size or one ratio, means over seeds, where no law is
-    drawn there and the points are few, FEW lines at most: the eye takes a cloud of two dimensions for noise."""
-    if axis == "C" or is_surface(group) or not is_spread(group) or len(group.loss) >= MANY:
-        return []
-    lines = []
-    for value in _distinct(values):
+    if is_surface(group) and axis == "D":
+        sizes = sorted({*_few(points.N), *(float(held.N) for held in group.held_out)})
+        return [_line(law, grid, (np.full(len(grid), N), grid), N) for N in sizes]
+    if is_surface(group):
+        return [_line(law, grid, (grid, ratio * grid), ratio) for ratio in _few(points.D / points.N)]
+    if axis == "C" or not is_spread(group):
+        return [_line(group.lines[axis], grid, (grid,))] if axis in group.lines else []
+    lines, values = [], points.N if axis == "D" else points.D / points.N
+    for value in _few(values) if len(group.loss) < MANY else ():
         near = np.abs(np.log(values / value)) < np.log(1.05)
         x = np.unique(group.x[axis][near])
         if len(x) > 1:
-            lines.append((value, x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x])))
-    return [lines[round(i)] for i in np.linspace(0, len(lines) - 1, min(len(lines), FEW))]
+            lines.append(Line(x, np.array([group.loss[near & (group.x[axis] == one)].mean() for one in x]), each=value))
+    return lines
 
 
 def _line(law, x, where, each=None) -> Line:
@@ -417,45 +384,29 @@ def _line(law, x, where, each=None) -> Line:
 
 
 def _cheapest(group, compute):
-    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are: the
-    vocabulary's share of a token's FLOPs falls with size, so the best size is larger than 6 N D would have it."""
-    law = group.laws["chinchilla"]
-    N, D, _ = frontier(law, compute)
-    if group.records:
-        share, sizes = np.log(group.x["C"] / (6 * group.x["N"] * group.x["D"])), np.log(group.x["N"])
-        slope, height = np.polyfit(sizes, share, 1) if np.ptp(sizes) > 0 else (0.0, share.mean())
-        N = N * np.geomspace(1e-2, 1e2, 2001)[:, None]     # (sizes, compute)
-        D = compute / (6 * N * np.exp(height + slope * np.clip(np.log(N), sizes.min(), sizes.max())))
-        best = law.predict(N, D).argmin(axis=0), np.arange(len(compute))
-        N, D = N[best], D[best]
-    return N, D
-
-
-def _distinct(values) -> list[float]:
-    """The medians of values that lie within 5 %, ascending."""
-    values = np.sort(values)
-    return [float(np.median(some)) for some in np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))]
+    """(N, D), of the shape of `compute`: where the law's loss is lowest for so many FLOPs, counted as the group's points are:
+    FLOPs per token go as N^k, k below 1 as the share of the vocabulary and of attention falls with size."""
+    p, points = group.laws["chinchilla"].parameters, group.points
+    k, height = np.polyfit(np.log(points.N), np.log(group.x["C"] / points.D), 1)
+    D_at_1 = compute / np.exp(height)       # tokens of a model of one parameter
+    N = (p["alpha"] * p["A"] * D_at_1 ** p["beta"] / (k * p["beta"] * p["B"])) ** (1 / (p["alpha"] + k * p["beta"]))
+    return N, D_at_1 / N**k
 
 
 def _few(values) -> list[float]:
-    """The distinct values where they are few, else three round ones that span them."""
-    if len(found := _distinct(values)) <= FEW:
-        return found
-    near = np.quantile(values, (0.05, 0.5, 0.95))
-    return sorted({float(min((m * 10.0 ** np.floor(np.log10(v)) for m in (1, 2, 5, 10)), key=lambda r: abs(np.log(r / v))))
-                   for v in near})
+    """The medians of values that lie within 5 %, ascending, FEW of them at most."""
+    values = np.sort(values)
+    some = np.split(values, 1 + np.flatnonzero(np.diff(np.log(values)) > np.log(1.05)))
+    return [float(np.median(some[round(i)])) for i in np.linspace(0, len(some) - 1, min(len(some), FEW))]
 
 
-def smooth(x, loss) -> tuple[np.ndarray, np.ndarray]:
-    """Means over bins of equal width in log x: even on a log axis, unlike a window of so many steps."""
+def smooth(x, loss) -> np.ndarray:
+    """Means of x and loss, (2, n), over bins of equal width in log x: even on a log axis, unlike a window of so many steps."""
     if len(x) == 0:
-        return x, loss
+        return np.array([x, loss])
     bins = int(np.clip(np.ceil(BINS * np.log10(x[-1] / x[0])), 4, 80))
-    edges = np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)
-    index = np.clip(np.searchsorted(edges, x, side="right") - 1, 0, bins - 1)
-    count = np.bincount(index, minlength=bins)
-    filled = count > 0
-    return tuple(np.bincount(index, weights=values, minlength=bins)[filled] / count[filled] for values in (x, loss))
+    means = binned_statistic(x, (x, loss), bins=np.geomspace(x[0], x[-1] * (1 + 1e-9), bins + 1)).statistic
+    return means[:, np.isfinite(means[0])]
 
 
 # ------------------------------------------------------------------------------------------------------------------- command

@@ -4,14 +4,12 @@
     python scaling/fit.py out/a_bf16 out/a_fp8 --out report loss=as_trained seed_sd=0.0005
     python scaling/fit.py out/study --predict gpt1p5b_tensorwise_t20_s1337       # freezes a prediction before that run is started
     python scaling/fit.py out/study --score                     # compares it once the run is there
-    python scaling/fit.py out/study n=total --out report        # counts all parameters, whatever the study's budgets count
     python scaling/fit.py --points points.csv --n "Model Size" --c "Training FLOP" --loss loss --drop-highest 5 --out DIR
     python scaling/fit.py --points points.csv --n N --d tokens --loss val --where dataset=c4,dataset=rw,lr=0.003 --out DIR
 
-Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given, such as
-another way to count. Writes figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with
-a header; its losses are taken as nats per token, its counts as they stand, and nothing is converted. --where COLUMN=VALUE,..
-keeps its rows with these values, two of one column keep either.
+Prints the headline after its warnings; with --all every law with its certificate and what other choices would have given. Writes
+figure.png, figure.svg, then law.json. A table is comma-, tab- or semicolon-separated text with a header; its losses are taken as
+nats per token, its counts as they stand, and nothing is converted.
 """
 
 import os
@@ -22,6 +20,7 @@ if __name__ == "__main__":
     # Before numpy reads it: thousands of tiny fits are ten times slower when BLAS splits each over threads.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,35 +32,18 @@ from runtime.cli import UserError, command, grid, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
-from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_ray, on_one_ray, ray_of, strict, unfitted
+from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, on_one_ray, ray_of, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
-from scaling.records import (
-    CONVENTIONS,
-    check_comparable,
-    counted_as,
-    from_scratch,
-    law_folder,
-    read_curve,
-    read_runs,
-    usable,
-    without_repeats,
-)
+from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
 
-BESIDE_RUNS = (".log", ".json", ".md")      # files of a study that a pattern of the shell names too
 LINES = 40                  # of text, without --all
 SHOWN = 8                   # points that a warning names
 RESAMPLED = 2_000_000       # points drawn by one bootstrap at most, in 200 resamples or more: a table of thousands need not wait
 FORMS = ("chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop")
-# Ways to count. N is fitted as the records' convention says, C as the first says; law.json has the laws under the others too.
-COUNTS = {
-    "N": ("params_total", "params_nonembed", "params_matmul"),
-    "C": ("flops_per_token", "flops_per_token_causal", "flops_per_token_6n_total", "flops_per_token_6n_nonembed",
-          "flops_per_token_6n_matmul"),
-}
 INTERVALS = {"t": "t-intervals of the residuals, at least of the seeds' SD", "cluster": "t-intervals over {} trajectories",
              "bootstrap": "{1} bootstrap resamples of {0} trajectories (in a table --cluster COL names them)"}
-FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "commit", "score"), ("d", "c", "cluster", "drop_highest", "where")  # of Options
+FOR_RUNS, FOR_A_TABLE = ("seed_sd", "predict", "score"), ("d", "c", "cluster", "drop_highest", "where")    # of Options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +54,6 @@ class Options:
     loss: str = ""                  # runs: bf16 (through BF16 matmuls; the default) or as_trained. Table: the column of losses
     seed_sd: float | None = None    # runs: SD of ln(loss) between seeds, a floor in the intervals (estimated from seeds)
     predict: str = ""               # runs: a run to come, whose prediction is frozen in out
-    commit: str = ""                # runs: of this code, which the prediction names where there is no git
     score: bool = False             # runs: compare the predictions in out with the runs that have come
     points: str = ""                # a table with a header line, instead of runs
     d: str = ""                     # table: column of training tokens; C = 6 N D
@@ -98,24 +79,16 @@ def main(arguments: list[str]) -> int:
 
 def _check(o: Options) -> None:
     """Refuse what does not go together."""
-    strange = [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]
-    table = next((path for path in o.paths if Path(path).is_file() and not path.endswith(BESIDE_RUNS)), None)
-    for is_wrong, sentence in (
-            (strange, f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}"),
-            (not o.points and not o.paths, "no runs given: name run folders such as out/<run>, a folder that holds them, or a "
-                                           "table with --points FILE"),
-            (o.points and o.paths, f"{' '.join(o.paths)!r} beside --points: give runs or one table; quote names with spaces"),
-            (o.points and not (o.n and o.loss), "n=COLUMN and loss=COLUMN are needed: a table's columns of N and of losses"),
-            (table, f"{table} is a file: a table of points is given as --points {table} --n COL --loss COL"),
-            (o.commit and not o.predict, f"commit={o.commit!r} is named by a prediction alone: give --predict RUN too"),
-            ((o.seed_sd or 0) < 0, f"seed_sd={o.seed_sd} must not be below 0"),
-            (not o.points and o.n not in ("", *CONVENTIONS), f"n={o.n!r} must be total or nonembed for runs"),
-            (not o.points and o.loss not in ("", "bf16", "as_trained"), f"loss={o.loss!r} must be bf16 or as_trained for runs")):
-        if is_wrong:
-            raise UserError(sentence)
+    if bool(o.points) == bool(o.paths):
+        raise UserError("give either run folders such as out/<run>, or a folder that holds them, or one table with --points FILE")
+    if strange := [name for name in (FOR_RUNS if o.points else FOR_A_TABLE) if getattr(o, name)]:
+        raise UserError(f"{' and '.join(strange)}: only for {'runs' if o.points else 'a table of points (--points FILE)'}")
+    for name, value, words in (("n", o.n, ("total", "nonembed")), ("loss", o.loss, ("bf16", "as_trained"))):
+        if o.points and not value:
+            raise UserError(f"{name}= is missing: it names a column of the table")
+        if not o.points and value not in ("", *words):
+            raise UserError(f"{name}={value!r} must be {' or '.join(words)} for runs")
 
-
-# ------------------------------------------------------------------------------------------------------- the two inputs
 
 def _fit_table(o: Options) -> None:
     folder = law_folder((), o.out)
@@ -123,63 +96,77 @@ def _fit_table(o: Options) -> None:
     group = fit_points(chosen.points, Path(o.points).name, chosen.axes, insist=o.insist)
     if all(fit.objective is None for fit in group.laws.values()):
         raise UserError(f"{o.points}: no law can be fitted ({group.laws['power_n'].reason}): give points of several sizes")
-    law = {"source": chosen.source, "conventions": chosen.source["conventions"], "notes": chosen.notes, **group.plain()}
-    _write([group], [], "loss", law, folder)
-    _print([group], chosen.notes, [], folder, o.all)
+    _finish([group], [], "loss", {"source": chosen.source, "notes": chosen.notes, **group.plain()}, folder, [], o.all)
 
 
 def _fit_runs(o: Options) -> None:
     folder, loss_key = law_folder(o.paths, o.out), f"loss_{o.loss or 'bf16'}"
-    records, notes = read_runs(o.paths)
+    finished, notes = read_runs(o.paths)
+    every = counted_as(finished, o.n or None)
     for sieve in (usable, from_scratch, without_repeats):
-        records, left_out = sieve(records)
+        every, left_out = sieve(every)
         notes += left_out
-    records = counted_as(records, o.n or None)
-    roots = {Path(path) for path in o.paths} | {record.folder.parent for record in records}
-    predictions, named = predict.load(folder), predict.named_held_out(roots)
-    everything, records = records, [r for r in records if not predict.is_held(r, predictions, named)]
-    notes += [f"held out of every fit: {r.run_id}" for r in everything if r not in records]
+    predictions = predict.load(folder)
+    named = predict.named_held_out(finished)
+    held = [one for one in every if predict.is_held(one, predictions, named)]
+    records = [one for one in every if one not in held]
+    notes += [f"held out of every fit: {one.run_id}" for one in held]
     if not records:
         raise UserError("\n".join(["no run is left to fit", *notes]))
-    check_comparable(everything)
-    seed_sd, degrees = seed_noise(records, loss_key)
-    noise = {"estimate": seed_sd, "degrees_of_freedom": degrees, "used": (seed_sd or 0.0) if o.seed_sd is None else o.seed_sd}
-    recipes = sorted({record.recipe for record in records}, key=lambda recipe: (recipe != "bf16", recipe))
-    groups = [fit_group([r for r in records if r.recipe == recipe], loss_key, noise["used"],
-                        predict.held_of(recipe, everything, predictions, named, loss_key), insist=o.insist) for recipe in recipes]
+    check_comparable(every)
+    estimate, degrees = seed_noise(records, loss_key)
+    seed_sd = (estimate or 0.0) if o.seed_sd is None else o.seed_sd
+    groups = [fit_group([one for one in records if one.recipe == recipe], loss_key, seed_sd, insist=o.insist,
+                        held=predict.held_of(recipe, held, predictions, loss_key, records[0].convention))
+              for recipe in sorted({one.recipe for one in records}, key=lambda recipe: (recipe != "bf16", recipe))]
     try:
         found, alone = pairs(records)
     except UserError as error:        # the laws do not need the losses of single sequences
         found, alone = [], [f"no paired gap: {error}"]
     notes += alone
+    gaps = [pair.in_bf16.percent for pair in found]
+    said = [f"Seed noise: {'unknown' if estimate is None else f'SD {100 * estimate:.3f} % of the loss'} from {degrees} degrees "
+            f"of freedom; intervals rest on at least {100 * seed_sd:.3f} % (seed_sd=)",
+            f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16; scaling/precision.py judges "
+            "them" if gaps else "No BF16/FP8 pair among these runs."]
+    if o.predict:
+        said += predict.describe(predict.freeze(o.predict, groups, finished, folder, loss_key))
+    if o.score:
+        said += predict.score(folder, every)
     law = {"conventions": {"N": f"params_{records[0].convention}", "D": "tokens", "C": "flops_per_token * tokens",
                            "loss": loss_key, "loss_unit": "nats per token", "chinchilla_frontier": "C = 6 N D"},
-           "seed_noise": noise, "notes": notes,
+           "seed_noise": {"estimate": estimate, "degrees_of_freedom": degrees, "used": seed_sd}, "notes": notes,
            "inputs": [{"run_id": r.run_id, "pair_id": r.pair_id, "recipe": r.recipe, "trunk": r.trunk, "seed": r.seed,
                        "N": r.N, "params_total": r.params_total, "params_nonembed": r.params_nonembed, "D": r.tokens,
                        "C": r.flops_per_token * r.tokens, "loss": getattr(r, loss_key), "summary_sha256": r.summary_sha256}
                       for group in groups for r in group.records],
-           "groups": {group.recipe: group.plain() for group in groups},
-           **({"laws": {form: fit.plain() for form, fit in groups[0].laws.items()}} if len(groups) == 1 else {})}
-    said = [_seeds(noise), _pairs(found)]
-    if o.predict:
-        lines = predict.describe(predict.freeze(o.predict, groups, folder, loss_key, roots=roots, commit=o.commit or None))
-        said += lines if o.all else [*lines[:2], lines[-1]]
-    if o.score:
-        said += predict.score(folder, everything)
-    _write(groups, found, loss_key, law, folder)
-    _print(groups, notes, said, folder, o.all)
+           "groups": {group.recipe: group.plain() for group in groups}}
+    if len(groups) == 1:
+        law["laws"] = law["groups"][groups[0].recipe]["laws"]
+    _finish(groups, found, loss_key, law, folder, said, o.all)
 
 
-def _write(groups, found, loss_key: str, law: dict, folder: Path) -> None:
-    """The figure, then law.json."""
-    rays = [ray_of(group.points) for group in groups if "D" in group.x]
-    ray = (min(low for low, _ in rays), max(high for _, high in rays)) if rays else None
-    law = {"format_version": 2, "delta": DELTA, "tokens_per_param": ray, "one_ray": on_one_ray(ray), **law}
-    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(strict(law))})
+def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[str], everything: bool) -> None:
+    """Write the figure, then law.json. Print warnings and headlines, the notes of `law`, then what else is `said`, such as a
+    score; all tables where everything is wanted, else at most LINES: what is said stays whole."""
+    text = json.dumps({"format_version": 2, "delta": DELTA} | law)
+    content = json.loads(text, parse_constant=lambda _: None)       # null for NaN and infinity, which JSON lacks
+    write_with(folder, "figure", draw(groups, found, loss_key), {"law.json": as_json(content)})
+    lines = [line for group in groups for line in _warnings(group)]
+    for group in groups:
+        lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
+    for group in groups if everything else ():
+        lines += ["", f"{group.recipe}: every law", *_table(
+            {"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
+             "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
+             "not identified because": fit.reason} for form, fit in group.laws.items())]
+        lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
+    lines, room = "\n".join([*lines, "", *law["notes"]]).strip("\n").split("\n"), LINES - 2 - len(said)
+    if len(lines) > room and not everything:
+        lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
+    print("\n".join([*lines, *said]), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg"
+          + "; --all prints every law and table" * (not everything), sep="\n")
 
-
-# --------------------------------------------------------------------------------------- one group of points, its laws
 
 @dataclass(frozen=True)
 class Group:
@@ -197,8 +184,7 @@ class Group:
     seed_sd: float                      # of ln loss, the floor under the residuals in intervals
     form_doubt: dict | None = None      # beside Chinchilla's law: what other forms say far out
     lack_of_fit: dict | None = None     # of Chinchilla's law, identified or not the headline
-    counts: dict = field(default_factory=dict)          # of runs: convention -> N or training FLOPs so counted
-    by_convention: dict = field(default_factory=dict)   # of runs: convention of N, the fitted one first -> Chinchilla's law
+    counts: dict = field(default_factory=dict)          # of runs: "N" or "C" -> {another convention: values so counted}
     curves: tuple = ()                  # (tokens, loss) of each run's training
     held_out: tuple = ()                # of predict.Held: in no fit
 
@@ -215,21 +201,8 @@ class Group:
     @cached_property
     def robustness(self) -> list[dict]:
         """The headlined law under other choices; under the other counts too, where there are runs."""
-        names = COUNTS["C"] if self.headline in ("ray", "power_c") else tuple(self.by_convention)
-        return robustness(self.points, self.headline, {n: self.counts[n] for n in names[1:] if n in self.counts}, human,
-                          self.seed_sd)
-
-    @cached_property
-    def allocation(self) -> dict[str, float]:
-        """Convention of C -> the exponent a of N* ~ C^a so counted; {} without runs or an identified L(N, D).
-        FLOPs per token grow as N^k, k below 1 for attention and head: the minimum of L(N, D) at constant N^k D has
-        a = beta / (alpha + k beta); k = 1 is C = 6 N D."""
-        law = self.laws["chinchilla"]
-        if not self.counts or not law.identified:
-            return {}
-        p, log_n = law.parameters, np.log(self.points.N)
-        powers = {name: float(np.polyfit(log_n, np.log(self.counts[name] / self.points.D), 1)[0]) for name in COUNTS["C"]}
-        return {name: p["beta"] / (p["alpha"] + k * p["beta"]) for name, k in powers.items()}
+        axis = "C" if self.headline in ("ray", "power_c") else "N"
+        return robustness(self.points, self.headline, self.counts.get(axis, {}), self.seed_sd)
 
     def names_of(self, index) -> list[str]:
         """Points by their runs, or by what tells a table's rows apart (the line, where no column names runs)."""
@@ -244,8 +217,7 @@ class Group:
                                                 "without": lack["without"] and lack["without"].plain()},
                 "laws": {form: fit.plain() for form, fit in self.laws.items()},
                 "band": {axis: [fit.plain() for fit in forms] for axis, forms in self.bands.items()},
-                "form_doubt": self.form_doubt, "allocation": self.allocation,
-                "by_convention": {name: fit.plain() for name, fit in self.by_convention.items()}, "robustness": self.robustness}
+                "form_doubt": self.form_doubt, "robustness": self.robustness}
 
 
 def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None, held=(), resamples: int = 1000,
@@ -255,21 +227,19 @@ def fit_group(records, loss_key: str = "loss_bf16", seed_sd: float | None = None
     bootstrap; 0 leaves t-intervals that take every run for an independent one."""
     records = sorted(records, key=lambda record: record.flops_per_token * record.tokens)
     seed_sd = (seed_noise(records, loss_key)[0] or 0.0) if seed_sd is None else seed_sd
+
     # FLOPs are whole numbers of FLOPs per token times tokens, rounded to a float once.
-    counts = {name: np.array([getattr(record, name) * (record.tokens if name in COUNTS["C"] else 1) for record in records],
-                             dtype=float) for name in COUNTS["N"] + COUNTS["C"]}
-    own = f"params_{records[0].convention}"
-    points = Points(N=counts[own], D=np.array([record.tokens for record in records], dtype=float), C=counts["flops_per_token"],
-                    loss=np.array([getattr(record, loss_key) for record in records]),
-                    cluster=np.array([record.trunk for record in records]))
-    group = fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, tuple(records), insist)
-    by_convention = {own: group.laws["chinchilla"]} | {
-        name: _fitted("chinchilla", replace(points, N=counts[name]), seed_sd, resamples) for name in COUNTS["N"] if name != own}
-    return replace(group, counts=counts, by_convention=by_convention,
-                   curves=tuple(read_curve(record) for record in records), held_out=tuple(held))
+    counts = {axis: {name: np.array([getattr(one, name) * (one.tokens if axis == "C" else 1) for one in records], dtype=float)
+                     for name in vars(records[0]) if name.startswith(start)}
+              for axis, start in (("N", "params_"), ("C", "flops_per_token"))}
+    points = Points(counts["N"].pop(f"params_{records[0].convention}"), np.array([float(one.tokens) for one in records]),
+                    counts["C"].pop("flops_per_token"), np.array([getattr(one, loss_key) for one in records]),
+                    np.array([one.trunk for one in records]))
+    return replace(fit_points(points, records[0].recipe, "NDC", seed_sd, resamples, insist), records=tuple(records),
+                   counts=counts, curves=tuple(map(read_curve, records)), held_out=tuple(held))
 
 
-def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000, records=(),
+def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.0, resamples: int = 1000,
                insist: bool = False) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
@@ -280,7 +250,7 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
     headline, reason = _headline(laws, ray, lack and not insist)
     lines, bands = _lines(laws, headline, x, points, seed_sd, ray)
-    return Group(name, records, points, x, laws, headline, reason, lines, bands, seed_sd,
+    return Group(name, (), points, x, laws, headline, reason, lines, bands, seed_sd,
                  _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
 
 
@@ -302,9 +272,11 @@ def _form_doubt(points: Points, seed_sd: float) -> dict | None:
         said = predict.forecast(points, target, seed_sd)
     except UserError:
         return None
+    if len(said["forms"]) == 1:
+        return None
     low, high = said["parts"]["model_form"]
-    return {**dict(zip("NDC", map(float, target), strict=True)), "low": low, "high": high,
-            "forms": [one["form"] for one in said["forms"]]} if len(said["forms"]) > 1 else None
+    N, D, C = map(float, target)
+    return {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": [one["form"] for one in said["forms"]]}
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
@@ -328,13 +300,10 @@ def _headline(laws, ray, is_misfit) -> tuple[str, str]:
     if laws["chinchilla"].identified and not is_misfit:
         return "chinchilla", "the points identify L(N, D)"
     why = "L(N, D) does not fit the points (--insist headlines it all the same)" if is_misfit else (
-        "one ray of tokens per parameter does not determine alpha and beta" if on_one_ray(ray) else
         f"L(N, D) is not identified ({laws['chinchilla'].reason})")
     if laws["ray"].identified:
         return "ray", f"{why}: ray law instead"
-    return "power_c", f"{why}: power law in C instead, " + (
-        f"as the ray law is not identified either ({laws['ray'].reason})" if on_one_ray(ray) else
-        "which mixes the effects of size and of data")
+    return "power_c", f"{why}: power law in C instead" + ", which mixes the effects of size and of data" * (not on_one_ray(ray))
 
 
 def _lines(laws, headline, x, points, seed_sd, ray):
@@ -347,35 +316,11 @@ def _lines(laws, headline, x, points, seed_sd, ray):
         lines[axis] = power
         if axis == "C" or on_one_ray(ray):
             if laws["ray"].identified:
-                lines[axis] = laws["ray"] if axis == "C" else fit_ray(x[axis], points.loss, seed_sd=seed_sd)
+                lines[axis] = laws["ray"] if axis == "C" else fit_law("ray", x[axis], points.loss, seed_sd=seed_sd)
             # On a ray C is a power of N or D (about 2; attention bends it), so exponents there are as much larger.
             factor = float(np.polyfit(np.log(x[axis]), np.log(x["C"]), 1)[0])
             bands[axis] = fit_band(x[axis], points.loss, axis.lower(), factor)
     return lines, bands
-
-
-# --------------------------------------------------------------------------------------------------- text for a terminal
-
-def _print(groups, notes, said, folder: Path, everything: bool) -> None:
-    """Warnings, headlines and notes, then what else is `said`, a score say; all tables where everything is wanted, else at most
-    LINES: what is said stays whole."""
-    lines = [line for group in groups for line in _warnings(group)]
-    for group in groups:
-        lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
-    for group in groups if everything else ():
-        lines += ["", f"{group.recipe}: every law", *_table(_law_rows(group))]
-        lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
-    if len(notes) > 4 and not everything:
-        kinds: dict[tuple[str, ...], list[str]] = {}        # a note is "verb run: reason", the reason's last word at most its own
-        for note in notes:
-            kinds.setdefault((note.split()[0], *note.partition(": ")[2].split()[:-1]), []).append(note)
-        notes = [line for some in kinds.values() for line in (
-            some if len(some) < 3 else [f"{some[0]} (and {len(some) - 1} more such, in law.json)"])]
-    lines, room = "\n".join([*lines, "", *notes]).lstrip("\n").split("\n"), max(1, LINES - 2 - len(said))
-    if len(lines) > room and not everything:
-        lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
-    end = "" if everything else "; --all prints every law and table"
-    print("\n".join([*lines, *said]).rstrip("\n"), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg{end}", sep="\n")
 
 
 def _warnings(group) -> list[str]:
@@ -399,19 +344,18 @@ def _warnings(group) -> list[str]:
 def _headline_lines(group) -> list[str]:
     """A group's headlined law with its intervals, what it rests on, and why it is this form."""
     fit, kind, N = group.laws[group.headline], KIND[group.convention], group.x["N"]
-    n, clusters = len(group.loss), len(set(group.points.cluster))
-    what = f"{group.recipe}: {n} {'runs' if group.records else 'points'}" + f" of {clusters} trajectories" * (clusters < n)
-    what += f", {kind}N {_span(N.min(), N.max(), human)}"
+    what = (f"{group.recipe}: {len(group.loss)} {'runs' if group.records else 'points'} of {len(set(group.points.cluster))} "
+            f"trajectories, {kind}N {human(N.min())} to {human(N.max())}")
     if "D" in group.x:
-        what += f", {_span(*ray_of(group.points))} tokens per {kind}parameter"
+        low, high = ray_of(group.points)
+        what += f", {low:.3g} to {high:.3g} tokens per {kind}parameter"
     lines = [what, f"  {group.headline}: {fit.formula() or f'not fitted: {fit.reason}'}"]
     if fit.ci95:
         lines += [f"    95 %: {_intervals(fit)}",
                   f"    from {INTERVALS[fit.interval].format(fit.clusters, fit.resamples)}: the points' noise alone"]
     lines.append(f"  why this law: {group.headline_reason}")
-    doubt = group.form_doubt
-    far = [doubt["low"], doubt["high"]] if doubt else [float(form.predict(10 * group.x["C"].max()))
-                                                       for form in group.bands.get("C", ())]
+    far = [group.form_doubt["low"], group.form_doubt["high"]] if group.form_doubt else [
+        float(form.predict(10 * group.x["C"].max())) for form in group.bands.get("C", ())]
     if far:
         lines.append(f"  doubt in the form: at ten times the largest compute {min(far):.4g} to {max(far):.4g} nats per token")
     return lines
@@ -421,35 +365,12 @@ def _intervals(fit) -> str:
     return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
 
 
-def _law_rows(group) -> list[dict]:
-    return [{"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
-             "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
-             "not identified because": fit.reason} for form, fit in group.laws.items()]
-
-
-def _table(rows: list[dict]) -> list[str]:
+def _table(rows) -> list[str]:
     """Rows as a table with a column for each key that some row fills, numbers with four digits."""
+    rows = list(rows)
     names = list(dict.fromkeys(name for row in rows for name in row))
     return grid([names, *([f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name) or "") for name in names]
                           for row in rows)]).split("\n")
-
-
-def _seeds(noise) -> str:
-    """What is known of the noise between seeds: estimated and how well, or given."""
-    said = "unknown, no two runs differ in the seed alone" if noise["estimate"] is None else (
-        f"SD {100 * noise['estimate']:.3f} % of the loss ({noise['degrees_of_freedom']} degrees of freedom)")
-    return f"Seed noise: {said}; intervals rest on " + (
-        f"at least {100 * noise['used']:.3f} %." if noise["used"] else "the residuals alone (seed_sd=0.001: 0.1 %).")
-
-
-def _pairs(found) -> str:
-    gaps = [pair.in_bf16.percent for pair in found]
-    return "No BF16/FP8 pair among these runs." if not gaps else (
-        f"{len(gaps)} BF16/FP8 pairs, gaps of {min(gaps):+.3f} to {max(gaps):+.3f} % in BF16; scaling/precision.py judges them")
-
-
-def _span(low, high, shown="{:.3g}".format) -> str:
-    return shown(low) if shown(low) == shown(high) else f"{shown(low)} to {shown(high)}"
 
 
 if __name__ == "__main__":

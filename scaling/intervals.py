@@ -6,26 +6,11 @@ trajectories leave a bootstrap too few different draws; there each is left out o
 """
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
-from scaling.laws import (
-    DELTA,
-    SINGULAR,
-    Fit,
-    Points,
-    back,
-    descend,
-    fit_form,
-    inefficiency,
-    judged,
-    log_law,
-    natural,
-    strict,
-    terms,
-    with_covariance,
-)
+from runtime.progress import si as human
+from scaling.laws import DELTA, SINGULAR, Fit, Points, back, descend, fit_form, judged, log_law, natural, with_covariance
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says
 FAILED = 0.05               # share of resamples without a fit above which the bootstrap is not believed
@@ -65,7 +50,7 @@ def jackknife(fit: Fit, points: Points):
     """(p, p) covariance of theta from leaving out each trajectory once, linearised at the optimum (CR3, Bell and
     McCaffrey 2002); None where the points without one of them do not determine the law."""
     best = fit.optimum
-    log_loss, jacobian = log_law(*terms(fit.form, _logs(fit, points), best.gamma), best.theta)
+    log_loss, jacobian = log_law(*fit.terms(*points.axes(fit.form)), best.theta)
     residual = np.log(points.loss) - log_loss
     bread = np.linalg.inv(jacobian.T @ jacobian)
     labels, total = np.unique(points.cluster), 0.0
@@ -78,7 +63,7 @@ def jackknife(fit: Fit, points: Points):
         moved = bread @ own.T @ np.linalg.solve(rest, residual[rows])
         total = total + np.outer(moved, moved)
     floor = max(1.0, best.sigma / fit.residual_rms) if fit.residual_rms else 1.0       # seed_sd above the residuals
-    return total * (len(labels) - 1) / len(labels) * floor**2 * inefficiency(best.sigma, best.delta)
+    return total * (len(labels) - 1) / len(labels) * floor**2 * best.inefficiency
 
 
 def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
@@ -88,16 +73,13 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
     labels, member = np.unique(points.cluster, return_inverse=True)
     rng, best = np.random.RandomState(seed), fit.optimum
     counts = np.array([np.bincount(rng.choice(len(labels), len(labels)), minlength=len(labels)) for _ in range(resamples)], float)
-    thetas, _, converged = descend(np.tile(best.theta, (resamples, 1)), *terms(fit.form, _logs(fit, points), best.gamma),
-                                   np.log(points.loss), best.delta, counts[:, member])
-    samples = {name: [] for name in fit.parameters}
-    for theta in thetas[converged]:
-        for name, (value, _) in natural(fit.form, theta, best.centres, best.gamma).items():
-            samples[name].append(back(name, value))
-    with np.errstate(invalid="ignore", over="ignore"):          # a factor may overflow; law.json then has null
-        se = {name: float(np.std(values, ddof=1)) for name, values in samples.items()}
-    ci95 = {name: tuple(map(float, np.percentile(values, [2.5, 97.5]))) for name, values in samples.items()}
-    moved = thetas[converged]
+    thetas, _, converged = descend(np.tile(best.theta, (resamples, 1)), *fit.terms(*points.axes(fit.form)), np.log(points.loss),
+                                   best.delta, counts[:, member])
+    moved, se, ci95 = thetas[converged], {}, {}
+    with np.errstate(invalid="ignore"):         # a factor may overflow; law.json then has null
+        for name, values in natural(fit.form, moved, best.centres, best.gamma).items():
+            values = back(name, values)
+            se[name], ci95[name] = float(np.std(values, ddof=1)), tuple(np.percentile(values, [2.5, 97.5]).tolist())
     if "E" in fit.parameters:       # linear in E, as the loss is: where it runs to 0 its logarithm would be all of the spread
         moved[:, 0] = best.theta[0] + np.expm1(moved[:, 0] - best.theta[0])
     optimum = replace(best, covariance=np.cov(moved.T), dof=len(labels) - 1)
@@ -105,76 +87,72 @@ def bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -
                    failed=int((~converged).sum()), optimum=optimum)
 
 
-def _logs(fit: Fit, points: Points) -> list[np.ndarray]:
-    return [np.log(x) - centre for x, centre in zip(points.axes(fit.form), fit.optimum.centres, strict=True)]
-
-
-# --------------------------------------------------------------------------------------------------------- lack of fit
-
 def lack_of_fit(fit: Fit, points: Points, seed_sd: float = 0.0) -> dict | None:
-    """How Chinchilla's law misses its points (residuals above MISSES), and the same law without the earliest; None where it fits.
-    Noise: the seeds' SD where known, else of repeats (equal N and D), else of neighbours, by what the residuals of a point and of
-    the nearest one of another trajectory differ. Points of few tokens per parameter lie above any such law; the fewest that let
-    the rest fit are named: {residual_rms, noise, noise_of, below, left_out (indices), without (Fit)}."""
-    least, times = MISSES
-    if fit.residual_rms is None or fit.residual_rms <= least:
+    """How an identified L(N, D) misses its points (residuals above MISSES), and the same law without the earliest, as points of
+    few tokens per parameter lie above any such law; None where it fits. left_out: indices of the fewest that let the rest fit."""
+    if fit.residual_rms <= MISSES[0]:       # the noise of thousands of points takes a second
         return None
-    residual = np.log(points.loss / fit.predict(points.N, points.D))
-    noise, noise_of = _noise(points, residual, seed_sd)
-    limit = max(least, times * noise)
+    noise, noise_of = _noise(points, np.log(points.loss / fit.predict(points.N, points.D)), seed_sd)
+    limit, ratio = max(MISSES[0], MISSES[1] * noise), points.D / points.N
     if fit.residual_rms <= limit:
         return None
-    order, ratio = np.argsort(points.D / points.N, kind="stable"), points.D / points.N
     found = {"residual_rms": fit.residual_rms, "noise": noise, "noise_of": noise_of, "below": None, "left_out": [],
              "without": None}
     for share in SHARES:
-        below = ratio[order[round(share * len(order))]]
+        below = np.sort(ratio)[round(share * len(ratio))]
         some = np.flatnonzero(ratio >= below * (1 - 1e-9))
         less = fit_form("chinchilla", points.take(some), seed_sd)
         if less.identified and less.residual_rms <= limit:
-            return found | {"below": float(below), "left_out": np.setdiff1d(order, some).tolist(),
+            return found | {"below": float(below), "left_out": np.setdiff1d(np.arange(len(ratio)), some).tolist(),
                             "without": with_bootstrap(less, points.take(some), RESAMPLES)}
     return found
 
 
 def _noise(points: Points, residual, seed_sd: float) -> tuple[float, str]:
-    """Standard deviation of one run's ln L, and what it was taken from."""
+    """Standard deviation of one run's ln L, and what it was taken from: the seeds where known, else repeats (equal N and D), else
+    neighbours, by what the residuals of a point and of the nearest one of another trajectory differ."""
     if seed_sd > 0:
         return seed_sd, "seeds"
     x = np.log([points.N, points.D])
-    _, same = np.unique(np.round(x, 6), axis=1, return_inverse=True)
-    counts = np.bincount(same.ravel())
+    _, same, counts = np.unique(np.round(x, 6), axis=1, return_inverse=True, return_counts=True)
     if (freedom := len(residual) - len(counts)) >= 5:
         means = np.bincount(same.ravel(), residual) / counts
         return float(np.sqrt(np.sum((residual - means[same.ravel()]) ** 2) / freedom)), "repeats"
-    _, label = np.unique(points.cluster, return_inverse=True)
-    differences = []
-    for i in range(len(residual)):
-        away = np.where(label == label[i], np.inf, np.hypot(*(x - x[:, i:i + 1])))
-        differences.append(residual[i] - residual[away.argmin()])
-    return float(np.median(np.abs(differences)) / 0.6745 / np.sqrt(2)), "neighbours"       # the median: outliers are no noise
+    nearest = [np.where(points.cluster == points.cluster[i], np.inf, np.hypot(*(x - x[:, i:i + 1]))).argmin()
+               for i in range(len(residual))]
+    differences = np.abs(residual - residual[nearest])
+    return float(np.median(differences) / 0.6745 / np.sqrt(2)), "neighbours"        # the median: outliers are no noise
 
 
-# ---------------------------------------------------------------------------------------------------------- robustness
-
-def robustness(points: Points, form: str, counts: dict[str, np.ndarray] | None = None, say="{:.3g}".format,
-               seed_sd: float = 0.0) -> list[dict]:
+def robustness(points: Points, form: str, counts: dict[str, np.ndarray], seed_sd: float = 0.0) -> list[dict]:
     """The declared fit and its variants: the k highest losses left out, another delta, another way of counting, each size left
-    out (with the error of predicting it). Strict JSON; a variant that cannot be fitted has its reason.
-    counts: convention -> N (n,) for laws in N, or C for laws in C. say: a size in words. seed_sd: as of fit_form."""
-    row = partial(_row, form, seed_sd)
+    out (with the error of predicting it). A variant that cannot be fitted has its reason.
+    counts: convention -> N (n,) for laws in N, or C for laws in C. seed_sd: as of fit_form."""
+    found = []
+
+    def add(variant: str, value: str, points: Points, delta: float | None = DELTA, rest: Points | None = None) -> None:
+        """A variant's fit; with the error in per cent on the `rest` that it has not seen."""
+        resamples = RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4
+        fit = with_bootstrap(fit_form(form, points, seed_sd, delta), points, resamples)
+        found.append({"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
+            key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")})
+        if rest is not None and fit.objective is not None:
+            errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
+            found[-1] |= {"error_percent": float(errors.mean()), "largest_error_percent": float(max(errors, key=abs))}
+
     order, axis = np.argsort(-points.loss, kind="stable"), "C" if form in ("ray", "power_c") else "N"
-    found = [row("declared", "", points)]
+    add("declared", "", points)
     for k in DROPS:
         if k <= len(order) // 2:            # fewer than half left is another experiment
-            found.append(row("drop highest", str(k), points.take(np.sort(order[k:]))))
-    found += [row("delta", "MSE" if delta is None else f"{delta:g}", points, delta) for delta in DELTAS]
-    found += [row(f"count {axis} as", name, replace(points, **{axis: values})) for name, values in (counts or {}).items()]
+            add("drop highest", str(k), points.take(np.sort(order[k:])))
+    for delta in DELTAS:
+        add("delta", "MSE" if delta is None else f"{delta:g}", points, delta)
+    for name, values in counts.items():
+        add(f"count {axis} as", name, replace(points, **{axis: values}))
     for left_out in sizes(points.N):
-        N = points.N[left_out]
-        value = say(N.min()) if N.max() / N.min() < 1.01 else f"{say(N.min())} to {say(N.max())}"
-        found.append(row("leave out N", value, points.take(~left_out), rest=points.take(left_out)))
-    return strict(found)
+        low, high = (human(end(points.N[left_out])) for end in (np.min, np.max))
+        add("leave out N", low if low == high else f"{low} to {high}", points.take(~left_out), rest=points.take(left_out))
+    return found
 
 
 def sizes(N) -> list[np.ndarray]:
@@ -183,19 +161,6 @@ def sizes(N) -> list[np.ndarray]:
     order = np.argsort(N, kind="stable")
     index = np.empty(len(N), dtype=int)
     index[order] = np.cumsum(np.r_[False, np.diff(np.log(N[order])) > 0.01])
-    found = int(index.max()) + 1
-    if found > MOST_SIZES:
-        index = index * MOST_SIZES // found
+    found = index.max() + 1
+    index = index * min(found, MOST_SIZES) // found
     return [index == i for i in range(index.max() + 1)] if found > 1 else []
-
-
-def _row(form: str, seed_sd: float, variant: str, value: str, points: Points, delta: float | None = DELTA,
-         rest: Points | None = None) -> dict:
-    """A variant's fit; with the error in per cent on the `rest` that it has not seen."""
-    fit = with_bootstrap(fit_form(form, points, seed_sd, delta), points, RESAMPLES if len(points.loss) < MANY else RESAMPLES // 4)
-    row = {"variant": variant, "value": value, "n": len(points.loss), **fit.parameters} | {
-        key: getattr(fit, key) for key in ("objective", "starts", "starts_at_best", "identified", "reason")}
-    if rest is not None and fit.objective is not None:
-        errors = 100 * (fit.predict(*rest.axes(form)) / rest.loss - 1)
-        row |= {"error_percent": float(errors.mean()), "largest_error_percent": float(errors[np.abs(errors).argmax()])}
-    return row

@@ -8,6 +8,7 @@ ln x, exponents): one value and one gradient for all forms. The objective is Hub
 import math
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -18,8 +19,11 @@ from runtime.cli import UserError
 # form -> its parameters in the solver's order: ln factors first, then exponents
 NAMES = {"ray": ("E", "K", "gamma"), "power_n": ("A", "alpha"), "power_d": ("B", "beta"), "power_c": ("K", "gamma"),
          "chinchilla": ("E", "A", "B", "alpha", "beta"), "chinchilla_tied": ("E", "A", "B", "alpha")}
-FACTORS = {"E", "A", "B", "K"}      # positive, so solved for and given intervals on the logarithm
-AXIS = {"power_n": "N", "power_d": "D", "power_c": "C", "ray": "C"}     # the abscissa; chinchilla's are N and D
+FACTORS = {"E", "A", "B", "K", "k_n", "k_d"}        # positive, so solved for and given intervals on the logarithm
+# form -> (factor, abscissa, exponent) of each power law in it
+SURFACE = ("A", "N", "alpha"), ("B", "D", "beta")
+POWERS = {"ray": (("K", "C", "gamma"),), "power_n": SURFACE[:1], "power_d": SURFACE[1:], "power_c": (("K", "C", "gamma"),),
+          "chinchilla": SURFACE, "chinchilla_tied": SURFACE}
 
 DELTA = 1e-3                # Huber's threshold on log-loss residuals
 GAMMAS = (0.10, 0.12, 0.14, 0.16, 0.18, 0.20, 0.22)   # declared range of the compute exponent (published: .15 to .18)
@@ -31,7 +35,9 @@ COLLAPSED = 1e-3            # E below this share of the smallest loss is E = 0: 
 
 SPREAD = 2                  # largest over smallest tokens per parameter for chinchilla: nearer, alpha and beta trade places
 FEWEST = 9                  # distinct points that its five parameters need: with six, intervals hold beta 82 times in 100
-FLOORS, SLOPES = (0.3, 0.6, 0.9), (0.15, 0.35, 0.7)     # its starts: E as a share of the lowest loss; alpha, beta
+# The solver's starts: E as a share of the lowest loss; exponents
+STARTS = {"ray": ((0.1, 0.5, 0.9), (0.03, 0.1, 0.2, 0.5, 1.0))} | dict.fromkeys(
+    ("chinchilla", "chinchilla_tied"), ((0.3, 0.6, 0.9), (0.15, 0.35, 0.7)))
 
 NEAR = 5                    # steps by plain squares before the descent
 STEPS = 300                 # of one descent, before it counts as failed
@@ -43,8 +49,8 @@ BLOCK = 24_000              # points times problems at once: what stays in the c
 SAME_BUDGET = 1.1           # largest over smallest compute that counts as one budget: published points scatter by per cents
 SIZES = 5                   # distinct sizes that a budget needs
 BUDGETS = 3                 # usable budgets that a slope with an interval needs
-WINDOWS = (math.inf, 30, 10, 5)     # isoflop fits sizes within this factor of the minimum
-ALLOCATION, IS_LOG = ("a", "k_n", "b", "k_d"), np.array([False, True, False, True])      # factors by their logarithm
+WINDOWS = (None, 30, 10, 5) # isoflop fits sizes within this factor of the minimum; None: all
+ALLOCATION = ("a", "k_n", "b", "k_d")
 BENT = 0.05                 # chance of refusing a window in which the cubic holds
 
 
@@ -52,8 +58,7 @@ BENT = 0.05                 # chance of refusing a window in which the cubic hol
 
 @dataclass(frozen=True, eq=False)
 class Points:
-    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label. Raises
-    UserError where a value is not finite or not above zero."""
+    """n measured points: parameters N, tokens D, FLOPs C, loss in nats per token; points of one trajectory share a label."""
 
     N: np.ndarray
     D: np.ndarray
@@ -61,14 +66,9 @@ class Points:
     loss: np.ndarray
     cluster: np.ndarray
 
-    def __post_init__(self):
-        for name in ("N", "D", "C", "loss"):
-            object.__setattr__(self, name, checked(name, getattr(self, name)))
-        object.__setattr__(self, "cluster", np.asarray(self.cluster))
-
     def axes(self, form: str) -> tuple[np.ndarray, ...]:
         """The abscissae that a form's predict takes: (N, D) for chinchilla, else one of C, N, D."""
-        return (getattr(self, AXIS[form]),) if form in AXIS else (self.N, self.D)
+        return tuple(getattr(self, axis) for _, axis, _ in POWERS[form])
 
     def take(self, index) -> "Points":
         """The points at `index`, which numpy must accept as one."""
@@ -88,6 +88,16 @@ class Optimum:
     sigma: float | None                 # of one run's ln loss
     lowest: float                       # smallest ln loss of the points, which ln E lies below
 
+    @property
+    def inefficiency(self) -> float:
+        """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
+        if self.delta is None or self.sigma == 0:
+            return 1.0
+        k = self.delta / self.sigma
+        inside = erf(k / math.sqrt(2))
+        squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
+        return float(squares / inside**2)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -105,7 +115,6 @@ class Fit:
     starts: int | None = None
     starts_at_best: int | None = None       # starts that end at the best objective
     gradient_norm: float | None = None
-    singular_values: tuple[float, ...] | None = None    # of the Jacobian in the solver's terms (Optimum.theta)
     residual_rms: float | None = None       # of log-loss, over n - parameters; isoflop: of ln N*
     se: dict[str, float] | None = None
     ci95: dict[str, tuple[float, float]] | None = None
@@ -114,16 +123,14 @@ class Fit:
     resamples: int | None = None            # bootstrap: drawn, and failed among them
     failed: int | None = None
     budgets: tuple[dict, ...] | None = None     # isoflop: C, sizes, N, D, loss or reason, per budget
-    windows: tuple[dict, ...] | None = None     # isoflop: window (None: all sizes), a, is_bent; the first unbent one is used
+    windows: tuple[dict, ...] | None = None     # isoflop: window, a, is_bent of each of WINDOWS; the first unbent one is used
     optimum: Optimum | None = field(default=None, repr=False, compare=False)
 
     def predict(self, *x):
         """The law's loss (nats per token) at x, of x's shape; x is N, D for chinchilla, else the form's one abscissa."""
-        p, x = self.parameters, [np.asarray(values, dtype=float) for values in x]
-        if self.form.startswith("chinchilla"):
-            return p["E"] + p["A"] * x[0] ** -p["alpha"] + p["B"] * x[1] ** -p["beta"]
-        factor, exponent = NAMES[self.form][-2:]
-        return p.get("E", 0.0) + p[factor] * x[0] ** -p[exponent]
+        p = self.parameters
+        return sum((p[factor] * np.asarray(values, dtype=float) ** -p[exponent]
+                    for (factor, _, exponent), values in zip(POWERS[self.form], x, strict=True)), p.get("E", 0.0))
 
     def interval_at(self, *x, new_run: bool = False):
         """(loss, low, high) of x's shape: 95 % interval of the law at x, of one run there with new_run; None without
@@ -131,13 +138,14 @@ class Fit:
         best = self.optimum
         if best is None or best.covariance is None:
             return None
-        shape = np.shape(x[0])
-        logs = [np.log(np.asarray(values, dtype=float)).ravel() - centre
-                for values, centre in zip(x, best.centres, strict=True)]
-        log_loss, gradient = log_law(*terms(self.form, logs, best.gamma), best.theta)
+        log_loss, gradient = log_law(*self.terms(*map(np.ravel, x)), best.theta)
         variance = np.einsum("ni,ij,nj->n", gradient, best.covariance, gradient) + new_run * best.sigma**2
         width = stdtrit(best.dof, 0.975) * np.sqrt(variance)
-        return tuple(np.exp(log_loss + side * width).reshape(shape) for side in (0, -1, 1))
+        return tuple(np.exp(log_loss + side * width).reshape(np.shape(x[0])) for side in (0, -1, 1))
+
+    def terms(self, *x):
+        """What `terms` gives at x of shape (n,) per axis."""
+        return terms(self.form, centred(x, self.optimum.centres), self.optimum.gamma)
 
     def formula(self) -> str:
         """The law in plain text, such as L = 1.69 + 412 C^-0.155; "" where it is not fitted."""
@@ -146,100 +154,92 @@ class Fit:
         p = {name: f"{float(f'{value:.3g}'):g}" for name, value in self.parameters.items()}       # 2140, not 2.14e+03
         if self.form == "isoflop":
             return f"N* ~ C^{p['a']}, D* ~ C^{p['b']}"
-        floor = f"{p['E']} + " if "E" in p else ""
-        factor, exponent = NAMES[self.form][-2:]
-        law = f"{p['A']} N^-{p['alpha']} + {p['B']} D^-{p['beta']}" if self.form.startswith("chinchilla") else (
-            f"{p[factor]} {AXIS[self.form]}^-{p[exponent]}")
-        return f"L = {floor}{law}".replace("^--", "^")
+        powers = [f"{p[factor]} {axis}^-{p[exponent]}" for factor, axis, exponent in POWERS[self.form]]
+        return f"L = {' + '.join(([p['E']] if 'E' in p else []) + powers)}".replace("^--", "^")
 
     def plain(self) -> dict:
-        """The fit as strict JSON for law.json: the parameters beside the other fields, None for what is not finite."""
+        """The fit for law.json: the parameters beside the other fields."""
         content = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("optimum", "parameters")}
-        return strict(content | self.parameters | {"formula": self.formula()})
-
-
-def strict(value):
-    """The value with None for what JSON has no number for."""
-    if isinstance(value, dict):
-        return {key: strict(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [strict(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return content | self.parameters | {"formula": self.formula()}
 
 
 def unfitted(form: str, n: int, reason: str) -> Fit:
     """A Fit that says why there is none."""
-    names = ("a", "b") if form == "isoflop" else NAMES[form]
-    return Fit(form, dict.fromkeys(names), n, False, reason)
+    return Fit(form, dict.fromkeys(NAMES.get(form, "ab")), n, False, reason)
 
 
 # ---------------------------------------------------------------------------------------------------------- the laws
 
 def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Any form fitted to the points; where they cannot carry it, a Fit that says why.
-    seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for
-    squares."""
+    """Any form fitted to the points, as fit_law does; where they cannot carry it, a Fit that says why."""
     try:
-        if form == "chinchilla":
-            return fit_chinchilla(points.N, points.D, points.loss, seed_sd=seed_sd, delta=delta)
         if form == "isoflop":
             return fit_isoflop(points)
-        if form != "ray":
-            return fit_power(*points.axes(form), points.loss, form[-1], seed_sd=seed_sd, delta=delta)
-        fit, (low, high) = fit_ray(points.C, points.loss, seed_sd=seed_sd, delta=delta), ray_of(points)
-        if on_one_ray((low, high)):
-            return fit
-        return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
-            f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
+        fit = fit_law(form, *points.axes(form), points.loss, seed_sd=seed_sd, delta=delta)
     except UserError as error:
         return unfitted(form, len(points.loss), str(error))
+    low, high = ray_of(points)
+    if form != "ray" or on_one_ray((low, high)):
+        return fit
+    return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
+        f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
 
 
-def fit_ray(C, L, gamma: float | None = None, seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit L = E + K C^-gamma to C, L of shape (n,), all on one ray of tokens per parameter; `gamma` may be held fixed. Raises
-    UserError for points that are not finite, not positive, or fewer than the parameters."""
-    size = 3 if gamma is None else 2
-    logs, y, centres = centred_logs((C,), L, distinct=size)
-    starts = []
-    for share in (0.1, 0.5, 0.9) if gamma is None else (0.1, 0.6):
-        floor = share * np.exp(y.min())
-        height = np.mean(np.log(np.exp(y) - floor))
-        starts += [[np.log(floor), height, g][:size] for g in ((0.03, 0.1, 0.2, 0.5, 1.0) if gamma is None else (gamma,))]
-    return solve("ray", logs, y, centres, starts, seed_sd, delta, gamma)
-
-
-def fit_power(x, L, axis: str = "c", seed_sd: float = 0.0, delta: float | None = DELTA) -> Fit:
-    """Fit A N^-alpha (axis "n"), B D^-beta ("d") or K C^-gamma ("c") to x, L of shape (n,), Kaplan et al. 2020's laws, whose
-    N_c is A^(1/alpha). Raises UserError as fit_ray does."""
-    logs, y, centres = centred_logs((x,), L, distinct=2)
-    slope, height = np.polyfit(logs[0], y, 1)
-    starts = [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
-    return solve(f"power_{axis}", logs, y, centres, starts, seed_sd, delta)
+def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,
+            raw: bool = False) -> Fit:
+    """Fit one of NAMES (see Fit) to data: the form's abscissae as Points.axes has them, then losses, each of shape (n,).
+    seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for squares.
+    gamma: the ray law's exponent, held fixed. raw: squares of L itself, Gadre et al. 2024's objective, in nats squared. Raises
+    UserError for points that are not positive or fewer than the parameters; others that cannot tell are fitted and say so."""
+    *axes, loss = data
+    for name, values in [*(("point", x) for x in axes), ("loss", loss)]:
+        values = np.asarray(values, dtype=float)
+        for i in np.flatnonzero(~((values > 0) & (values < math.inf))):
+            raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
+    p = len(NAMES[form]) - (gamma is not None)
+    if (found := len(np.unique(np.array(axes), axis=1).T)) < p:
+        raise UserError(f"{found} distinct point(s); this law needs at least {p}")
+    centres, y, n, delta = tuple(float(np.log(x).mean()) for x in axes), np.log(loss), len(loss), None if raw else delta
+    logs = centred(axes, centres)
+    starts = np.array(_starts(form, logs, y, gamma), dtype=float)
+    theta, left, jac, certificate = minimise(*terms(form, logs, gamma), y, starts, delta, raw)
+    singular, values = np.linalg.svd(jac, compute_uv=False), natural(form, theta, centres, gamma)
+    is_singular = singular[-1] < SINGULAR * singular[0]
+    why = _lacking(form, axes, values, y, p)        # a valley without a minimum is the cause, not the solver
+    if why is None and certificate["gradient_norm"] > CONVERGED * n * (delta or DELTA):
+        why = f"the best of {len(starts)} starts did not converge"
+    if why is None and is_singular:
+        why = "the points do not separate the parameters (singular Jacobian)"
+    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
+    fit = Fit(form, {name: float(back(name, value)) for name, value in values.items()}, n, why is None, why, residual_rms=rms,
+              optimum=Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min())), **certificate)
+    if n <= p or is_singular:
+        return fit
+    best = replace(fit.optimum, sigma=max(rms, seed_sd))
+    covariance = best.sigma**2 * best.inefficiency * np.linalg.inv(jac.T @ jac)
+    return with_covariance(replace(fit, optimum=best), covariance, n - p, "t")
 
 
 def fit_band(x, L, axis: str = "c", factor: float = 1.0) -> list[Fit]:
     """The model-form envelope: the pure power law, then two-parameter rays with exponents factor * GAMMAS that need no E below
     zero. Their spread beyond the points is the honest uncertainty of few points; residuals know nothing of it."""
-    rays = [fit_ray(x, L, gamma=factor * gamma) for gamma in GAMMAS]
-    return [fit_power(x, L, axis), *(fit for fit in rays if fit.parameters["E"] >= COLLAPSED * np.min(L))]
+    rays = [fit_law("ray", x, L, gamma=factor * gamma) for gamma in GAMMAS]
+    return [fit_law(f"power_{axis}", x, L), *(fit for fit in rays if fit.parameters["E"] >= COLLAPSED * np.min(L))]
 
 
-def fit_chinchilla(N, D, L, seed_sd: float = 0.0, delta: float | None = DELTA, tied: bool = False,
-                   raw: bool = False) -> Fit:
-    """Fit E + A/N^alpha + B/D^beta (Hoffmann et al. 2022, approach 3) to N, D, L of shape (n,); with its frontier at C = 6 N D:
-    N* ~ C^a, D* ~ C^b, L* - E ~ C^-gamma.
-    tied: beta = alpha (Gadre et al. 2024, Kumar et al. 2024). raw: squares of L itself, Gadre's objective, in nats squared.
-    Raises UserError as fit_ray does; a design that cannot identify the law is fitted and says so."""
-    form = "chinchilla_tied" if tied else "chinchilla"
-    logs, y, centres = centred_logs((N, D), L, distinct=4 if tied else 5)
-    loss, starts = np.exp(y), []
-    # A and B such that the reducible loss is right on average, half by either term.
-    for floor in FLOORS:
-        e = np.log(floor * loss.min())
-        height = np.mean(np.log(loss - np.exp(e))) - np.log(2)
-        for alpha in SLOPES:
-            starts += [[e, height, height, alpha]] if tied else [[e, height, height, alpha, beta] for beta in SLOPES]
-    return solve(form, logs, y, centres, starts, seed_sd, None if raw else delta, lacking=_design(N, D, tied), raw=raw)
+def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
+    """Where the solver starts: around the straight line of a power law; else E at shares of the lowest loss, factors such that
+    the reducible loss is right on average, the same from either term."""
+    if form not in STARTS:
+        slope, height = np.polyfit(logs[0], y, 1)
+        return [[height + shift, -slope * tilt] for shift in (-0.3, 0.1, 0.3) for tilt in (0, 0.8, 3)]
+    shares, slopes = STARTS[form] if gamma is None else ((0.1, 0.6), (gamma,))
+    starts, free = [], 0 if gamma is not None else len(exponents(form))
+    for share in shares:
+        floor = share * np.exp(y.min())
+        height = np.mean(np.log(np.exp(y) - floor)) - np.log(len(logs))
+        starts += [[np.log(floor), *[height] * len(logs), *some] for some in product(slopes, repeat=free)]
+    return starts
 
 
 def frontier(fit: Fit, C):
@@ -249,24 +249,6 @@ def frontier(fit: Fit, C):
     N = G * (C / 6) ** p["a"]
     D = C / (6 * N)
     return N, D, fit.predict(N, D)
-
-
-def _design(N, D, tied) -> str | None:
-    """Why such N and D cannot separate Chinchilla's two terms, or None."""
-    N, D = np.asarray(N, dtype=float), np.asarray(D, dtype=float)
-    low, high, needed = (D / N).min(), (D / N).max(), 2 if tied else 3
-    if high < SPREAD * low * 0.99:       # 0.99: a budget is rounded up to whole steps
-        return (f"the points lie at {low:.3g} to {high:.3g} tokens per parameter, (nearly) one ray: alpha and beta need ratios "
-                f"at least {SPREAD}x apart")
-    for name, values in (("N", N), ("D", D)):
-        levels = []
-        for value in np.sort(values):
-            if not levels or value > ONE_RAY * levels[-1]:
-                levels.append(value)
-        if len(levels) < needed:
-            return f"the points hold {len(levels)} distinct {name}: its term cannot be told from E with fewer than {needed}"
-    points = len(np.unique([N, D], axis=1).T)
-    return None if tied or points >= FEWEST else f"{points} distinct points are too few for five parameters: {FEWEST} at least"
 
 
 def ray_of(points: Points) -> tuple[float, float]:
@@ -282,47 +264,9 @@ def on_one_ray(ray: tuple[float, float] | None) -> bool:
 
 # ----------------------------------------------------------------------------------------------- one optimum, certified
 
-def checked(name: str, values) -> np.ndarray:
-    """`values` as floats of shape (n,). Raises UserError where one is not finite or not above zero."""
-    values = np.asarray(values, dtype=float)
-    for i in np.flatnonzero(~(np.isfinite(values) & (values > 0))):
-        raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
-    return values
-
-
-def centred_logs(axes, L, distinct: int):
-    """([ln x - centre per axis], ln L, centres). Raises UserError as `checked`, and for too few distinct points."""
-    axes, L = [checked("point", x) for x in axes], checked("loss", L)
-    if (found := len(np.unique(np.array(axes), axis=1).T)) < distinct:
-        raise UserError(f"{found} distinct point(s); this law needs at least {distinct}")
-    logs = [np.log(x) for x in axes]
-    centres = tuple(float(x.mean()) for x in logs)
-    return [x - centre for x, centre in zip(logs, centres, strict=True)], np.log(L), centres
-
-
-def solve(form, logs, y, centres, starts, seed_sd=0.0, delta=DELTA, gamma=None, lacking=None, raw=False) -> Fit:
-    """The best of many starts for the sum of Huber_delta(ln law - y), or for squares of law - exp(y) where `raw`, as a
-    certified Fit. `lacking`: a sentence that is known beforehand to make the parameters unidentified."""
-    slopes, offsets = terms(form, logs, gamma)
-    theta, jac, left, certificate = minimise(slopes, offsets, y, np.array(starts, dtype=float), delta, raw)
-    n, p = jac.shape
-    singular = np.linalg.svd(jac, compute_uv=False)
-    values = natural(form, theta, centres, gamma)
-    rms = float(np.sqrt(left @ left / (n - p))) if n > p else None
-    why = lacking or _lacking(form, values, y, n, p)        # a valley without a minimum is the cause, not the solver
-    if why is None and certificate["gradient_norm"] > CONVERGED * n * (delta or DELTA):
-        why = f"the best of {len(starts)} starts did not converge"
-    is_singular = singular[-1] < SINGULAR * singular[0]
-    if why is None and is_singular:
-        why = "the points do not separate the parameters (singular Jacobian)"
-    optimum = Optimum(theta, centres, gamma, delta, None, n - p, rms, float(y.min()))
-    fit = Fit(form, {name: back(name, value) for name, (value, _) in values.items()}, n, why is None, why,
-              singular_values=tuple(map(float, singular)), residual_rms=rms, optimum=optimum, **certificate)
-    if n <= p or is_singular:
-        return fit
-    sigma = max(rms, seed_sd)
-    covariance = sigma**2 * inefficiency(sigma, delta) * np.linalg.inv(jac.T @ jac)
-    return with_covariance(replace(fit, optimum=replace(optimum, sigma=sigma)), covariance, n - p, "t")
+def centred(axes, centres) -> list[np.ndarray]:
+    """ln x - centre per axis."""
+    return [np.log(np.asarray(x, dtype=float)) - centre for x, centre in zip(axes, centres, strict=True)]
 
 
 def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
@@ -332,14 +276,21 @@ def with_covariance(fit: Fit, covariance, dof: int, interval: str) -> Fit:
     fit = replace(fit, optimum=best)
     if not fit.identified:
         return fit
-    quantile, se, ci95 = stdtrit(dof, 0.975), {}, {}
-    for name, (value, gradient) in natural(fit.form, best.theta, best.centres, best.gamma).items():
-        if not gradient.any():              # held fixed
-            continue
-        width = float(np.sqrt(gradient @ covariance @ gradient))
-        se[name] = width * fit.parameters[name] if name in FACTORS else width
-        top = max(best.lowest, value) if name == "E" else math.inf
-        ci95[name] = tuple(back(name, min(value + side * quantile * width, top)) for side in (-1, 1))
+    where, small, widths = (best.centres, best.gamma), 1e-30, {}
+    # A step along the imaginary axis gives the derivatives without a difference of neighbours.
+    for name, values in natural(fit.form, best.theta + 1j * small * np.eye(len(best.theta)), *where).items():
+        gradient = values.imag / small
+        if np.abs(gradient).max() > 1e-12:              # else held fixed
+            widths[name] = float(np.sqrt(gradient @ covariance @ gradient))
+    return _with_widths(fit, natural(fit.form, best.theta, *where), widths, dof, interval)
+
+
+def _with_widths(fit: Fit, values, widths, dof: int, interval: str) -> Fit:
+    """The fit with se and ci95 from standard errors of its parameters, factors as logarithms."""
+    se = {name: width * float(back(name, values[name])) if name in FACTORS else width for name, width in widths.items()}
+    top = {"E": max(fit.optimum.lowest, values["E"])} if "E" in widths else {}
+    ci95 = {name: tuple(float(back(name, min(values[name] + side * stdtrit(dof, 0.975) * width, top.get(name, math.inf))))
+                        for side in (-1, 1)) for name, width in widths.items()}
     return judged(replace(fit, se=se, ci95=ci95, interval=interval))
 
 
@@ -350,31 +301,41 @@ def judged(fit: Fit) -> Fit:
         f"the 95 % interval of {flat} contains 0, so the points do not determine it"))
 
 
-def _lacking(form, values, y, n, p) -> str | None:
+def _lacking(form, axes, values, y, p) -> str | None:
     """What the points lack to determine the parameters, or None."""
-    if n <= p:
-        return f"{n} points for {p} parameters leave 0 degrees of freedom"
-    if "E" in values and values["E"][0] < y.min() + math.log(COLLAPSED):
+    if form.startswith("chinchilla"):
+        ratio, needed = np.divide(axes[1], axes[0]), 2 if form.endswith("tied") else 3
+        if ratio.max() < SPREAD * ratio.min() * 0.99:       # 0.99: a budget is rounded up to whole steps
+            return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter: alpha and beta need ratios "
+                    f"at least {SPREAD}x apart")
+        for name, x in zip("ND", axes, strict=True):
+            levels = [0.0]
+            for value in np.sort(x):
+                if value > ONE_RAY * levels[-1]:
+                    levels.append(value)
+            if len(levels) <= needed:
+                return f"the points hold {len(levels) - 1} distinct {name}: its term needs {needed} to be told from E"
+        if needed == 3 and (points := len(np.unique(axes, axis=1).T)) < FEWEST:
+            return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
+    if len(y) <= p:
+        return f"{len(y)} points for {p} parameters leave 0 degrees of freedom"
+    if "E" in values and values["E"] < y.min() + math.log(COLLAPSED):
         return "E runs to zero: the points fall at least as fast as a pure power law"
-    for name in exponents(form):
-        if name in values and values[name][0] <= RISING:
-            axis = {"gamma": "C", "alpha": "N", "beta": "D"}[name]
-            return f"{name} is not above zero: the loss does not fall with {axis}"
-    return None
+    flat = next((name for name in exponents(form) if values[name] <= RISING), None)
+    return flat and f"{flat} is not above zero: the loss does not fall"
 
 
 # ----------------------------------------------------------------------------------------------- a law in its own terms
 
 def terms(form: str, logs, gamma: float | None = None):
     """(slopes (n, terms, p), offsets (n, terms)) with ln L = logsumexp over terms of slopes @ theta + offsets."""
-    one, zero = np.ones_like(logs[0]), np.zeros_like(logs[0])
-    rows = {"power": [[one, -logs[0]]], "ray": [[one, zero, zero], [zero, one, -logs[0]]],
-            "chinchilla": [[one, zero, zero, zero, zero], [zero, one, zero, -logs[0], zero], [zero, zero, one, zero, -logs[-1]]]}
-    slopes = np.moveaxis(np.array(rows[form.split("_")[0]]), 2, 0)
-    offsets = np.zeros(slopes.shape[:2])
-    if form == "chinchilla_tied":
-        slopes = np.concatenate([slopes[..., :3], slopes[..., 3:].sum(axis=2, keepdims=True)], axis=2)
-    return (slopes, offsets) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
+    p, floor = len(NAMES[form]), int("E" in NAMES[form])
+    slopes = np.moveaxis(np.zeros((floor + len(logs), p, len(logs[0]))), 2, 0)      # the layout decides how products round
+    slopes[:, 0, 0] = 1                                                 # ln E, where the form has it
+    for i, log in enumerate(logs):
+        slopes[:, floor + i, floor + i] = 1                             # ln factor
+        slopes[:, floor + i, min(floor + len(logs) + i, p - 1)] = -log  # exponent; tied, both terms have the last one
+    return (slopes, np.zeros(slopes.shape[:2])) if gamma is None else (slopes[..., :2], gamma * slopes[..., 2])
 
 
 def log_law(slopes, offsets, theta):
@@ -384,24 +345,18 @@ def log_law(slopes, offsets, theta):
     return total, np.einsum("nt,ntp->np", np.exp(parts - total[:, None]), slopes)
 
 
-def natural(form: str, theta, centres, gamma: float | None = None):
-    """name -> (value, gradient of it in theta): usual names from the solver's terms, factors as logarithms."""
-    p, unit = len(theta), np.eye(len(theta))
-    values = {name: (theta[i], unit[i]) for i, name in enumerate(NAMES[form][:p])}
+def natural(form: str, theta, centres, gamma: float | None = None) -> dict:
+    """name -> values of shape (...) from the solver's theta (..., p): the usual parameters, factors as logarithms."""
+    values = dict(zip(NAMES[form], np.moveaxis(theta, -1, 0), strict=gamma is None))
     if gamma is not None:
-        values["gamma"] = (gamma, np.zeros(p))
+        values["gamma"] = np.full(theta.shape[:-1], gamma)
     if form == "chinchilla_tied":
         values["beta"] = values["alpha"]
-    slopes = [name for name in ("gamma", "alpha", "beta") if name in values]
-    heights = [name for name in ("K", "A", "B") if name in values]
-    for factor, exponent, centre in zip(heights, slopes, centres, strict=True):
-        values[factor] = tuple(one + centre * other for one, other in zip(values[factor], values[exponent], strict=True))
+    for (factor, _, exponent), centre in zip(POWERS[form], centres, strict=True):
+        values[factor] = values[factor] + centre * values[exponent]
     if form.startswith("chinchilla"):
-        (alpha, da), (beta, db) = values["alpha"], values["beta"]
-        total = alpha + beta
-        slope = (alpha * db - beta * da) / total**2
-        values |= {"a": (beta / total, slope), "b": (alpha / total, -slope),
-                   "gamma": (alpha * beta / total, (beta**2 * da + alpha**2 * db) / total**2)}
+        alpha, beta = values["alpha"], values["beta"]
+        values |= {"a": beta / (alpha + beta), "b": alpha / (alpha + beta), "gamma": alpha * beta / (alpha + beta)}
     return values
 
 
@@ -410,45 +365,40 @@ def exponents(form: str) -> list[str]:
     return [name for name in NAMES.get(form, "ab") if name not in FACTORS]
 
 
-def back(name: str, value: float) -> float:
+def back(name: str, values):
     """A factor from its logarithm (infinite where it overflows), an exponent as it is."""
-    if name not in FACTORS:
-        return float(value)
-    return math.exp(value) if value < 709 else math.inf
+    with np.errstate(over="ignore"):
+        return np.exp(values) if name in FACTORS else values
 
 
 # -------------------------------------------------------------------------------------------------- many starts at once
 
 def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False):
-    """(theta, Jacobian, residual, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
-    delta None: plain squares; raw: squares of the loss, in which the best start finishes; Jacobian and residual are then of the
-    loss over its geometric mean. Below DELTA the starts descend with DELTA and their best follows delta down by halves: as delta
-    goes to 0 the objective becomes the least absolute deviation, whose gradient jumps."""
+    """(theta, residual, Jacobian, certificate) of the best of `starts` (B, p); slopes, offsets of `terms`, y = ln loss (n,).
+    delta None: plain squares; raw: squares of the loss over its geometric mean, in which the best start finishes. Below DELTA the
+    starts descend with DELTA and their best follows delta down by halves: as delta goes to 0 the objective becomes the least
+    absolute deviation, whose gradient jumps."""
     wide = max(delta, DELTA) if delta else None
     scale = np.exp(y.mean()) if raw else 1.0
 
-    def residual(theta):
-        log_loss, _ = log_law(slopes, offsets, theta)
-        return (np.exp(log_loss) - np.exp(y)) / scale if raw else log_loss - y
-
-    def jacobian(theta):
+    def at(theta):      # residual, Jacobian
         log_loss, relative = log_law(slopes, offsets, theta)
-        return relative * np.exp(log_loss)[:, None] / scale if raw else relative
+        if not raw:
+            return log_loss - y, relative
+        return (np.exp(log_loss) - np.exp(y)) / scale, relative * np.exp(log_loss)[:, None] / scale
 
-    def finish(start, delta):
+    def finish(start, unit):
         # In units of delta, because the solver also stops by absolute measures and the objective is about delta^2.
-        unit = delta or 1.0
         with np.errstate(all="ignore"):      # in a valley without a minimum, where scipy may overflow
-            return least_squares(lambda theta: residual(theta) / unit, start, jac=lambda theta: jacobian(theta) / unit,
-                                 x_scale="jac", loss="huber" if delta else "linear", f_scale=1.0, ftol=1e-13, xtol=1e-13,
-                                 gtol=1e-12, max_nfev=500)
+            return least_squares(lambda theta: at(theta)[0] / unit, start, jac=lambda theta: at(theta)[1] / unit, x_scale="jac",
+                                 loss="huber" if delta else "linear", ftol=1e-13, xtol=1e-13, gtol=1e-12, max_nfev=500)
 
     equal = np.ones((len(starts), len(y)))
     # Far from the points Huber's gradient does not grow with the distance: a few steps by plain squares come first, so
     # few that the starts stay apart.
     near, _, _ = descend(starts, slopes, offsets, y, None, equal, steps=NEAR)
     ends, costs, _ = descend(near, slopes, offsets, y, wide, equal)
-    best = finish(ends[np.argmin(costs)], wide)
+    best = finish(ends[np.argmin(costs)], wide or 1.0)
     # Two objectives are one optimum when they agree to a millionth, or when both are 0 next to rounding.
     lowest = min(costs) if raw else best.cost
     at_best = int((costs <= lowest * (1 + 1e-6) + 1e-14 / (wide or 1.0) ** 2).sum())
@@ -456,7 +406,7 @@ def minimise(slopes, offsets, y, starts, delta: float | None, raw: bool = False)
         wide = max(wide / 2, delta)
         best = finish(best.x, wide)
     unit = wide or scale
-    return best.x, jacobian(best.x), residual(best.x), {
+    return best.x, *at(best.x), {
         "objective": float(best.cost) * unit**2, "starts": len(starts), "starts_at_best": at_best,
         "gradient_norm": float(np.linalg.norm(best.grad)) * unit**2}
 
@@ -520,16 +470,6 @@ def _quadratic(theta, slopes, offsets, y, delta, weights, are_few):
     return cost, gradient, curvature, np.matmul(weights[:, None, :], jacobian**2)[:, 0]
 
 
-def inefficiency(sigma: float, delta: float | None) -> float:
-    """Variance of Huber's estimate over that of least squares under normal noise: 1 for delta >> sigma, pi/2 for <<."""
-    if delta is None or sigma == 0:
-        return 1.0
-    k = delta / sigma
-    inside = erf(k / math.sqrt(2))
-    squares = inside - k * math.sqrt(2 / math.pi) * math.exp(-k * k / 2) + k * k * (1 - inside)     # E[psi^2] / sigma^2
-    return float(squares / inside**2)
-
-
 # ----------------------------------------------------------------------------- IsoFLOP (Hoffmann et al., approaches 1, 2)
 
 def fit_isoflop(points: Points) -> Fit:
@@ -540,85 +480,76 @@ def fit_isoflop(points: Points) -> Fit:
     Intervals are Student's t over budgets, or over trajectories (each left out once) where one serves several budgets. D* is read
     off the points' own D at N*, so C may follow any convention."""
     minimum, n = cache(lambda index, window: _minimum(points.take(list(index)), window)), len(points.loss)
-    found = {window: _allocation(points, np.arange(n), window, minimum) for window in WINDOWS}
-    fitted = [window for window in WINDOWS if found[window]["values"] is not None]
-    passed = [window for window in fitted if not found[window]["is_bent"]]
-    chosen = (passed or fitted[::-1] or WINDOWS)[0]
-    best, labels = found[chosen], np.unique(points.cluster)
-    about = {"budgets": best["budgets"], "windows": tuple(
-        {"window": None if window == math.inf else window, "is_bent": one["is_bent"],
-         "a": None if one["values"] is None else float(one["values"][0])} for window, one in found.items())}
+    found = [_allocation(points, np.arange(n), window, minimum) for window in WINDOWS]
+    fitted = [one for one in found if one["values"] is not None]
+    passed = [one for one in fitted if not one["is_bent"]]
+    best, labels = (passed or fitted[::-1] or found)[0], np.unique(points.cluster)
+    about = {"budgets": best["budgets"],
+             "windows": tuple({key: one[key] for key in ("window", "is_bent", "a")} for one in found)}
     if not fitted:
         good = sum(one["reason"] is None for one in best["budgets"])
         return replace(unfitted("isoflop", n, f"{good} of {len(best['budgets'])} compute budgets have an interior minimum over "
                                 f"at least {SIZES} sizes; the exponents need {BUDGETS}"), **about)
     values, width, dof = best["values"], best["width"], best["dof"]
-    parameters = dict(zip(ALLOCATION, map(float, np.where(IS_LOG, np.exp(values), values)), strict=True))
-    fit = Fit("isoflop", parameters, n, True, None, objective=best["squares"] / 2, starts=1, starts_at_best=1,
-              residual_rms=math.sqrt(best["squares"] / dof), interval="t", **about)
+    named, interval = dict(zip(ALLOCATION, values.tolist(), strict=True)), "t"
+    fit = Fit("isoflop", {name: float(back(name, value)) for name, value in named.items()}, n, True, None, starts=1,
+              starts_at_best=1, objective=best["squares"] / 2, residual_rms=math.sqrt(best["squares"] / dof), **about)
     if len(labels) < n:
-        without = [_allocation(points, np.flatnonzero(points.cluster != label), chosen, minimum)["values"] for label in labels]
-        fit, dof = replace(fit, clusters=len(labels), interval="cluster"), len(labels) - 1
+        without = [_allocation(points, np.flatnonzero(points.cluster != label), best["window"], minimum)["values"]
+                   for label in labels]
+        fit, dof, interval = replace(fit, clusters=len(labels)), len(labels) - 1, "cluster"
         if any(one is None for one in without):
-            return replace(fit, identified=False, interval=None, reason=(
+            return replace(fit, identified=False, reason=(
                 f"the minima rest on single trajectories: without one of them fewer than {BUDGETS} budgets have one"))
         width = np.sqrt(dof / len(labels) * np.sum((np.array(without) - np.mean(without, axis=0)) ** 2, axis=0))
-    others = np.array([found[window]["values"] for window in passed or fitted])
+    others = np.array([one["values"] for one in passed or fitted])
     width = np.hypot(width, np.sqrt(np.mean((others - values) ** 2, axis=0)))
-    ends = values + np.outer([-1, 1], stdtrit(dof, 0.975) * width)
-    ends, se = np.where(IS_LOG, np.exp(ends), ends), np.where(IS_LOG, np.exp(values) * width, width)
-    return judged(replace(fit, se=dict(zip(ALLOCATION, map(float, se), strict=True)),
-                          ci95={name: (float(low), float(high)) for name, low, high in zip(ALLOCATION, *ends, strict=True)}))
+    return _with_widths(fit, named, dict(zip(ALLOCATION, width.tolist(), strict=True)), dof, interval)
 
 
-def _allocation(points: Points, index, window: float, minimum) -> dict:
+def _allocation(points: Points, index, window: float | None, minimum) -> dict:
     """Straight lines through the budgets' minima over one window: values (a, ln k_n, b, ln k_d), their standard errors, squares
     of ln N* and their freedom; whether a quartic would fit the budgets better. values: None where too few have a minimum."""
-    order, found, start = index[np.argsort(points.C[index], kind="stable")], [], 0
-    while start < len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
-        end = start + int(np.searchsorted(points.C[order[start:]], SAME_BUDGET * points.C[order[start]], side="right"))
-        found.append(minimum(tuple(order[start:end]), window))
-        start = end
+    order, found = index[np.argsort(points.C[index], kind="stable")], []
+    while len(order):           # a budget ends where C exceeds its smallest by SAME_BUDGET
+        end = int(np.searchsorted(points.C[order], SAME_BUDGET * points.C[order[0]], side="right"))
+        found.append(minimum(tuple(order[:end]), window))
+        order = order[end:]
     budgets, gains = tuple(row for row, _ in found), [gain for _, gain in found if gain is not None]
     good = [one for one in budgets if one["reason"] is None]
+    row = {"window": window, "budgets": budgets, "values": None, "a": None, "is_bent": False}
     if len(good) < BUDGETS:
-        return {"budgets": budgets, "values": None, "is_bent": False}
-    x = np.log([one["C"] for one in good])
-    y = np.log([[one["N"], one["D"]] for one in good])
-    design = np.column_stack([np.ones_like(x), x - x.mean()])
-    height, slope = np.linalg.lstsq(design, y, rcond=None)[0]
-    squares = np.sum((y - design @ np.array([height, slope])) ** 2, axis=0)
-    per_unit = np.sqrt(np.array([1, 1 / len(x) * np.sum((x - x.mean()) ** 2) + x.mean() ** 2]) / np.sum((x - x.mean()) ** 2))
-    values, width = np.array([slope, height - slope * x.mean()]), np.outer(per_unit, np.sqrt(squares / (len(x) - 2)))
+        return row
+    x, y = np.log([one["C"] for one in good]), np.log([[one["N"], one["D"]] for one in good])
+    line, covariance = np.polyfit(x, y, 1, cov=True)        # (slope and height, of N and D)
     gain, left, freedom = np.sum(gains, axis=0) if gains else (0.0, 0.0, 0)
     is_bent = freedom > 0 and left > 0 and gain / len(gains) > fdtri(len(gains), freedom, 1 - BENT) * left / freedom
-    return {"budgets": budgets, "values": values.T.ravel(), "width": width.T.ravel(), "squares": float(squares[0]),
-            "dof": len(x) - 2, "is_bent": bool(is_bent)}
+    return row | {"values": line.T.ravel(), "a": float(line[0, 0]), "width": np.sqrt(np.einsum("iik->ki", covariance)).ravel(),
+                  "squares": float(np.sum((y[:, 0] - np.polyval(line[:, 0], x)) ** 2)), "dof": len(x) - 2,
+                  "is_bent": bool(is_bent)}
 
 
-def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
+def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
     """(C, sizes, N, D, loss, reason) of one budget; (squares that a quartic takes away, those it leaves, their freedom)."""
     N, inverse = np.unique(points.N, return_inverse=True)
-    count = np.bincount(inverse)
     # Seeds of one size are averaged; so are D and C, which scatter with the counting.
-    loss, d = (np.bincount(inverse, weights=values) / count for values in (points.loss, np.log(points.D)))
+    loss, d = (np.bincount(inverse, values) / np.bincount(inverse) for values in (points.loss, np.log(points.D)))
     row = {"C": float(np.exp(np.log(points.C).mean())), "sizes": len(N), "N": None, "D": None, "loss": None, "reason": None}
     if len(N) < SIZES:
         return row | {"reason": f"{len(N)} sizes; a minimum needs {SIZES}"}, None
     if loss.argmin() in (0, len(N) - 1):
-        side = "smallest" if loss.argmin() == 0 else "largest"
-        return row | {"reason": f"the {side} size has the lowest loss: no interior minimum"}, None
+        return row | {"reason": "the smallest or the largest size has the lowest loss: no interior minimum"}, None
     x, kept = np.log(N), None
     at = x[loss.argmin()]
     for _ in range(5):                  # the window goes with its minimum until it holds the same sizes
         away = np.abs(x - at)
-        inside = away <= max(math.log(window), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
+        inside = away <= max(math.log(window or math.inf), np.sort(away)[SIZES - 1]) * (1 + 1e-9)
         if kept is not None and (inside == kept).all():
             break
         kept, middle = inside, x[inside].mean()
         unit = np.abs(x[kept] - middle).max()
         some = (x[kept] - middle) / unit
-        cubic = np.linalg.lstsq(np.vander(some, 4), loss[kept], rcond=None)[0]
+        cubic, left = _polynomial(some, loss[kept], 3)
         # Its minimum, of the two places where it is level: 3 a t^2 + 2 b t + c = 0 with 6 a t + 2 b above 0.
         a, b, c, _ = cubic
         bend = b * b - 3 * a * c
@@ -628,8 +559,12 @@ def _minimum(points: Points, window: float) -> tuple[dict, tuple | None]:
         at = middle + unit * lowest
     gain = None
     if kept.sum() > SIZES:
-        left = np.sum((loss[kept] - np.polyval(cubic, some)) ** 2)
-        quartic = np.linalg.lstsq(np.vander(some, 5), loss[kept], rcond=None)[0]
-        least = np.sum((loss[kept] - np.polyval(quartic, some)) ** 2)
+        _, least = _polynomial(some, loss[kept], 4)
         gain = (left - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
     return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
+
+
+def _polynomial(x, y, degree: int):
+    """(coefficients, sum of squares left) of a least-squares polynomial."""
+    found = np.linalg.lstsq(np.vander(x, degree + 1), y, rcond=None)[0]
+    return found, np.sum((y - np.polyval(found, x)) ** 2)

@@ -6,8 +6,7 @@ FP8 can be blamed for what lies beyond the latter alone. Statistics assume indep
 which values are not. A gap costs compute under a law L(N, D), our own or a published one.
 """
 
-
-import bisect
+import itertools
 import math
 import zipfile
 from dataclasses import dataclass
@@ -16,24 +15,20 @@ from datetime import datetime
 import numpy as np
 from scipy.optimize import brentq
 from scipy.sparse.csgraph import connected_components
-from scipy.stats import chi2, norm
+from scipy.stats import chi2, linregress, norm
 from scipy.stats import t as student
 
 from runtime.cli import UserError
 from runtime.progress import si as human
 from scaling.intervals import with_bootstrap
-from scaling.laws import ONE_RAY, Points, fit_chinchilla
-from scaling.records import Record, check_comparable, read_json, read_study
+from scaling.laws import ONE_RAY, Points, fit_law
+from scaling.records import Record, check_comparable, listed, read_json, read_study
 
 ALPHA = 0.05
 POWER = 0.8
-MOST = 100_000              # pairs; beyond it a plan says "more than"
-OVER = f"more than {MOST:,}"
 IDLE = "BF16 again: no Linear converted"      # the verdict on runs that were not FP8
 KIND = {"total": "", "nonembed": "non-embedding ", None: ""}      # Record.convention -> what stands before "parameters"
 NODES, WEIGHTS = np.polynomial.legendre.leggauss(200)   # of an integral over -1 to 1
-# Forms in question (constant N_eff/N against a constant relative gap) differ by half of the gap in a decade of N.
-TREND_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,12 @@ def clusters(labels) -> list[np.ndarray]:
     return [np.flatnonzero(group == i) for i in range(count)]
 
 
-# --------------------------------------------------------------------------- equivalence, what a design can see, trend over size
+def grouped(items, key) -> list[tuple]:
+    """(key, the items that have it), in order of the keys."""
+    return [(one, list(some)) for one, some in itertools.groupby(sorted(items, key=key), key)]
+
+
+# ------------------------------------------------------------------------------------- equivalence, what a design can see
 
 @dataclass(frozen=True)
 class Margin:
@@ -87,24 +87,27 @@ class Margin:
 def read_margin(records, given: float | None = None) -> Margin | None:
     """The margin of the study.json beside the records' folders, or `given` on the command line; None without either. Raises
     UserError for a damaged study.json, for studies that declare different margins, for a wrong `given`."""
-    found = {} if given is None else {given: Margin(given, "given on the command line, after the fact", False)}
-    for folder in sorted({record.folder.parent for record in records} if given is None else ()):
-        if not (study := read_study(folder)):
-            continue
-        begun = [datetime.fromisoformat(one.t_start) for one in records if one.folder.parent == folder and one.t_start]
-        try:
-            percent, declared = float(study["margin_percent"]), datetime.fromisoformat(study["declared"])
-            early = sum(start < declared for start in begun)
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}); expected margin_percent and "
-                            "declared, as scaling/sweep.py writes them: restore it or give margin=PERCENT") from None
-        when = f"after {early} of {len(begun)} runs had begun" if early or not begun else "before the runs"
-        if not (is_declared := bool(begun) and not early) or percent not in found:      # of equal ones a late one counts
-            found[percent] = Margin(percent, f"{folder}/study.json, declared {study['declared']}, {when}", is_declared)
-    if len(found) > 1 or any(not 0 < percent < 100 for percent in found):
-        raise UserError(f"margin: {', '.join(map(str, found))}; expected one number of per cent of the loss, above 0 and below "
-                        "100: correct it, analyse one study at a time, or give margin=PERCENT")
-    return next(iter(found.values()), None)
+    found = [] if given is None else [(given, "given on the command line, after the fact", True)]       # True: it came late
+    for record in records if given is None else ():
+        if study := read_study(folder := record.folder.parent):
+            try:
+                declared = datetime.fromisoformat(study["declared"])
+                is_late = not record.t_start or datetime.fromisoformat(record.t_start) < declared
+                found.append((float(study["margin_percent"]), f"{folder}/study.json, declared {study['declared']}", is_late))
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}): restore it or give "
+                                "margin=PERCENT") from None
+    if not found:
+        return None
+    percents = sorted({percent for percent, *_ in found})
+    if len(percents) > 1 or not 0 < percents[0] < 100:
+        raise UserError(f"margin: {', '.join(map(str, percents))}; expected one number of per cent of the loss, above 0 and "
+                        "below 100: correct it, analyse one study at a time, or give margin=PERCENT")
+    late = sum(is_late for *_, is_late in found)
+    percent, source, _ = max(found, key=lambda one: one[2])     # of a run that had begun, where there is one
+    if given is None:
+        source += f", after {late} of {len(found)} runs had begun" if late else ", before the runs"
+    return Margin(percent, source, not late)
 
 
 def tost(found: Estimate, margin: float) -> float | None:
@@ -113,105 +116,36 @@ def tost(found: Estimate, margin: float) -> float | None:
     return None if found.se is None else float(student.sf((margin - abs(found.mean)) / found.se, found.n - 1))
 
 
-def tost_power(sd: float, n: int, margin: float) -> float:
-    """Probability that n values of standard deviation sd around 0 are found within +-margin."""
-    se, quantile = sd / math.sqrt(n), float(student.ppf(1 - ALPHA, n - 1))
-    widest = margin / (quantile * se)               # the sample's sd, in units of sd, beyond which nothing passes
-    passing = float(chi2.cdf((n - 1) * widest**2, n - 1))
-    spread = quantile * se * _spreads(n, passing)
-    return passing / 2 * float(WEIGHTS @ (norm.cdf((margin - spread) / se) - norm.cdf((spread - margin) / se)))
-
-
-def _spreads(n: int, upto: float) -> np.ndarray:
-    """Quantiles of the sample's sd over the true one, at even probabilities up to `upto`: given it the mean is normal."""
-    return np.sqrt(chi2.ppf(upto * (1 + NODES) / 2, n - 1) / (n - 1))
-
-
-def power(sd: float, n: int, gap: float) -> float:
-    """Probability that n values of standard deviation sd around `gap` give a t-interval without 0: the noncentral t's tails, by
+def power(n: int, gap: float) -> float:
+    """Probability that n values of standard deviation 1 around `gap` give a t-interval without 0: the noncentral t's tails, by
     quadrature over the sample's sd, because scipy.stats.nct gives nan where n is 2 or the shift large."""
-    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * _spreads(n, 1.0), abs(gap) * math.sqrt(n) / sd
+    spreads = np.sqrt(chi2.ppf((1 + NODES) / 2, n - 1) / (n - 1))       # of the sample's sd over the true one: even quantiles
+    spread, shift = float(student.ppf(1 - ALPHA / 2, n - 1)) * spreads, abs(gap) * math.sqrt(n)
     return 0.5 * float(WEIGHTS @ (norm.sf(spread - shift) + norm.sf(spread + shift)))
 
 
 def smallest_seen(sd: float, n: int) -> float:
     """The smallest gap that n values (at least 2) of standard deviation sd see with a probability of 80 %."""
-    return sd * brentq(lambda gap: power(1.0, n, gap) - POWER, 0, 20)
-
-
-def pairs_to_see(sd: float, gap: float) -> int | None:
-    """How many pairs see `gap` with a probability of 80 %; None beyond 100,000."""
-    return _fewest(lambda n: power(sd, n, gap) >= POWER)
-
-
-def pairs_to_show(sd: float, margin: float) -> int | None:
-    """How many pairs show equivalence within +-margin with a probability of 80 % where the true gap is 0."""
-    return _fewest(lambda n: tost_power(sd, n, margin) >= POWER)
-
-
-def _fewest(enough) -> int | None:
-    """The smallest n from 2 on for which `enough`, which once true stays true; None beyond MOST."""
-    n = 2 + bisect.bisect_left(range(2, MOST + 1), True, key=enough)
-    return n if n <= MOST else None
-
-
-@dataclass(frozen=True)
-class Trend:
-    """Change of the gap [%] per decade of N, or the reason why none is given."""
-    slope: float | None
-    half: float | None                  # half the 95 % interval, given wherever it can be computed
-    reason: str | None
-    needed: int | None = None           # pairs per size that would give one
-
-
-def fit_trend(N, gaps, size_of_effect: float | None) -> Trend:
-    """The slope of `gaps` (per cent, shape (n,), independent) over log10 N, where half its interval is at most TREND_SHARE of
-    size_of_effect (per cent: the gap, else the margin; None where neither is known): a wider one tells no rival forms apart."""
-    x, y = np.round(np.log10(np.asarray(N, dtype=float)), 9), np.asarray(gaps, dtype=float)
-    levels, n = np.unique(x), len(x)
-    if len(levels) < 3 or n < 4:
-        return Trend(None, None, f"{len(levels)} sizes, {n} independent pairs: a trend needs at least 3 sizes and 4 pairs")
-    spread = float(np.sum((x - x.mean())**2))
-    slope = float((x - x.mean()) @ y / spread)
-    residual = y - y.mean() - slope * (x - x.mean())
-    sd = math.sqrt(residual @ residual / (n - 2))
-    if sd <= 1e-12 * np.abs(y).max():
-        return Trend(None, None, "the gaps lie on one line to the last digit: copies, not independent pairs")
-    half = float(student.ppf(1 - ALPHA / 2, n - 2)) * sd / math.sqrt(spread)
-    if size_of_effect is None:
-        return Trend(None, half, f"known to ±{half:.3g} per decade only, and no gap is established that could have a trend")
-    wanted = TREND_SHARE * size_of_effect
-    if half <= wanted:
-        return Trend(slope, half, None)
-    per_pair = float(np.sum((levels - levels.mean())**2))
-    needed = _fewest(lambda k: student.ppf(1 - ALPHA / 2, k * len(levels) - 2) * sd / math.sqrt(k * per_pair) <= wanted)
-    return Trend(None, half, f"known to ±{half:.3g} per decade only, where rival forms differ by {wanted:.3g}: it would take "
-                             f"{needed or OVER} pairs at each size", needed)
+    return sd * brentq(lambda gap: power(n, gap) - POWER, 0, 20)
 
 
 def verdict(found: Estimate, margin: Margin | None = None) -> str:
     """A sentence's end for a gap in per cent; never "no loss"."""
     if found.se is None:
-        return "one pair: no interval" if found.n == 1 else "no interval: equal gaps are copies, not independent pairs"
+        return f"no interval (n = {found.n})"
     within = ""
     if margin and (p := tost(found, margin.percent)) < ALPHA:
         within = f"within ±{margin.percent:g} % (TOST, p={p:.2g}{'' if margin.is_declared else ', margin after the fact'})"
     if found.low > 0 or found.high < 0:
         return f"{'costs' if found.mean > 0 else 'gains'} {abs(found.mean):.3g} %" + (f", {within}" if within else "")
-    return f"equivalent {within}" if within else (
-        f"undecided: interval {found.low:+.2g} to {found.high:+.2g}, could not have seen less than "
-        f"{smallest_seen(found.sd, found.n):.2g}")
+    return f"equivalent {within}" if within else f"undecided: interval {found.low:+.2g} to {found.high:+.2g}"
 
 
 def judged(chosen, found: Estimate, margin: Margin | None) -> dict:
-    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%], the pairs that would see the margin
-    or show equivalence (None where unknown), fewest and most Linears converted. What was not FP8 gets no verdict on FP8."""
-    can_plan, said = found.se is not None and margin, IDLE if is_idle(chosen) else verdict(found, margin)
-    return {"verdict": said, "converted": n_converted(chosen),
-            "tost_p": margin and tost(found, margin.percent),
-            "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n),
-            "pairs_to_see_margin": pairs_to_see(found.sd, margin.percent) if can_plan else None,
-            "pairs_to_show_margin": pairs_to_show(found.sd, margin.percent) if can_plan else None}
+    """Of one recipe's pairs with their gap in per cent: verdict, tost_p, smallest_seen [%]; None where unknown. What was not FP8
+    gets no verdict on FP8."""
+    return {"verdict": IDLE if is_idle(chosen) else verdict(found, margin), "tost_p": margin and tost(found, margin.percent),
+            "smallest_seen": None if found.se is None else smallest_seen(found.sd, found.n)}
 
 
 # -------------------------------------------------------------------------------------------------------------- pairs of runs
@@ -237,10 +171,7 @@ class Pair:
     as_trained: Gap                     # each run evaluated in the precision that it was trained in
     in_bf16: Gap                        # both evaluated through BF16 matmuls: what FP8 did to the weights
     tok_per_s_ratio: float | None       # FP8 over BF16; none where not only the precision differs
-
-    @property
-    def is_null(self) -> bool:
-        return self.fp8.recipe == "bf16"
+    n_converted: int                    # Linears that the FP8 run trained in FP8; auto may find that none pays
 
     def gap(self, arm: str) -> Gap:
         """The gap under one evaluation, "bf16" or "as_trained"."""
@@ -255,23 +186,18 @@ def pairs(records) -> tuple[list[Pair], list[str]]:
     """Match each FP8 run, and each repeat of a BF16 run, a null in FP8's place, with the BF16 run of its pair_id, smallest model
     first; plus a line for each run left alone. Raises UserError for two BF16 runs of one pair, and where the partners'
     validation losses do not belong to the same sequences."""
-    partners = {}
+    partners, found, paired = {}, [], set()
     for record in records:
         if record.recipe == "bf16" and not record.repeat and partners.setdefault(record.pair_id, record) is not record:
             raise UserError(f"{partners[record.pair_id].run_id} and {record.run_id} are both the BF16 run of pair "
                             f"{record.pair_id}: leave one out")
-    runs = sorted((r for r in records if r.recipe != "bf16" or r.repeat), key=lambda r: (r.N, r.tokens, r.recipe, r.seed))
-    found, alone = [], []
-    for run in runs:
-        if run.repeat and run.recipe != "bf16":
-            alone.append((run, "an FP8 run's repeat is no null"))
-        elif run.pair_id in partners:
-            found.append(_pair(partners[run.pair_id], run))
-        else:
-            alone.append((run, f"no BF16 run with its pair_id {run.pair_id}"))
-    paired = {pair.bf16.folder for pair in found if not pair.is_null}
-    alone += [(run, f"no FP8 run with its pair_id {run.pair_id}") for run in partners.values() if run.folder not in paired]
-    return found, [f"unpaired {run.run_id}: {reason}" for run, reason in alone]
+    for run in sorted(records, key=lambda run: (run.N, run.tokens, run.recipe, run.seed)):
+        base = partners.get(run.pair_id)
+        if base and base is not run and (run.recipe == "bf16" or not run.repeat):       # an FP8 run's repeat is no null
+            found.append(_pair(base, run))
+            paired |= {run.folder} | ({base.folder} if run.recipe != "bf16" else set())
+    return found, [f"unpaired {run.run_id}: no partner with its pair_id {run.pair_id}" for run in records
+                   if run.folder not in paired]
 
 
 def _pair(bf16: Record, fp8: Record) -> Pair:
@@ -284,7 +210,8 @@ def _pair(bf16: Record, fp8: Record) -> Pair:
     gaps = (_gap(other[arm] - base[arm], base, bf16.weights.values(), getattr(bf16, f"loss_{arm}"))
             for arm in ("as_trained", "bf16"))
     alike = all(getattr(fp8, key) == getattr(bf16, key) for key in ("device", "n_gpu", "is_compiled"))
-    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None)
+    converted = read_json(fp8.folder / "summary.json")["precision"]["layers_converted"]
+    return Pair(bf16, fp8, *gaps, fp8.tok_per_s_median / bf16.tok_per_s_median if alike else None, len(converted))
 
 
 def trajectories(chosen) -> list[np.ndarray]:
@@ -309,6 +236,18 @@ def over_tokens(chosen, arm: str) -> Estimate | None:
     return estimate(slopes) if slopes else None
 
 
+def over_sizes(chosen, arm: str) -> Estimate | None:
+    """Change of the gap [%] per decade of N: the slope through the means of independent trajectories; None with fewer than three
+    sizes or four of them."""
+    own = trajectories(chosen)
+    x = np.round([np.mean([math.log10(chosen[i].fp8.N) for i in some]) for some in own], 9)
+    if len(np.unique(x)) < 3 or len(x) < 4:
+        return None
+    line = linregress(x, [np.mean([chosen[i].gap(arm).percent for i in some]) for some in own])
+    half = float(student.ppf(1 - ALPHA / 2, len(x) - 2) * line.stderr)
+    return Estimate(len(x), float(line.slope), None, float(line.stderr), float(line.slope) - half, float(line.slope) + half)
+
+
 def percents(chosen) -> dict[str, Estimate]:
     """The gap in per cent of BF16's loss under both evaluations."""
     return {arm: over(chosen, lambda pair, arm=arm: pair.gap(arm).percent) for arm in ("bf16", "as_trained")}
@@ -316,13 +255,7 @@ def percents(chosen) -> dict[str, Estimate]:
 
 def is_idle(chosen) -> bool:
     """Whether none of one recipe's runs had a Linear in FP8; a switched decay had them in its trunk."""
-    return n_converted(chosen) == [0, 0] and ">" not in chosen[0].fp8.recipe
-
-
-def n_converted(chosen) -> list[int]:
-    """Fewest and most Linears that the pairs' FP8 runs trained in FP8; a recipe such as auto may find that none pays."""
-    counts = [len(read_json(pair.fp8.folder / "summary.json")["precision"]["layers_converted"]) for pair in chosen]
-    return [min(counts), max(counts)]
+    return not any(pair.n_converted or ">" in pair.fp8.recipe for pair in chosen)
 
 
 def _gap(difference, losses, weights, reference: float) -> Gap:
@@ -340,24 +273,20 @@ def _gap(difference, losses, weights, reference: float) -> Gap:
 def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,). Raises
     UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
-    path, names, n = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens"), len(record.weights)
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            losses = {name: file[name] for name in names}
-    except FileNotFoundError:
+    path, names = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens")
+    if not path.exists():
         raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
-                        "trained, or have train.py write it again: delete summary.json and repeat the run's command") from None
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({error}); expected the arrays {', '.join(names)}") from None
-    if (len({array.shape for array in losses.values()}) > 1 or not all(np.isfinite(array).all() for array in losses.values())
-            or not set(losses["source"]) == set(losses["source"][losses["n_tokens"] > 0]) == set(range(n))):
-        raise UserError(f"{path} is damaged: expected {', '.join(names)}, finite and of one length, for the sources 0 to "
-                        f"{n - 1}, each with a token to predict; restore it, or leave the run out")
-    for arm, said in (("as_trained", record.loss_as_trained), ("bf16", record.loss_bf16)):
-        loss = _gap(losses[arm], losses, record.weights.values(), said).nats
-        if abs(loss - said) > LOSS_TOLERANCE * said:
-            raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={said:.6f}; "
-                            "the two files are not from one evaluation")
+                        "trained, or have train.py write it again: delete summary.json and repeat the run's command")
+    try:
+        with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
+            losses = {name: file[name] for name in names}
+            said = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in names[:2]}
+    except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): restore it, or leave the run out") from None
+    for arm, loss in said.items():
+        if not abs(loss - (expected := getattr(record, f"loss_{arm}"))) <= LOSS_TOLERANCE * expected:
+            raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={expected:.6f}; the two "
+                            "files are not from one evaluation, or one is damaged")
     return losses
 
 
@@ -366,28 +295,23 @@ def measure(records, repeated, arm: str) -> dict:
     null Pairs `repeated`; in per cent of the loss under `arm`. Other seeds: a difference has variance 2 SD^2; branches of one
     trunk add no degree of freedom. Same seed: the root mean square around 0, as which came first is arbitrary; pairs that are
     equal to the last bit were not rounded differently: counted, no null."""
-    plain, rows, trunks, freedom = [r for r in records if r.recipe == "bf16" and not r.repeat], [], {}, {}
-    for N, D in sorted({(r.N, r.tokens) for r in plain}):
-        alike = {r.trunk: r for r in plain if (r.N, r.tokens) == (N, D)}
-        runs, dof = list(alike.values()), len(alike) - 1
-        if dof:
+    rows, trunks, sizes, pooled, pooled_again = [], {}, [], None, None
+    for (N, _), some in grouped([r for r in records if r.recipe == "bf16" and not r.repeat], lambda r: (r.N, r.tokens)):
+        runs = list({r.trunk: r for r in some}.values())
+        if len(runs) > 1:
             sd = 100 * math.sqrt(2) * float(np.std(np.log([getattr(run, f"loss_{arm}") for run in runs]), ddof=1))
-            rows.append({**at(runs[0]), "runs": len(runs), "dof": dof, "sd_percent": sd})
-            trunks.setdefault(N, set()).update(alike)
-            freedom[N] = freedom.get(N, 0) + dof
-    pooled, pooled_again, again = None, None, [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
+            rows.append({**at(runs[0]), "runs": len(runs), "dof": len(runs) - 1, "sd_percent": sd})
+            trunks.setdefault(N, set()).update(run.trunk for run in runs)
     if rows:
-        variance = sum(row["dof"] * row["sd_percent"]**2 for row in rows) / sum(row["dof"] for row in rows)
-        pooled = {"runs": sum(row["runs"] for row in rows),
-                  **_null(variance, sum(min(freedom[N], len(trunks[N]) - 1) for N in freedom))}
+        variance = np.average([row["sd_percent"]**2 for row in rows], weights=[row["dof"] for row in rows])
+        freedom = sum(min(len(some) - 1, sum(row["dof"] for row in rows if row["N"] == N)) for N, some in trunks.items())
+        pooled = {"runs": sum(row["runs"] for row in rows), **_null(variance, freedom)}
+    again = [p for p in repeated if not p.in_bf16.nats == p.as_trained.nats == 0]
     if again:
-        pooled_again = {"pairs": len(again),
-                        **_null(np.mean([p.gap(arm).percent**2 for p in again]), len(trajectories(again)))}
-    sizes = []
-    for N, D in sorted({(p.bf16.N, p.bf16.tokens) for p in repeated}):
-        chosen = [p for p in repeated if (p.bf16.N, p.bf16.tokens) == (N, D)]
-        sizes.append({**at(chosen[0].bf16), "pairs": len(chosen), **percents(chosen),
-                      "equal": sum(p not in again for p in chosen)})
+        variance = np.mean([p.gap(arm).percent**2 for p in again])
+        pooled_again = {"pairs": len(again), **_null(variance, len(trajectories(again)))}
+    for _, some in grouped(again, lambda p: (p.bf16.N, p.bf16.tokens)):
+        sizes.append({**at(some[0].bf16), "pairs": len(some), **percents(some)})
     return {"sizes": rows, "pooled": pooled,
             "same_seed": {"sizes": sizes, "equal": len(repeated) - len(again), "pooled": pooled_again}}
 
@@ -410,59 +334,47 @@ def rank(found, arm: str) -> dict:
     Ranked is every recipe that converts a Linear in each of its pairs and ran in all that is compared: the sizes, budgets and
     seeds where more than half of the recipes ran, of each size the largest such budget. First is the lowest common gap, with its
     sign. A recipe whose paired difference to it has a 95 % interval that holds 0 (or none) ties; of these the fastest is the
-    best, or the first where speed means nothing. {"best", "reason", "cells", "recipes", "left_out"}; best is None where none can
-    be ranked."""
-    by_recipe, left_out = {}, []
-    for recipe in sorted({p.fp8.recipe for p in found}):
-        chosen = [p for p in found if p.fp8.recipe == recipe]
-        if idle := [p.fp8.run_id for p in chosen if is_idle([p])]:
-            left_out.append({"recipe": recipe, "reason": f"converts no Linear in {len(idle)} of {len(chosen)} pairs "
-                                                         f"({idle[0]}): it is BF16 there"})
+    best, or the first where speed means nothing. {"best", "reason", "recipes", "left_out"}; best is None where none can be
+    ranked."""
+    left_out, cells, rows = [], {}, []
+    for recipe, some in grouped(found, lambda p: p.fp8.recipe):
+        if idle := [p.fp8.run_id for p in some if is_idle([p])]:
+            left_out.append({"recipe": recipe, "reason": f"converts no Linear in {listed(idle, 1)}: it is BF16 there"})
         else:
-            by_recipe[recipe] = chosen
-    cells = {recipe: {(p.fp8.N, p.fp8.tokens, p.fp8.seed): p for p in chosen} for recipe, chosen in by_recipe.items()}
+            cells[recipe] = {(p.fp8.N, p.fp8.tokens, p.fp8.seed): p for p in some}
     present = [cell for own in cells.values() for cell in own]
     shared = [cell for cell in sorted(set(present)) if 2 * present.count(cell) > len(cells)]
     longest = {N: tokens for N, tokens, _ in shared}
     compared = [cell for cell in shared if cell[1] == longest[cell[0]]]
-    ranked = []                         # (recipe, its pairs, its gap)
+    logs = {}                           # recipe -> its gaps where all are compared
     for recipe, own in cells.items():
-        lacking = [f"{human(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
-        if lacking or not compared:
-            left_out.append({"recipe": recipe, "reason": f"no finished pair at the largest common budget of {', '.join(lacking)}"
-                             if lacking else "ran at no size and seed where more than half of the recipes did"})
+        if compared and own.keys() >= set(compared):
+            logs[recipe] = [own[cell].log_percent(arm) for cell in compared]
         else:
-            chosen = [own[cell] for cell in compared]
-            ranked.append((recipe, chosen, estimate([p.log_percent(arm) for p in chosen])))
-    ranked.sort(key=lambda one: (one[2].mean, one[0]))
-    rows = []
-    for recipe, chosen, gap in ranked:
-        difference = estimate([own.log_percent(arm) - its.log_percent(arm) for own, its in zip(
-            chosen, ranked[0][1], strict=True)]) if rows else None
-        rows.append({"recipe": recipe, "gap": gap, "difference": difference,
+            lacking = [f"{human(cell[0])} seed {cell[2]}" for cell in compared if cell not in own]
+            left_out.append({"recipe": recipe, "reason": f"no finished pair at {listed(lacking) or 'what most recipes share'}"})
+    for recipe in sorted(logs, key=lambda recipe: (np.mean(logs[recipe]), recipe)):
+        difference = estimate(np.subtract(logs[recipe], logs[rows[0]["recipe"]])) if rows else None
+        rows.append({"recipe": recipe, "gap": estimate(logs[recipe]), "difference": difference,
                      "ties": difference is None or difference.low is None or difference.low <= 0,
-                     "throughput": throughput(chosen), "converted": n_converted(chosen)})
-    best, reason = _best(rows, compared)
-    where = [{**at(p.fp8), "seed": p.fp8.seed} for p in ranked[0][1]] if ranked else []
-    return {"best": best, "reason": reason, "cells": where, "recipes": rows, "left_out": left_out}
+                     "throughput": throughput([cells[recipe][cell] for cell in compared])})
+    where = " and ".join(dict.fromkeys(human(N) for N, *_ in compared))
+    best, reason = _best(rows, f"over {len(compared)} pairs at the largest common budget of {where}")
+    return {"best": best, "reason": reason, "recipes": rows, "left_out": left_out}
 
 
-def _best(rows: list[dict], compared) -> tuple[str | None, str]:
+def _best(rows: list[dict], where: str) -> tuple[str | None, str]:
     """The best recipe, and the sentence that says why."""
     if not rows:
         return None, "No recipe converts a Linear and ran wherever more than half of the others did: none is ranked."
-    first, tied = rows[0], [row for row in rows if row["ties"]]
-    where = f"{len(compared)} pair{'s' * (len(compared) != 1)} at the largest common budget of " + " and ".join(
-        dict.fromkeys(human(N) for N, *_ in compared))
-    said = f"{first['recipe']} has the lowest gap, {first['gap'].mean:+.3f} % over {where}"
-    if len(rows) == 1:
-        return first["recipe"], f"{said}; no other recipe can be ranked."
-    if len(tied) == 1:
-        return first["recipe"], f"{said}; every other recipe's is higher by more than chance: {first['recipe']} is the best."
-    said += f"; not told apart from it: {', '.join(row['recipe'] for row in tied[1:])}. "
-    if lacking := next((row for row in tied if row["throughput"]["ratio"] is None), None):
-        return first["recipe"], (f"{said}Speed cannot decide ({lacking['recipe']}: {lacking['throughput']['reason']}), so "
-                                 f"{first['recipe']} is the best.")
+    tied = [row for row in rows if row["ties"]]
+    first, *others = [row["recipe"] for row in tied]
+    said = f"{first} has the lowest gap, {rows[0]['gap'].mean:+.3f} % {where}; "
+    if not others:
+        return first, f"{said}no other ranked recipe's lies within chance of it: {first} is the best."
+    said += f"not told apart from it: {', '.join(others)}. "
+    if reason := next((row["throughput"]["reason"] for row in tied if row["throughput"]["reason"]), None):
+        return first, f"{said}Speed cannot decide ({reason}), so {first} is the best."
     best = max(tied, key=lambda row: row["throughput"]["ratio"])
     return best["recipe"], (f"{said}Of these {best['recipe']} is the fastest, {best['throughput']['ratio']:.3f} of BF16's tokens "
                             f"per second: it is the best.")
@@ -497,7 +409,7 @@ class Surface:
 
     def extra_tokens(self, gap: float, D) -> float | None:
         """r: how many times the tokens a model needs to make up `gap` nats at D, L(N, r D) + gap = L(N, D). None where the gap
-        exceeds B D^-beta: no number of tokens makes it up; or where the law is so flat that r is beyond measure."""
+        exceeds B D^-beta: no number of tokens makes it up; or where the law is so flat that r or 1 / r is beyond 10^100."""
         return _power(1 - gap / (self.B * D**-self.beta), -1 / self.beta)
 
     def effective_parameters(self, gap: float, N) -> float | None:
@@ -536,10 +448,10 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one. trunks: equal
     for branches of one trajectory. counts: what N counts."""
-    if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_chinchilla would find, seconds later
+    if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_law would find, seconds later
         return None, f"one ray of {np.mean(D / N):.3g} tokens per parameter does not separate N from D"
     try:
-        fit = with_bootstrap(fit_chinchilla(N, D, L), Points(N, D, 6 * N * D, L, trunks))
+        fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
     except UserError as error:
         return None, str(error)
     if not fit.identified:

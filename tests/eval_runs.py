@@ -1,7 +1,12 @@
 """A tiny opinionated model, its log-likelihoods one token at a time, folders like a finished run's, texts of many kinds."""
 
 import json
+import os
 import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -14,13 +19,35 @@ from eval.lm import CheckpointLM
 from model import GPTConfig
 from runtime.checkpoint import name_of, read_manifest, seal
 from runtime.config import Config, DataConfig, FP8Config, OptimConfig
+from runtime.parallel import World
 from runtime.tokenizer import load_tokenizer
 from tests import conftest
 from tests.conftest import encode_document
 from tests.test_model import build_rough
+from tests.text_files import BEGINS, write_tokenizer
 
 TINY = GPTConfig(n_layer=2, n_head=2, n_embd=32, n_ffn=64, n_ctx=32, vocab_size=257)
-BYTES = load_tokenizer("byte")
+BYTES, CPU = load_tokenizer("byte"), torch.device("cpu")
+
+
+def call(command, *arguments):
+    """A command that must succeed."""
+    assert command.main([str(argument) for argument in arguments]) == 0
+
+
+def refused(capsys, command, *arguments):
+    """What a command says of the user's mistake: one line, with exit code 2, and nothing else."""
+    capsys.readouterr()
+    assert command.main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1, out + err
+    return err
+
+
+def process(*command, cwd=conftest.ROOT, **environment):
+    """`python COMMAND`, finished, its output as text."""
+    return subprocess.run([sys.executable, *map(str, command)], cwd=cwd, text=True, capture_output=True, timeout=600,
+                          env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(conftest.ROOT), **environment})
 
 
 def build(config=TINY, seed=1, compute_dtype=torch.float32):
@@ -40,8 +67,30 @@ def generate(model, ids, n_new, temperature=0.0, top_k=None, generator=None, **m
     return torch.stack(list(sample.stream(model, ids, n_new, temperature, top_k, generator, **more)), dim=1)
 
 
-def build_lm(model, micro_batch=4):
-    return CheckpointLM(model, BYTES, micro_batch, torch.device("cpu"))
+def greedy_text(model, prompt, n_new):
+    """What a model says after the bytes of `prompt` until it ends the text, replacement characters for what is none."""
+    ids = generate(model, torch.tensor([list(prompt)]), n_new, eot=256)[0].tolist()
+    return bytes(ids[:ids.index(256)] if 256 in ids else ids).decode(errors="replace")
+
+
+def build_lm(model, micro_batch=4, tokenizer=BYTES):
+    return CheckpointLM(model, tokenizer, micro_batch, CPU)
+
+
+def on_two_ranks(monkeypatch, module, work):
+    """What work(world) returns or raises on each of two ranks, threads that meet in gather()."""
+    barrier, values = threading.Barrier(2), [None, None]
+
+    def gather(value, world):
+        values[world.rank] = value
+        barrier.wait()
+        found = list(values)
+        barrier.wait()
+        return found
+    monkeypatch.setattr(module, "gather", gather)
+    with ThreadPoolExecutor(2) as pool:
+        done = [pool.submit(work, World(rank, rank, 2, CPU)) for rank in range(2)]
+        return [future.exception() or future.result() for future in done]
 
 
 def request(*args):
@@ -78,11 +127,6 @@ def rolled(model, prefix, ids):
     return total
 
 
-def bytes_of(ids):
-    ids = ids.tolist()
-    return bytes(ids[:ids.index(256)] if 256 in ids else ids)
-
-
 def words(rng, n):
     return " ".join("".join(rng.choices("abcdefghij", k=rng.randint(2, 6))) for _ in range(n))
 
@@ -112,29 +156,30 @@ def write_shards(folder, texts, shards=2):
     conftest.write_shards(folder, {"train": [], "val": val})
 
 
-def make_task(folder, rows, name="sums"):
-    """A folder for include=: a multiple-choice task over `rows` of q, answers, gold."""
-    folder.mkdir()
+def make_task(folder, rows, name="sums", **changes):
+    """A folder for include=: a task over `rows` of q, answers, gold; multiple choice but for other keys of its YAML."""
+    folder.mkdir(exist_ok=True)
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{name}.yaml").write_text(
         f"task: {name}\ndataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / f'{name}.jsonl'}}},"
         f" cache_dir: {folder / 'cache'}}}\noutput_type: multiple_choice\nvalidation_split: validation\n"
-        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetric_list:\n"
-        "  - {metric: acc, aggregation: mean, higher_is_better: true}\nmetadata: {version: 1.0}\n")
+        "doc_to_text: q\ndoc_to_choice: answers\ndoc_to_target: gold\nmetadata: {version: 1.0}\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+        + "".join(f"{key}: {json.dumps(value)}\n" for key, value in changes.items()))     # of a key twice the last counts
     return folder
 
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24}
-VOCABULARY = {"gpt2": 50257, "byte": 257}
 
 
 def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,
               **model):
     """A Config and its rough GPT in fp32, after writing folder/config.json and folder/checkpoints/step_.."""
-    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent),
-                    model=GPTConfig(**{**SIZES, "vocab_size": VOCABULARY.get(tokenizer), **model}), fp8=fp8 or FP8Config(),
+    sizes = SIZES | {"vocab_size": load_tokenizer(tokenizer).vocab_size} | model
+    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**sizes),
+                    fp8=fp8 or FP8Config(), optim=OptimConfig(lr=1e-2),
                     data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
-                                    tokens_per_step=384, micro_batch=4), optim=OptimConfig(lr=1e-2))
+                                    tokens_per_step=384, micro_batch=4))
     gpt = build(config.model, seed)
     path = folder / "checkpoints" / name_of(step)
     path.mkdir(parents=True)
@@ -144,18 +189,45 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
     return config, gpt
 
 
+LLAMA = {"vocab_size": 420, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
+ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32}
+
+
+def make_llama(folder, *, rope=ROPE, architecture="Llama", dtype=torch.bfloat16, shard_size="50GB", seed=0, **sizes):
+    """Write a tiny random Llama and a byte-level BPE with begin and end of text, as save_pretrained lays them out."""
+    import transformers
+    config = getattr(transformers, f"{architecture}Config")(**{**LLAMA, "rope_parameters": dict(rope), **sizes}, head_dim=16)
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{architecture}ForCausalLM")(config)
+    for name, p in model.named_parameters():
+        torch.nn.init.normal_(p, 1.0 if "norm" in name else 0.0, 0.2)
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_size)
+    write_tokenizer(folder, vocab=400, post_processor=BEGINS)
+    return folder
+
+
+def read_llama(folder):
+    """transformers' own reading in fp32, its weights moved to aligned memory: a product with one row depends on that."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for p in model.parameters():
+        p.data = p.data.clone()
+    return model
+
+
+WORDS = ("naïve Straße Ελληνικά русский 中文字符 日本語 한국어 العربية עברית हिन्दी ไทย 🙂 👩\u200d👧 e\u0301 \u200b ﬁ \ufeff "
+         "\x00 \x7f it's I'LL 3.14159 1234567890 1e-5 £5 ½ ¿qué? ... -- == <s> [INST] <|endoftext|>x")
+
+
 def documents(n=300):
     """Code, prose, scripts, emoji, runs of white space, odd line ends, numbers, control characters, special tokens' spelling."""
-    rng = random.Random(0)
-    code = "".join(path.read_text() for path in sorted((conftest.ROOT / "runtime").glob("*.py"))[:6])
-    prose = (conftest.ROOT / "README.md").read_text()
-    words = ["naïve", "Straße", "Ελληνικά", "русский", "中文字符", "日本語", "한국어", "العربية", "עברית", "हिन्दी", "ไทย",
-             "🙂", "👩\u200d👧", "e\u0301", "\u200b", "ﬁ", "\ufeff", "\x00", "\x7f", "it's", "I'LL", "3.14159",
-             "1234567890", "1e-5", "£5", "½", "¿qué?", "...", "--", "==", "<s>", "[INST]", "<|endoftext|>x"]
+    rng, words = random.Random(0), WORDS.split(" ")
+    lines = [line for path in ("README.md", "model.py", "train.py") for line in (conftest.ROOT / path).read_text().splitlines()]
+    blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
     letters = (range(0x20, 0x7F), range(0xA0, 0xD800), range(0x1F000, 0x1FB00))
-    kinds = (lambda: code[(start := rng.randrange(len(code) - 900)):start + rng.randrange(900)],
-             lambda: prose[(start := rng.randrange(len(prose) - 900)):start + rng.randrange(900)],
-             lambda: "".join(rng.choice(words) + rng.choice((" ", "  ", "\n", "\t", "\r\n", "\u3000", "")) for _ in range(60)),
-             lambda: "".join(rng.choice(" \t\n\r\x0b\u00a0\u2003ab1.") for _ in range(200)),
-             lambda: "".join(chr(rng.choice(rng.choice(letters))) for _ in range(80)))
-    return ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b", *(rng.choice(kinds)() for _ in range(n - 5))]
+    kinds = (lambda: rng.choice(lines), lambda: rng.choice(words), lambda: "".join(rng.choices(blanks, k=rng.randrange(20))),
+             lambda: "".join(chr(rng.choice(rng.choice(letters))) for _ in range(9)))
+    return ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b", *(
+        "".join(rng.choice(kinds)() + rng.choice(blanks) for _ in range(rng.randrange(40))) for _ in range(n - 5))]

@@ -20,8 +20,8 @@ def surface(N, D):
     return 0.8 + 40.0 * N**-0.35 + 60.0 * D**-0.3
 
 
-def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, noise_seed=0,
-              curve=True, per_source=12, **changes):
+def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None, gap=0.0, seed=1337, curve=True,
+              per_source=12, **changes):
     """Write one finished run; `loss` (nats/token) is law(C) by default, `gap` is added to it in the FP8 arm.
 
     changes: keys of summary.json to replace, or to remove where the value is `...`. Returns the summary as written."""
@@ -32,7 +32,7 @@ def write_run(folder, *, recipe="bf16", params=SIZES[0], tokens=None, loss=None,
     flops = 6 * params + attention
     loss = law(flops * tokens) if loss is None else loss
     loss_bf16, loss_as_trained = loss + gap, loss + 1.5 * gap
-    weights, rng = {"docs": 0.1, "latex": 0.1, "python": 0.8}, np.random.default_rng(noise_seed)
+    weights, rng = {"docs": 0.1, "latex": 0.1, "python": 0.8}, np.random.default_rng(0)
     shape = rng.normal(0, 0.2, (3, per_source))     # one pattern for all runs: some sequences are harder than others
     shape += np.random.default_rng(params).normal(0, abs(gap), (3, per_source))
     shape -= shape.mean(axis=1, keepdims=True)

@@ -14,7 +14,7 @@ import torch._inductor.config as inductor
 import torch.nn.functional as F
 
 from model import GPT, GPTConfig, Linear, RMSNorm
-from runtime import fp8, parallel, speed
+from runtime import fp8, parallel
 from runtime.cli import UserError
 from runtime.config import FP8Config
 from runtime.fp8 import fake_quantise, noise_at
@@ -446,8 +446,8 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
     rows = (("tensorwise", 64, 192, 1.2), ("tensorwise+kernels", 64, 192, 1.3), ("rowwise", 64, 192, 1.1),
             ("tensorwise", 64, 64, 0.8), ("rowwise_with_gw_hp", 96, 64, 1.3), ("tensorwise+kernels", 96, 64, 1.1),
             ("amax+kernels", 64, 64, 2.0))      # amax was not made for speed
-    timings = [speed.Row(recipe, K, N, 16384, ratio) for recipe, K, N, ratio in rows]
-    monkeypatch.setattr(fp8, "load_table", lambda: {"measured": {"sm_90": {GPU: timings}}})
+    timings = [{"recipe": recipe, "K": K, "N": N, "ratio": ratio} for recipe, K, N, ratio in rows]
+    monkeypatch.setattr(fp8, "load_table", lambda: {"measured": {"sm_90": [{"gpu": GPU, "rows": timings}]}})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: GPU)

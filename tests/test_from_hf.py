@@ -3,13 +3,15 @@
 import json
 import os
 import random
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tiny_llama import make_llama, read_llama
+from eval_runs import call, make_llama, read_llama
 
 import prepare_data
 from configs.continue_llama import config as LLAMA_8B
@@ -55,18 +57,14 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def rotary(raw):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    return LlamaRotaryEmbedding(LlamaConfig(**{key: value for key, value in raw.items() if key != "torch_dtype"}))
-
-
 @pytest.mark.parametrize("change", [
     {}, {"rope_theta": 500_000.0}, {"rope_theta": 500_000.0, "rope_factor": 8.0},
     {"rope_theta": 500_000.0, "rope_factor": 5.0, "rope_low_freq": 2.0, "rope_high_freq": 8.0, "rope_original_ctx": 4096}])
 def test_position_tables_are_transformers_bit_for_bit(change):
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     config = replace(TINY, n_embd=256, n_head=2, n_ctx=5000, n_layer=1, **change)    # heads of 128 channels
-    theirs, model = rotary(hf_config(config, "fp32")), GPT(config)
+    theirs, model = LlamaRotaryEmbedding(LlamaConfig(**hf_config(config, "fp32"))), GPT(config)
     model.init_buffers()
     assert torch.equal(rope_frequencies(config), theirs.inv_freq)
     cos, sin = theirs(torch.zeros(1), torch.arange(5000)[None])
@@ -74,82 +72,71 @@ def test_position_tables_are_transformers_bit_for_bit(change):
     assert torch.equal(cos[0, :, :64], cos[0, :, 64:])
 
 
+def without(raw, *keys):
+    return {key: value for key, value in raw.items() if key not in keys}
+
+
 def test_published_configurations_are_read_as_they_are_meant():
     from transformers import LlamaConfig, Qwen3Config
     assert gpt_config(LLAMA_31_8B) == OURS_31_8B and OURS_31_8B.params_total == 8_030_261_248
-    seven = gpt_config(LLAMA_1_7B)
+    seven, qwen = gpt_config(LLAMA_1_7B), gpt_config(QWEN3)
     assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
     assert seven.params_total == 6_738_415_616
     for gone in ((), ("rope_theta", "rope_scaling"), ("rope_parameters",)):     # transformers 5 reads one of them
-        written = {key: value for key, value in hf_config(OURS_31_8B, "bf16").items() if key not in gone}
-        assert gpt_config(written) == OURS_31_8B
-    qwen = gpt_config(QWEN3)
+        assert gpt_config(without(hf_config(OURS_31_8B, "bf16"), *gone)) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
-    assert gpt_config({key: value for key, value in QWEN3.items() if key != "head_dim"}).head_size == 128      # its own default
+    assert gpt_config(without(QWEN3, "head_dim")).head_size == 128      # its own default
     scaling = {"rope_parameters": {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}}
     for cls, change in ((LlamaConfig, scaling), (Qwen3Config, {})):
         config = cls(hidden_size=4096, architectures=[cls.__name__.replace("Config", "ForCausalLM")], **change)
         ours = gpt_config(json.loads(config.to_json_string()))
         assert (ours.n_layer, ours.vocab_size, ours.n_ffn) == (32, config.vocab_size, config.intermediate_size)
         assert ours.rope_theta == config.rope_parameters["rope_theta"] and (ours.rope_factor or 0) == (8.0 if change else 0)
-    for vocab, multiple in ((32000, 128), (32001, 1)):      # padded by no row that it does not have
-        config = gpt_config({**LLAMA_31_8B, "vocab_size": vocab})
-        assert (config.vocab_padded, config.vocab_multiple) == (vocab, multiple)
+    assert gpt_config({**LLAMA_31_8B, "vocab_size": 32001}).vocab_padded == 32001      # padded by no row that it does not have
 
 
-@pytest.mark.parametrize("base, change, words", [(LLAMA_31_8B, *case) for case in [
-    ({"architectures": ["MistralForCausalLM"]}, "architectures=['MistralForCausalLM']"), ({"architectures": None}, "only Llama"),
-    ({"attention_bias": True}, "attention_bias=True"), ({"mlp_bias": True}, "mlp_bias=True"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu'"), ({"pretraining_tp": 2}, "pretraining_tp=2"),
-    ({"sliding_window": 4096}, "sliding_window=4096"), ({"layer_types": ["sliding_attention"] * 32}, "layer_types"),
-    ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"), ({"auto_map": {"x": "y"}}, "auto_map"),
-    ({"head_dim": 64}, "head_dim=64"), ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
-    ({"rope_scaling": {"full_attention": {"rope_type": "llama3"}}}, "full_attention"),
-    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None"),
-    ({"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "mscale": 1.0}}, "mscale"), ({"hidden_size": None}, "hidden_size=None"),
-    ({"hidden_size": 4097}, "not divisible"), ({"num_key_value_heads": 7}, "not divisible")]] + [
+@pytest.mark.parametrize("base, change, words", [
+    *((LLAMA_31_8B, {key: value}, f"{key}={value!r}") for key, value in {
+        "architectures": ["MistralForCausalLM"], "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "head_dim": 64,
+        "pretraining_tp": 2, "sliding_window": 4096, "layer_types": ["sliding_attention"], "partial_rotary_factor": 0.5,
+        "quantization_config": {"quant_method": "fp8"}, "auto_map": {"x": "y"}}.items()),
+    (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
+    (LLAMA_31_8B, {"rope_scaling": {"full_attention": {"rope_type": "llama3"}}}, "rope_keys=['full_attention']"),
+    (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=none"),
+    (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
     (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
-    (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128"),         # Qwen3-0.6B: heads wider than their share
-    (QWEN3, {"num_key_value_heads": None}, "num_key_value_heads=None")])
+    (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])      # Qwen3-0.6B: heads wider than their share
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
-    with pytest.raises(UserError, match="config.json") as caught:
-        gpt_config({**base, **change})
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
+        gpt_config(base | change)
 
 
-def weights_of(config, **changes):
-    theirs = to_hf(config, {name: p.detach() for name, p in build_rough(config).named_parameters()}) | changes
-    return {name: t for name, t in theirs.items() if t is not None}
+def read(changes, dtype=torch.float32):
+    """TINY as from_hf() reads it from tensors of this dtype; changes: other tensors, None takes one away."""
+    ours = {name: p.detach().to(dtype) for name, p in build_rough(TINY).named_parameters()}
+    theirs = {name: t for name, t in (to_hf(TINY, ours) | changes).items() if t is not None}
+    return ours, dict(from_hf(TINY, theirs, theirs.__getitem__))
 
 
-def test_half_precision_becomes_fp32_exactly_and_old_frequencies_are_left_out():
+def test_half_precision_becomes_fp32_exactly_and_what_says_nothing_new_is_left_out():
+    embedding = build_rough(TINY).wte.weight.detach()
     for dtype in (torch.bfloat16, torch.float16):
-        theirs = {name: t.to(dtype) for name, t in weights_of(TINY).items()}
-        theirs["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
-        norm = dict(from_hf(TINY, theirs, theirs.__getitem__))["norm.weight"]
-        assert norm.dtype == torch.float32 and torch.equal(norm.to(dtype), theirs["model.norm.weight"])
-    theirs = weights_of(TINY)       # a repeated tied head must be the embedding
-    theirs["lm_head.weight"] = theirs["model.embed_tokens.weight"].clone()
-    assert "head.weight" not in dict(from_hf(TINY, theirs, theirs.__getitem__))
-    theirs["lm_head.weight"][3, 4] += 1
-    with pytest.raises(UserError, match="ties the head to the embedding, but lm_head.weight is another matrix"):
-        dict(from_hf(TINY, theirs, theirs.__getitem__))
+        ours, found = read({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6),
+                            "lm_head.weight": embedding.to(dtype)}, dtype)
+        assert found.keys() == ours.keys()
+        assert all(found[k].dtype == torch.float32 and torch.equal(found[k], ours[k].float()) for k in ours)
 
 
 @pytest.mark.parametrize("changes, words", [
     ({"model.layers.1.self_attn.q_proj.weight": None, "model.norm.weight": None}, "q_proj.weight, model.norm.weight"),
-    ({"model.layers.3.mlp.up_proj.weight": torch.ones(1)}, "no place for"),
-    ({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, "q_proj.bias"),
-    ({"model.norm.weight": torch.ones(49)}, "shape (49,), but by config.json it should have (48,)"),
-    ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "stored as float64"),
-    ({"model.norm.weight": torch.ones(48).to(torch.float8_e4m3fn)}, "stored as float8_e4m3fn")])
+    ({"model.layers.0.self_attn.q_proj.bias": torch.ones(48)}, "model.layers.0.self_attn.q_proj.bias has no place"),
+    ({"model.norm.weight": torch.ones(49)}, "of (49,), but must be (48,)"),
+    ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "is torch.float64 of"),
+    ({"model.norm.weight": torch.ones(48).to(torch.float8_e4m3fn)}, "is torch.float8_e4m3fn of"),
+    ({"lm_head.weight": torch.ones(256, 48)}, "lm_head.weight is not the embedding")])
 def test_foreign_tensors_are_named(changes, words):
-    theirs = weights_of(TINY, **changes)
-    with pytest.raises(UserError) as caught:
-        dict(from_hf(TINY, theirs, theirs.__getitem__))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$"):
+        read(changes)
 
 
 LLAMAS = {
@@ -179,7 +166,7 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path
     manifest = read_manifest(checkpoints(run_dir)[0])
     assert is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
-    assert facts["folder"] == source.name and facts["architecture"] == raw["architectures"][0]
+    assert (facts["folder"], facts["architecture"]) == (source.name, raw["architectures"][0])
     assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
     assert not any(path.is_symlink() for path in run_dir.rglob("*"))
 
@@ -193,26 +180,26 @@ def parts(source):
     return sorted(source.glob("model-*.safetensors"))
 
 
-def edit_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 def pickled(source):
     for path in (*parts(source), source / "model.safetensors.index.json"):
         path.unlink()
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
 
 
+def resize(source, vocab_size):
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+
+
 HARM = {
-    "no config": (lambda s: (s / "config.json").unlink(), "has no config.json"),
-    "config of half a file": (lambda s: (s / "config.json").write_text('{"architectures": ['), "config.json is not JSON"),
+    "half a config": (lambda s: (s / "config.json").write_text('{"architectures": ['), "its config.json cannot be read"),
     "pickle": (pickled, "has no *.safetensors: get the model in that format; pickles (.bin, .pth) can run code"),
-    "a part missing": (lambda s: parts(s)[1].unlink(), "the checkpoint lacks"),
+    "a part missing": (lambda s: parts(s)[1].unlink(), "the files lack"),
     "a part twice": (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
     "a part cut": (lambda s: os.truncate(parts(s)[0], 5000), "no whole safetensors file"),
     "no tokenizer": (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "another model's tokenizer": (lambda s: edit_json(s / "config.json", vocab_size=300), "its tokenizer has 382 ids, but"),
-    "other sizes": (lambda s: edit_json(s / "config.json", vocab_size=421), "by config.json it should have (421, 64)"),
+    "another model's tokenizer": (lambda s: resize(s, 300), "its tokenizer has 382 ids"),
+    "other sizes": (lambda s: resize(s, 421), "but must be (421, 64)"),
 }
 
 
@@ -220,53 +207,22 @@ HARM = {
 def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(name, source, tmp_path):
     harm, words = HARM[name]
     harm(source)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$"):
         import_checkpoint(str(source), str(tmp_path / "out/run"))
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert not list(tmp_path.glob("out/*")) and not list(tmp_path.glob("out/.*"))
-
-
-@pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
-def test_what_is_there_stays(source, tmp_path, make):
-    make(path := tmp_path / "there")
-    with pytest.raises(UserError, match="exists: choose another"):
-        import_checkpoint(str(source), str(path))
-    assert os.path.lexists(path)
+    assert not list(tmp_path.glob("out/*"))
 
 
 def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-    for name, left in (("seal", []), ("rmtree", [".tmp_run"])):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "seal", full)
-            if name == "rmtree":        # as after a kill: nothing is cleaned up
-                patch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)
-            with pytest.raises(OSError, match="No space"):
-                import_checkpoint(str(source), str(tmp_path / "out/run"))
-        assert [path.name for path in (tmp_path / "out").iterdir()] == left
-    import_checkpoint(str(source), str(tmp_path / "out/run"))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run"]
-
-
-def test_a_run_begins_with_the_same_model_and_tokenizer_alone(source, tmp_path):
-    checkpoint = import_checkpoint(str(source), str(tmp_path / "out/run"))
-    config = read_config(tmp_path / "out/run")
-    new = replace(config, run="new", start_from=str(checkpoint), model=replace(config.model, n_ctx=32, loss_chunk=16),
-                  data=replace(config.data, tokens_per_step=64))
-    tensors = {"model.norm.weight": torch.zeros(64), "optim.norm.weight.exp_avg": torch.full((64,), 7.0)}
-    sha256 = load_tokenizer(config.data.tokenizer).sha256
-    assert branch(new, sha256, tensors, None)[0] == checkpoint
-    assert tensors["model.norm.weight"].std() > 0.1 and (tensors["optim.norm.weight.exp_avg"] == 7).all()
-    write_tokenizer(source, {"eos_token": "<|end|>"})
-    for other, tokenizer, words in [
-            (replace(new, model=replace(new.model, rope_theta=1000.0)), sha256, "model.rope_theta is 5000.0 there"),
-            (new, load_tokenizer(str(source)).sha256, "its ids mean other text: give data.tokenizer=.*out/run/tokenizer"),
-            (replace(new, start_from=f"{tmp_path}/out/gone/checkpoints/step_00000000"), sha256, "or import a model"),
-            (replace(new, start_from=f"{checkpoint.parent}/step_00000001", steps=9), sha256, "no finished checkpoint")]:
-        with pytest.raises(UserError, match=words) as caught:
-            branch(other, tokenizer, tensors, None)
-        assert "n_ctx is" not in str(caught.value)
+    out, left = tmp_path / "out", tmp_path / "out/.tmp_run/checkpoints/step_00000000"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(module, "seal", Mock(side_effect=OSError(28, "No space left on device")))
+        import_checkpoint(str(source), str(out / "run"))
+    assert not list(out.iterdir())
+    left.mkdir(parents=True)
+    import_checkpoint(str(source), str(out / "run"))
+    assert [path.name for path in out.iterdir()] == ["run"]
+    with pytest.raises(UserError, match="exists: choose another"):
+        import_checkpoint(str(source), str(out / "run"))
 
 
 def response_loss(model, batches):
@@ -282,21 +238,22 @@ def response_loss(model, batches):
 
 def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert export.main(["--from-hf", str(source), "out/llama"]) == 0
+    call(export, "--from-hf", source, "out/llama")
     rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
     said = [rng.choices(words, k=rng.randint(2, 6)) for _ in range(300)]
     Path("chat.jsonl").write_text("".join(json.dumps({
         "prompt": f"{i}: say backwards {' '.join(each)}\n", "response": " ".join(reversed(each)) + "."}) + "\n"
         for i, each in enumerate(said)))
-    assert prepare_data.main(["local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
-                              "val_share=0.1", "processes=1"]) == 0
-    capsys.readouterr()
-    model = replace(read_config("out/llama").model, n_ctx=32, loss_chunk=48)
+    call(prepare_data, "local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
+         "val_share=0.1", "processes=1")
     config = replace(
-        LLAMA_8B, run="bf16", steps=8, model=model, parallel=ParallelConfig(compile=False, recompute=True),
-        start_from="out/llama/checkpoints/step_00000000", optim=replace(LLAMA_8B.optim, lr=5e-3),
+        LLAMA_8B, run="bf16", steps=8, model=replace(read_config("out/llama").model, n_ctx=32, loss_chunk=48),
+        parallel=ParallelConfig(compile=False, recompute=True), optim=replace(LLAMA_8B.optim, lr=5e-3),
+        start_from="out/llama/checkpoints/step_00000000",
         data=replace(LLAMA_8B.data, tokenizer="out/llama/tokenizer", tokens_per_step=512, micro_batch=8, max_epochs=9),
         eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
+    with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=out/llama/tokenizer"):
+        branch(config, "0" * 64, {}, None)
     data = open_data(config, load_tokenizer("out/llama/tokenizer").sha256)
     batches = [data.batch(0, micro, 0, 1) for micro in range(2)]
     expected, expected_norm, n = response_loss(read_llama(source), batches)
@@ -309,15 +266,14 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
         assert (done.returncode, done.stderr) == (0, "")
         rows = [row for row in map(json.loads, (arm.run_dir / "metrics.jsonl").read_text().splitlines())
                 if row.get("kind") == "train"]
-        losses = [row["loss"] for row in rows]
         # BF16 against fp32 on weights that are large; with the prompts the mean would be another by far more.
-        assert losses[0] == pytest.approx(expected, rel=0.02 if recipe == "off" else 0.05)
+        assert rows[0]["loss"] == pytest.approx(expected, rel=0.02 if recipe == "off" else 0.05)
         assert rows[0]["grad_norm"] == pytest.approx(expected_norm, rel=0.1 if recipe == "off" else 0.2)
-        assert losses[-1] < losses[0] - 1.5
-        finals[recipe] = losses[-1]
+        finals[recipe] = rows[-1]["loss"]
+        assert finals[recipe] < rows[0]["loss"] - 1.5
         assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
     assert finals["off"] == pytest.approx(finals["tensorwise"], rel=0.1)
-    assert export.main([str(config.run_dir.parent / "arm_tensorwise"), "back", "dtype=fp32"]) == 0
+    call(export, config.run_dir.parent / "arm_tensorwise", "back", "dtype=fp32")
     ours, theirs = load_model("out/arm_tensorwise", compute_dtype=torch.float32)[0], read_llama(tmp_path / "back")
     with torch.no_grad():
         assert torch.equal(ours(batches[0][0]), theirs(batches[0][0]).logits)
@@ -325,5 +281,5 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
     shutil.rmtree("out/arm_off/tokenizer")
     assert read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
     write_tokenizer(tmp_path / "out/llama/tokenizer", {"eos_token": "<|end|>"})
-    with pytest.raises(UserError, match="is not the one that the model of out/arm_off was trained with .*: put that one back"):
+    with pytest.raises(UserError, match="out/arm_off was trained with another tokenizer than"):
         read_tokenizer(read_config("out/arm_off"), "out/arm_off")

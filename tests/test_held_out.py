@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from eval_runs import TINY, build, build_lm, build_run, request, write_shards
+from eval_runs import TINY, build, build_lm, build_run, refused, request, write_shards
 
 from eval import harness, held_out
 from tests.conftest import write_index
@@ -24,50 +24,44 @@ def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(run)
     texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(run))}
     assert sum(map(len, texts.values())) == 500 and len(documents) == 64
     assert all(row["text"] in texts[row["source"]] for row in documents)
-    labels = np.bincount([row["label"] for row in rows], minlength=4)
-    assert labels.sum() == 200 and labels.min() > 30
+    assert np.bincount([row["label"] for row in rows], minlength=4).min() > 30
     for row in rows:
-        home = [t for t in texts[row["source"]] if row["context"] + row["choices"][row["label"]] in t]
-        assert len(home) == 1 and len(row["context"]) == 96
-        assert len(set(row["choices"])) == 4 and all(len(c) == 32 and c[0].isspace() for c in row["choices"])
-        wrong = [c for i, c in enumerate(row["choices"]) if i != row["label"]]
-        assert all(c not in home[0] and any(c in t for t in texts[row["source"]]) for c in wrong)
-
-
-def test_a_model_that_knows_nothing_scores_chance(run):
-    """Random weights, and a model that ignores the context but knows the letters' frequencies: both near 25 %.
-
-    Within two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %.
-    """
-    rows = list(held_out.questions(str(run))["validation"])
-    pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
-    random_models = [build_lm(build(replace(TINY, n_ctx=192), seed), 32) for seed in range(4)]
-    for judges in (random_models, [CountingLM()]):
-        right = [np.array([t for t, _ in judge.loglikelihood(pairs)]).reshape(-1, 4).argmax(1)
-                 == [row["label"] for row in rows] for judge in judges]
-        assert abs(np.mean(right) - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows)), judges
+        right, *wrong = sorted(row["choices"], key=lambda choice: choice != row["choices"][row["label"]])
+        home, = (text for text in texts[row["source"]] if row["context"] + right in text)
+        assert len(row["context"]) == 96 and len(set(row["choices"])) == 4
+        assert all(len(choice) == 32 and choice[0].isspace() for choice in row["choices"])
+        assert all(choice not in home and any(choice in text for text in texts[row["source"]]) for choice in wrong)
 
 
 class CountingLM:
+    """It ignores the context but knows the letters' frequencies."""
+
     def loglikelihood(self, requests):
         return [(-sum(3.0 if letter == " " else 1.0 + "abcdefghij".find(letter) / 9 for letter in r.args[1]), False)
                 for r in requests]
 
 
+@pytest.mark.parametrize("judges", [[build_lm(build(replace(TINY, n_ctx=192), seed), 32) for seed in range(4)], [CountingLM()]])
+def test_a_model_that_knows_nothing_scores_chance(run, judges):
+    """Within two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %."""
+    rows = list(held_out.questions(str(run))["validation"])
+    pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
+    right = [np.array([t for t, _ in judge.loglikelihood(pairs)]).reshape(-1, 4).argmax(1)
+             == [row["label"] for row in rows] for judge in judges]
+    assert abs(np.mean(right) - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows))
+
+
 def shorten(folder):
-    for path in folder.glob("../*/*"):
-        path.unlink()
     for source in ("prose", "code"):
+        for path in Path("data", source).iterdir():
+            path.unlink()
         Path("data", source).rmdir()
         write_shards(Path("data", source), ["short"] * 6)
 
 
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda f: (f / "index.json").unlink(), "there is no data/code/index.json (data holds prose): make it with"),
-    (lambda f: write_index(f, tokenizer="gpt2"), "was made with the tokenizer 'gpt2' ("),
-    (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"),
-    (shorten, "val_cloze: no source of")])
+    (lambda f: write_index(f, tokenizer="gpt2"), "was made with another tokenizer"),
+    (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"), (shorten, "no source of")])
 def test_damaged_shards_get_a_sentence(run, capsys, damage, sentence):
     damage(Path("data/code"))
-    assert harness.main([str(run), "--tasks", "demo"]) == 2
-    assert sentence in capsys.readouterr().err and not (run / "eval").exists()
+    assert sentence in refused(capsys, harness, run, "--tasks", "demo") and not (run / "eval").exists()

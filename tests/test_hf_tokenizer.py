@@ -2,16 +2,19 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+import regex
+from eval_runs import call
 
 import prepare_data
 from runtime.cli import UserError
 from runtime.config import EvalConfig
 from runtime.data import open_data
 from runtime.shards import read_index
-from runtime.tokenizer import load_tokenizer
+from runtime.tokenizer import GPT2_PATTERN, byte_letters, load_tokenizer
 from tests.conftest import encode_document, tiny_config
 from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
@@ -26,19 +29,13 @@ def folder(tmp_path_factory):
 
 def merged(folder, text):
     """The ids of a text by the folder's merges, applied by hand; the pieces are GPT-2's, which ByteLevel takes too."""
-    import regex
-
-    from runtime.tokenizer import GPT2_PATTERN, byte_letters
-
     model = json.loads((folder / "tokenizer.json").read_text())["model"]
     ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
     letters, ids = byte_letters(), []
     for piece in regex.findall(GPT2_PATTERN, text):
         parts = [letters[b] for b in piece.encode()]
-        while len(parts) > 1:
-            rank, i = min((ranks.get(pair, 10**9), i) for i, pair in enumerate(zip(parts, parts[1:], strict=False)))
-            if rank == 10**9:
-                break
+        while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
+            i = min(pairs)[1]
             parts[i:i + 2] = [parts[i] + parts[i + 1]]
         ids += [model["vocab"][part] for part in parts]
     return ids
@@ -72,18 +69,13 @@ def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path
     ({"eos_token": "<|end|>", "bos_token": "<|begin|>"}, (1, 0)), ({"eos_token": "<|end|>"}, (1,)),
     ({"eos_token": {"content": "<|end|>", "lstrip": False}, "bos_token": {"content": "<|begin|>"}}, (1, 0)),
     ({"eos_token": "<|begin|>", "bos_token": "<|begin|>"}, (0,))])
-def test_roles(tmp_path, roles, prefix):
-    tok = load_tokenizer(str(write_tokenizer(tmp_path, roles)))
+def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, prefix):
+    tok, usual = (load_tokenizer(str(path)) for path in (write_tokenizer(tmp_path, roles | {"padding_side": 9}), folder))
     assert tok.prefix == prefix and tok.eot == prefix[0] and tok.start == prefix[-1]
     assert encode_document(tok, "a").tolist() == [*prefix, *tok.encode("a").tolist()]
-
-
-def test_identity_is_rules_and_roles(folder, tmp_path):
-    same = write_tokenizer(tmp_path / "same", {"eos_token": {"content": "<|end|>"}, "bos_token": "<|begin|>", "padding_side": 9})
-    others = [write_tokenizer(tmp_path / "roles", {"eos_token": "<|end|>"}), write_tokenizer(tmp_path / "merges", vocab=300),
-              write_tokenizer(tmp_path / "spare", spare=1)]
-    assert load_tokenizer(str(folder)).sha256 == load_tokenizer(str(same)).sha256
-    assert len({load_tokenizer(str(path)).sha256 for path in (folder, *others)}) == 4
+    assert (tok.sha256 == usual.sha256) == (prefix == (1, 0))
+    others = (write_tokenizer(tmp_path, vocab=300), write_tokenizer(tmp_path, spare=1))
+    assert all(load_tokenizer(str(other)).sha256 != usual.sha256 for other in others)
 
 
 @pytest.mark.parametrize("file, content, sentence", [
@@ -110,8 +102,8 @@ def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsy
     """70,000 ids and more, from the command to the batch."""
     wide, data_dir = write_tokenizer(tmp_path / "wide", spare=70_000), tmp_path / "data"
     (tmp_path / "a.jsonl").write_bytes(jsonl(DOCUMENTS))
-    assert prepare_data.main(["local", str(tmp_path / "a.jsonl"), f"tokenizer={wide}", "name=mine", "val_share=0.3",
-                              "processes=2", f"out={data_dir}"]) == 0
+    call(prepare_data, "local", tmp_path / "a.jsonl", f"tokenizer={wide}", "name=mine", "val_share=0.3", "processes=2",
+         f"out={data_dir}")
     index, tok = read_index(data_dir / "mine"), load_tokenizer(str(wide))
     raw = json.loads((data_dir / "mine/index.json").read_text())
     assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
@@ -121,13 +113,12 @@ def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsy
     assert sorted(found) == sorted(encode_document(tok, document).tolist() for document in DOCUMENTS)
     x, y = open_data(config(data_dir, wide, tok.vocab_size + 8), tok.sha256).batch(0, 0, 0, 1)
     assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size
-    capsys.readouterr()
-    assert prepare_data.main(["--show", str(data_dir)]) == 0
+    call(prepare_data, "--show", data_dir)
     assert f"folder (sha256 {tok.sha256[:9]}..., {tok.vocab_size:,} ids)" in capsys.readouterr().out
 
-    size = tok.vocab_size
+    size, another = tok.vocab_size, load_tokenizer(str(folder)).sha256
     with pytest.raises(UserError, match="made with tokenizer=folder .* another tokenizer .*: set data.tokenizer to"):
-        open_data(config(data_dir, folder, size), load_tokenizer(str(folder)).sha256)
+        open_data(config(data_dir, folder, size), another)
     with pytest.raises(UserError, match=f"holds ids below {size}, but model.vocab_size=300: set model.vocab_size={size}"):
         open_data(config(data_dir, wide, 300), tok.sha256)
     made, moved = config(data_dir, wide, size), config(data_dir, "/else/where", size)

@@ -1,34 +1,36 @@
 """eval/lm.py: log-likelihoods and greedy texts against the model taken one token at a time; batches, shared contexts, ranks."""
 
-import os
-import pickle
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
+import eval_runs
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, TINY, build, build_lm, bytes_of, expected_pair, generate, request, rigged, rolled, words
+from eval_runs import BYTES, TINY, build, build_lm, expected_pair, generate, greedy_text, request, rigged, rolled, words
 
 from eval import lm as eval_lm
 from eval.lm import CheckpointLM, chunks, plan
-from tests.conftest import ROOT, encode_document
+from runtime.parallel import World
+from tests.conftest import encode_document
 
 PAIRS = [("ab", "cd"), ("the quick brown fox", " jumps"), ("x", "y"), ("", "starts a document"), ("trailing  ", "blank"),
          ("long context " * 9, "tail"), ("0123456789" * 4, "the end"), ("é", "ü€𝄞"), ("q", "z" * 31), ("q", "w" * 32),
          ("\n", "one shared beginning, A1"), ("\n", "one shared beginning, B22")]
 
 
+def check(got, model, pairs):
+    """That log-likelihoods and greediness are those of the model taken one token at a time."""
+    for (total, greedy), pair in zip(got, pairs, strict=True):
+        expected, expected_greedy = expected_pair(model, *pair)
+        assert total == pytest.approx(expected, abs=2e-4, rel=1e-5) and greedy == expected_greedy, pair
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3, 64])
 def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
     model = build()
     got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in PAIRS])
-    for (total, greedy), pair in zip(got, PAIRS, strict=True):
-        expected, expected_greedy = expected_pair(model, *pair)
-        assert total == pytest.approx(expected, abs=2e-4, rel=1e-5), pair
-        assert greedy == expected_greedy
+    check(got, model, PAIRS)
     assert np.std([total for total, _ in got]) > 10
     assert build_lm(model).loglikelihood([]) == [] and build_lm(model).loglikelihood_rolling([request("")]) == [0.0]
 
@@ -49,11 +51,9 @@ def test_a_long_context_loses_its_beginning_and_is_counted():
     assert long == short and lm.n_truncated == 2
     lm.loglikelihood([request("a" * 31, "yz")])     # 33 tokens: the last needs no place in the context of 32
     assert lm.n_truncated == 2
-    (total, _), = lm.loglikelihood([request("ctx", text)])      # a continuation longer than the context is scored whole
-    assert total == pytest.approx(rolled(model, list(b"ctx")[-1:], list(text.encode())), rel=1e-5)
-    assert lm.n_truncated == 3      # all but the last token of its context
-    lm.loglikelihood([request("c", text), request("", text)])
-    assert lm.n_truncated == 3
+    (total, _), *_ = lm.loglikelihood([request("ctx", text), request("c", text), request("", text)])
+    assert total == pytest.approx(rolled(model, list(b"ctx")[-1:], list(text.encode())), rel=1e-5)     # scored whole
+    assert lm.n_truncated == 3      # all but the last token of the first one's context
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 65, 150])
@@ -74,49 +74,39 @@ def test_is_greedy_says_whether_greedy_decoding_gives_the_continuation():
         requests = [(None, prompt, text), (None, prompt, [*text[:7], (text[7] + 1) % 256]), (None, prompt, text[:3])]
         assert [greedy for _, greedy in build_lm(model)._loglikelihood_tokens(requests)] == [True, False, True]
     padded = rigged(lambda h: torch.cat((torch.zeros(*h.shape[:-1], 257), torch.full((*h.shape[:-1], 127), 9.0)), -1))
-    (_, greedy), = build_lm(padded).loglikelihood([request("a", "\x00")])       # rows that pad the vocabulary do not count
-    assert greedy
+    assert build_lm(padded).loglikelihood([request("a", "\x00")])[0][1]     # rows that pad the vocabulary do not count
 
 
 def test_a_tokenizer_that_begins_texts_does_so_as_in_hflm():
     """HFLM 0.4.13: the beginning before a context, in place of an empty one, and rolling twice, where it is scored too."""
-    model, begins = build(), replace(BYTES, prefix=(256, 255), adds_start=True)
-    lm = CheckpointLM(model, begins, 4, torch.device("cpu"))
-    seen = []
-    model.wte.register_forward_hook(lambda module, args, out: seen.extend(args[0].tolist()))
-    for ask, want in [(lambda: lm.loglikelihood([request("ab", "c")]), [255, *b"ab"]),
-                      (lambda: lm.loglikelihood([request("", "cd")]), [255, *b"c"]),
-                      (lambda: lm.loglikelihood_rolling([request("xyz")]), [255, 255, *b"xy"])]:
-        seen.clear()
-        ask()
-        assert seen == [want]
-    names = CheckpointLM(model, replace(BYTES, prefix=(256, 255)), 4, torch.device("cpu"))     # has such a token, adds none
+    model, seen = build(), []
+    lm = build_lm(model, tokenizer=replace(BYTES, prefix=(256, 255), adds_start=True))
+    model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].tolist()))
+    lm.loglikelihood([request("ab", "c")])
+    lm.loglikelihood([request("", "cd")])
+    lm.loglikelihood_rolling([request("xyz")])
+    assert seen == [[[255, *b"ab"]], [[255, *b"c"]], [[255, 255, *b"xy"]]]
+    names = build_lm(model, tokenizer=replace(BYTES, prefix=(256, 255)))     # has such a token, adds none
     assert names.tok_encode("ab") == list(b"ab") and names.prefix_token_id == 255
 
 
 def test_generate_until_is_greedy_and_stops_where_asked():
-    model = build()
-    prompts = ["one", "two", "a longer prompt", "x" * 31, "y" * 80]
-    free = {p: bytes_of(generate(model, torch.tensor([list(p.encode())[-32:]]), 12, eot=256)[0]) for p in prompts[:3]}
-    lm = build_lm(model, micro_batch=2)
-    got = lm.generate_until([request(p, {"until": [], "max_gen_toks": 12}) for p in prompts])
-    assert got[:3] == [free[p][:12].decode(errors="replace") for p in prompts[:3]]
+    model, calls = build(), []
+
+    def answers(lm, prompts, until=(), n=12):
+        return lm.generate_until([request(prompt, {"until": list(until), "max_gen_toks": n}) for prompt in prompts])
+    prompts, lm = ["one", "two", "a longer prompt", "x" * 31, "y" * 80], build_lm(model, micro_batch=2)
+    got = answers(lm, prompts)
     assert all(got) and lm.n_truncated == 2     # 31 + 12 and 80 + 12 tokens do not fit 32
-    kept = list(b"y" * 80)[-20:]
-    assert got[4] == bytes_of(generate(model, torch.tensor([kept]), 12, eot=256)[0]).decode(errors="replace")
-    half = build_lm(model).generate_until([request("y" * 80, {"until": [], "max_gen_toks": 99})])       # at most half is freed
-    assert half == [bytes_of(generate(model, torch.tensor([[*b"y" * 16]]), 16, eot=256)[0]).decode(errors="replace")]
-    calls = []
+    assert got == [greedy_text(model, prompt.encode()[-20:], 12) for prompt in prompts]
+    assert answers(build_lm(model), ["y" * 80], n=99) == [greedy_text(model, b"y" * 16, 16)]       # at most half is freed
 
     def end_third(h):       # "A", "A", end-of-text, "A", ..
         calls.append(1)
         return torch.nn.functional.one_hot(torch.full((len(h),), 256 if len(calls) == 3 else 65), 384).float()
-    assert build_lm(rigged(end_third)).generate_until([request("p", {"until": ["\n"], "max_gen_toks": 9})]) == ["AA"]
-    assert len(calls) == 3
-    text = got[2]
-    stop = text[3:5]
-    cut, = build_lm(model).generate_until([request(prompts[2], {"until": ["never there", stop], "max_gen_toks": 12})])
-    assert cut == text[:text.index(stop)] and stop not in cut
+    assert answers(build_lm(rigged(end_third)), ["p"], ["\n"], 9) == ["AA"] and len(calls) == 3
+    stop = got[2][3:5]
+    assert answers(build_lm(model), prompts[2:3], ["never there", stop]) == [got[2][:got[2].index(stop)]]
 
 
 @pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
@@ -132,9 +122,7 @@ def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_to
     model.wte.register_forward_hook(lambda module, args, out: seen.append(args[0].numel()))
     got = build_lm(model, micro_batch).loglikelihood([request(*pair) for pair in pairs])
     assert sum(seen) < sum(min(len(a + b), 128) for a, b in pairs) * 0.6 and max(seen) <= max(128, 80 * micro_batch)
-    for (total, greedy), pair in zip(got, pairs, strict=True):
-        expected, expected_greedy = expected_pair(model, *pair)
-        assert total == pytest.approx(expected, abs=3e-4, rel=1e-5) and greedy == expected_greedy, pair
+    check(got, model, pairs)
     seen.clear()
     build_lm(model, 3).generate_until([request("a" * 90, {"until": [], "max_gen_toks": 1})] * 9)
     assert max(seen) == 2 * 90
@@ -161,58 +149,17 @@ def test_no_batch_is_larger_than_the_budget_and_its_rows_begin_alike():
                 assert lengths[chunk[0]] == longest and (len(chunk) == 1 or len(chunk) * (batch.past + longest) <= budget)
 
 
-WORKER = f"""
-import pickle, sys
-sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-import torch
-torch.set_num_threads(1)
-from eval.harness import join, _together
-from eval.lm import CheckpointLM, chunks, plan
-from eval_runs import BYTES, build, request
-from runtime.cli import UserError
-from runtime.parallel import finish
-pairs, out = pickle.load(open(sys.argv[1], "rb"))
-world = join()
-lm = CheckpointLM(build(), BYTES, 1, torch.device("cpu"), world)
-done, score_batch = [], lm._score_batch
-lm._score_batch = lambda batch, *rest: done.append(batch) or score_batch(batch, *rest)
-answers = lm.loglikelihood([request(*pair) for pair in pairs])
-generated = lm.generate_until([request(a, {{"until": ["e"], "max_gen_toks": 4}}) for a, b in pairs])
-def fail(kind):
-    if world.rank == 1:
-        raise kind("no such thing")
-    return 3
-told = []
-for kind in (UserError, ZeroDivisionError):
-    try:
-        _together(world, lambda: fail(kind))
-    except (UserError, OSError) as error:
-        told.append((type(error).__name__, str(error)))
-pickle.dump((world.size, answers, generated, told, _together(world, lambda: 3), done), open(f"{{out}}{{world.rank}}", "wb"))
-finish(world, 0)
-"""
-
-
-def test_two_processes_answer_as_one_bit_for_bit_and_tell_of_a_mistake_together(tmp_path, monkeypatch):
-    rng = random.Random(3)
+def test_ranks_share_the_batches_and_answer_as_one_bit_for_bit(monkeypatch):
+    """Ranks that are threads here; processes, by the command: tests/test_harness.py."""
+    rng, batches = random.Random(3), {}
     pairs = [(words(rng, 3), " " + words(rng, 1)) for _ in range(20)] + [("the same context", f" {i}") for i in range(5)]
-    (tmp_path / "pairs").write_bytes(pickle.dumps((pairs, str(tmp_path / "rank"))))
-    (tmp_path / "worker.py").write_text(WORKER)
-    done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                           str(tmp_path / "worker.py"), str(tmp_path / "pairs")], capture_output=True, text=True, timeout=600,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert done.returncode == 0, done.stderr
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    lm = build_lm(build(), 1)
-    batches, score_batch, shares = [], lm._score_batch, []
-    monkeypatch.setattr(lm, "_score_batch", lambda batch, *rest: batches.append(batch) or score_batch(batch, *rest))
-    alone = (lm.loglikelihood([request(*pair) for pair in pairs]),
-             lm.generate_until([request(a, {"until": ["e"], "max_gen_toks": 4}) for a, _ in pairs]))
-    torch.set_num_threads(threads)
-    told = [("UserError", "rank 1: no such thing"), ("OSError", "rank 1: no such thing")]
-    for rank in (0, 1):
-        *found, share = pickle.loads((tmp_path / f"rank{rank}").read_bytes())
-        assert found == [2, *alone, told, 3]
-        shares.append(share)
-    assert shares == [batches[0::2], batches[1::2]] and len(batches) > 2
+    requests, greedy = [request(*p) for p in pairs], [request(a, {"until": ["e"], "max_gen_toks": 4}) for a, _ in pairs]
+
+    def answer(world):
+        lm = CheckpointLM(build(), BYTES, 1, world.device, world)
+        done, score_batch = batches.setdefault((world.size, world.rank), []), lm._score_batch
+        lm._score_batch = lambda batch, *rest: done.append(batch) or score_batch(batch, *rest)
+        return lm.loglikelihood(requests), lm.generate_until(greedy)
+    alone = answer(World(0, 0, 1, torch.device("cpu")))
+    assert eval_runs.on_two_ranks(monkeypatch, eval_lm, answer) == [alone, alone]
+    assert [batches[2, 0], batches[2, 1]] == [batches[1, 0][0::2], batches[1, 0][1::2]] and len(batches[1, 0]) > 2

@@ -55,16 +55,14 @@ def test_against_torchs_cross_entropy_sequence_by_sequence(gpt):
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 16])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(gpt, micro_batch, size):
-    reference = evaluate(gpt, SETS, WEIGHTS, 3, CPU)
+    reference, left = evaluate(gpt, SETS, WEIGHTS, 3, CPU), {"a": [], "b": []}
     # One rank after the other; the gather of the last hands out what the earlier ones left.
-    left, results = [[] for _ in range(2)], None
     for rank in range(size):
-        call = iter(range(2))
+        sources = iter(SETS)
 
-        def gather(t, call=call):
-            box = left[next(call)]
-            box.append(t)
-            return torch.stack((box + [t] * size)[:size])
+        def gather(t, sources=sources):
+            left[source := next(sources)].append(t)
+            return torch.stack((left[source] + [t] * size)[:size])
 
         gpt.shapes.clear()
         results = evaluate(gpt, SETS, WEIGHTS, micro_batch, CPU, rank, size, gather)
@@ -74,14 +72,12 @@ def test_any_number_of_ranks_and_any_batch_gives_the_same_sequences(gpt, micro_b
         assert results.sequences[name] == pytest.approx(reference.sequences[name], rel=1e-6)
 
 
-def test_an_evaluation_stops_when_asked_to_and_not_before(gpt):
+@pytest.mark.parametrize("answers, n", [([False, True], 16), ([False] * 10, 80)])
+def test_an_evaluation_stops_when_asked_to_and_not_before(gpt, answers, n):
     """A validation of minutes must not outlast the half minute that a stop request is given."""
-    sets = {"a": Fixed(40, 0), "b": Fixed(40, 1)}
-    for answers, n in (([False, True], 16), ([False] * 10, 80)):
-        asked = iter(answers)
-        gpt.shapes.clear()
-        found = evaluate(gpt, sets, WEIGHTS, 1, CPU, is_stopping=lambda asked=asked: next(asked))
-        assert len(gpt.shapes) == n and (found is None) == (n == 16)
+    asked = iter(answers)
+    found = evaluate(gpt, {"a": Fixed(40, 0), "b": Fixed(40, 1)}, WEIGHTS, 1, CPU, is_stopping=lambda: next(asked))
+    assert len(gpt.shapes) == n and (found is None) == (n == 16)
 
 
 def test_standard_error_by_simulation():
@@ -96,7 +92,4 @@ def test_standard_error_by_simulation():
     spread = np.std([draw().loss for _ in range(4000)])
     assert np.mean([draw().standard_error for _ in range(200)]) == pytest.approx(spread, rel=0.03)
     assert ValLoss({"a": np.ones(1)}, {"a": 1.0}, {"a": np.full(1, 16)}).standard_error is None
-
-
-def test_bits_per_byte_by_hand():
     assert bits_per_byte(2 * math.log(2), SimpleNamespace(tokens=100, text_bytes=400)) == pytest.approx(0.5)

@@ -1,7 +1,6 @@
 """scaling/pairs.py: gaps, nulls, equivalence, ranking and what a gap costs, against scipy, simulation, published tables."""
 
 import itertools
-import json
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -37,9 +36,10 @@ def analysed(folder, arm="bf16", convention=None):
 
 
 @pytest.mark.parametrize("n, mean, sd, words", [
-    (2, 0.1, 0.1, "undecided"), (30, 0.24, 0.1, "costs 0.24 %"), (5, 0.5, 0.1, "costs 0.5 %"), (5, -0.5, 0.1, "gains 0.5 %"),
+    (2, 0.1, 0.1, "undecided"), (6, 0.1, 0.21, "undecided"),        # the second: p between .05 and .1
+    (30, 0.24, 0.1, "costs 0.24 %"), (5, 0.5, 0.1, "costs 0.5 %"), (5, -0.5, 0.1, "gains 0.5 %"),
     (6, 0.1, 0.05, "costs 0.1 %, within ±0.25 % (TOST, p="), (8, 0.01, 0.1, "equivalent within ±0.25 % (TOST, p="),
-    (5, 0.01, 0.5, "undecided: interval -0.61 to +0.63, could not have seen less than 0.84")])
+    (5, 0.01, 0.5, "undecided: interval -0.61 to +0.63")])
 def test_intervals_and_tost_are_scipys_and_verdicts_follow_them(n, mean, sd, words):
     values = sample(n, mean, sd)
     found, theirs = estimate(values), ttest_1samp(values, 0).confidence_interval()
@@ -62,67 +62,51 @@ def test_tost_rejects_at_its_margin_five_times_in_a_hundred_and_never_more():
         assert sd > 0.1 or wrong == pytest.approx(0.05, abs=0.012)
 
 
-@pytest.mark.parametrize("n, sd", [(2, 0.05), (4, 0.15), (10, 0.3)])
-def test_power_of_tost_is_that_of_a_simulation(n, sd):
-    draws = np.random.default_rng(2).normal(0, sd, (200_000, n))
-    se = draws.std(axis=1, ddof=1) / math.sqrt(n)
-    passed = (np.abs(draws.mean(axis=1)) + student.ppf(0.95, n - 1) * se < 0.25).mean()
-    assert pairs.tost_power(sd, n, 0.25) == pytest.approx(passed, abs=0.004)
-
-
-def test_power_is_the_noncentral_t_and_plans_are_the_fewest_and_those_of_the_planning_table():
+def test_power_is_the_noncentral_t():
     for n, gap in itertools.product((3, 10, 40), (0.0, 0.3, -1.0)):
         quantile, shift = student.ppf(0.975, n - 1), gap * math.sqrt(n)
         theirs = nct.sf(quantile, n - 1, shift) + nct.cdf(-quantile, n - 1, shift)
-        assert pairs.power(1.0, n, gap) == pytest.approx(theirs, abs=2e-6), (n, gap)
-    for sd, needed in ((0.0008, (8, 4, 3)), (0.002, (34, 10, 6)), (0.003, (73, 20, 10))):
-        assert tuple(pairs.pairs_to_see(sd, gap) for gap in (0.001, 0.002, 0.003)) == needed
-    for sd, margin in ((0.1, 0.25), (0.3, 0.25), (1.0, 0.25)):
-        n = pairs.pairs_to_show(sd, margin)
-        assert pairs.tost_power(sd, n, margin) >= 0.8 > (pairs.tost_power(sd, n - 1, margin) if n > 2 else 0)
-    assert pairs.pairs_to_see(1.0, 1e-4) is None and pairs.pairs_to_show(1.0, 1e-4) is None
+        assert pairs.power(n, gap) == pytest.approx(theirs, abs=2e-6), (n, gap)
     for n in (2, 3, 100):           # n = 2: where scipy's noncentral t gives up
-        assert pairs.power(0.4, n, pairs.smallest_seen(0.4, n)) == pytest.approx(0.8, abs=1e-6)
+        assert pairs.power(n, pairs.smallest_seen(0.4, n) / 0.4) == pytest.approx(0.8, abs=1e-6)
+
+
+def fake(percent, N=1, D=1, trunk="", seed=0):
+    """A pair as far as estimates over pairs look at it."""
+    return SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), gap=lambda arm: SimpleNamespace(percent=percent),
+                           fp8=SimpleNamespace(trunk=f"f{trunk}", N=N, seed=seed, tokens=D))
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
     """95 % nominal over 1,000 studies of six trunks with one to four branches, most of whose noise is the trunk's."""
     rng, truth, honest, naive = np.random.default_rng(5), 0.2, 0, 0
     for _ in range(2000):
-        found = [SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{i}"), fp8=SimpleNamespace(trunk=f"f{i}"),
-                                 percent=truth + shift + rng.normal(0, 0.03))
+        found = [fake(truth + shift + rng.normal(0, 0.03), trunk=i)
                  for i, shift in enumerate(rng.normal(0, 0.1, 6)) for _ in range(1 + i % 4)]
-        mean = pairs.over(found, lambda pair: pair.percent)
+        mean, wrong = pairs.percents(found)["bf16"], estimate([pair.gap("bf16").percent for pair in found])
+        honest, naive = honest + (mean.low < truth < mean.high), naive + (wrong.low < truth < wrong.high)
         assert mean.n == 6
-        honest += mean.low < truth < mean.high
-        mean = estimate([pair.percent for pair in found])
-        naive += mean.low < truth < mean.high
     assert honest / 2000 == pytest.approx(0.95, abs=0.015) and naive / 2000 < 0.85
     shared = pairs.clusters([{1, 2}, {5}, {3, 4}, {2, 3}, {5, 6}, {7}])       # through a third
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
-# ----------------------------------------------------------------------------------------------------- trend and margin
+# --------------------------------------------------------------------------------------------------------------- trends
 
 SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
 
 
-def test_a_trend_is_given_only_where_it_could_tell_rival_forms_apart():
-    for seeds, half in ((1, 5.46), (2, 2.20), (5, 1.19)):       # of the planning table
-        N, y = np.repeat(SIZES, seeds), np.random.default_rng(seeds).normal(0, 0.1, 4 * seeds)
-        found, theirs = pairs.fit_trend(N, y, None), linregress(np.log10(N), y)
-        assert found.half == pytest.approx(student.ppf(0.975, 4 * seeds - 2) * theirs.stderr, rel=1e-6)
-        assert found.half / (theirs.stderr * math.sqrt(4 * seeds * np.log10(N).var())) == pytest.approx(half, abs=0.01)
-    clear = pairs.fit_trend(N, 0.3 - 0.1 * np.log10(N / 1e8) + np.random.default_rng(6).normal(0, 0.01, 20), 0.3)
-    assert clear.reason is None and clear.slope == pytest.approx(-0.1, abs=0.02)
-    vague, x = pairs.fit_trend(SIZES, 0.3 + sample(4, 0, 0.1), 0.3), np.log10(SIZES)
-    assert vague.slope is None and "0.15" in vague.reason and vague.needed > 1
-    sd = vague.half / student.ppf(0.975, 2) * math.sqrt(4 * x.var())
-    for n, enough in ((vague.needed, True), (vague.needed - 1, False)):
-        assert bool(student.ppf(0.975, 4 * n - 2) * sd / math.sqrt(n * 4 * x.var()) <= 0.15) is enough
-    assert "2 sizes" in pairs.fit_trend([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8], [1, 2, 3, 4], 1.0).reason     # but for rounding
-    assert "no gap is established" in pairs.fit_trend(SIZES, [1, 2, 1, 2], None).reason
-    assert "copies" in pairs.fit_trend([1e8, 1e8, 3e8, 1e9], [0.2] * 4, 0.2).reason
+def test_the_change_over_sizes_is_the_regression_of_independent_trajectories():
+    N, gaps = np.repeat(SIZES, 3), np.random.default_rng(3).normal(0, 0.1, 12)
+    runs = [fake(gap, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True))]
+    branches = [fake(gap + shift, size, trunk=i) for i, (size, gap) in enumerate(zip(N, gaps, strict=True)) for shift in (1, -1)]
+    theirs = linregress(np.log10(N), gaps)
+    for some in (runs, branches):       # a trunk's branches count once
+        found = pairs.over_sizes(some, "bf16")
+        assert (found.mean, found.half, found.n) == pytest.approx(
+            (theirs.slope, student.ppf(0.975, 10) * theirs.stderr, 12), rel=1e-6)
+    two_sizes = [fake(1, size, trunk=i) for i, size in enumerate([1e8, 1e8 * (1 + 1e-14), 2e8, 2e8])]       # but for rounding
+    assert pairs.over_sizes(two_sizes, "bf16") is pairs.over_sizes(runs[::4], "bf16") is None
 
 
 def test_the_change_over_tokens_is_each_trunks_own_and_covers():
@@ -133,12 +117,8 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
         found, is_branch = [], study % 2
         for i, budgets in enumerate([(5, 10, 20), (5, 10), (5, 10, 20)] * 2):
             level = rng.normal(0.1 * (i > 2), 0.1)
-            for D in budgets:
-                percent = level + truth * math.log2(D) + rng.normal(0, 0.01)
-                trunk = f"{i}" if is_branch else f"{i}_{D}"
-                found.append(SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), gap=lambda arm, percent=percent:
-                             SimpleNamespace(percent=percent), fp8=SimpleNamespace(trunk=f"f{trunk}", N=1 + i // 3, seed=i % 3,
-                                                                                   tokens=D * (1 + 9 * (i > 2)))))
+            found += [fake(level + truth * math.log2(D) + rng.normal(0, 0.01), 1 + i // 3, D * (1 + 9 * (i > 2)),
+                           f"{i}" if is_branch else f"{i}_{D}", i % 3) for D in budgets]
         slope = pairs.over_tokens(found, "bf16")
         line = linregress([math.log2(p.fp8.tokens) for p in found], [p.gap("").percent for p in found])
         covered += slope.low < truth < slope.high
@@ -165,10 +145,8 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     runs, _ = read_runs([write_null(tmp_path)])
     for order in (runs, runs[::-1]):
         found, notes = pairs.pairs(order)
-        assert sorted((p.bf16.run_id, p.fp8.run_id) for p in found if not p.is_null) == [
-            ("bf16_1", "fp8_1"), ("bf16_2", "fp8_2")] and notes == []
-        assert [(p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in found if p.is_null] == [
-            ("bf16_1", "null_1", 0.002), ("bf16_2", "null_2", -0.004)]
+        assert notes == [] and sorted((p.bf16.run_id, p.fp8.run_id, round(p.in_bf16.nats, 6)) for p in found) == [
+            ("bf16_1", "fp8_1", 0.01), ("bf16_1", "null_1", 0.002), ("bf16_2", "fp8_2", 0.014), ("bf16_2", "null_2", -0.004)]
     null, percent = analysed(tmp_path)["null"], [100 * NULL[seed] / LOSS[seed] for seed in (1, 2)]
     sd = math.sqrt((percent[0]**2 + percent[1]**2) / 2)         # around nought: which came first is arbitrary
     assert null["same_seed"]["pooled"] == {"pairs": 2, "dof": 2, "sd_percent": pytest.approx(sd),
@@ -176,16 +154,14 @@ def test_a_repeat_is_the_null_of_its_seed_and_no_partner(tmp_path):
     sd = 100 * math.sqrt(2) * np.std(np.log([*LOSS.values()]), ddof=1)
     assert null["pooled"] == {"runs": 2, "dof": 1, "sd_percent": pytest.approx(sd),
                               "band": pytest.approx(student.ppf(0.975, 1) * sd)}    # a repeat is no third run
-    alone = [run for run in runs if run.run_id not in ("bf16_1", "fp8_2")]
-    first, second = (next(run.pair_id for run in runs if run.seed == seed) for seed in (1, 2))
-    assert pairs.pairs(alone)[1] == [f"unpaired null_1: no BF16 run with its pair_id {first}",
-                                     f"unpaired fp8_1: no BF16 run with its pair_id {first}",
-                                     f"unpaired bf16_2: no FP8 run with its pair_id {second}"]
+    found, notes = pairs.pairs([run for run in runs if run.run_id not in ("bf16_1", "fp8_2")])
+    assert [pair.fp8.run_id for pair in found] == ["null_2"]
+    assert [note.split(":")[0] for note in notes] == ["unpaired bf16_2", "unpaired fp8_1", "unpaired null_1"]
 
 
 def test_equal_bits_are_no_null_and_branches_add_no_freedom(tmp_path):
     same = analysed(write_null(tmp_path / "equal", {1: 0.0, 2: 0.004}))["null"]["same_seed"]
-    assert same["equal"] == same["sizes"][0]["equal"] == 1 and same["pooled"]["dof"] == 1
+    assert (same["equal"], same["sizes"][0]["pairs"], same["pooled"]["dof"]) == (1, 1, 1)
     assert same["pooled"]["sd_percent"] == pytest.approx(100 * 0.004 / LOSS[2])
     for ratio, loss, null in ((5, 2.6, 0.001), (10, 2.4, 0.003), (20, 2.2, 0.002)):
         for name, repeat, recipe in (("bf16", 0, "bf16"), ("null", 1, "bf16"), ("fp8", 0, "tensorwise")):
@@ -201,24 +177,24 @@ def test_equal_bits_are_no_null_and_branches_add_no_freedom(tmp_path):
 SHAPES = {"a": (3_150_000, 16_000_000), "b": (6_490_000, 25_800_000), "c": (12_600_000, 38_300_000)}   # nonembed, total
 
 
-def test_our_law_and_trend_are_of_our_count_and_published_laws_of_all_parameters(tmp_path):
-    """Three sizes at 5, 10 and 20 tokens per parameter without the vocabulary, losses from a known law of those. Effective
-    parameters by hand: under a law's own A, alpha and count of N."""
+def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
+    """Three sizes at 5, 10 and 20 tokens per parameter without the vocabulary, losses from a known law of those."""
     for name, (nonembed, total) in SHAPES.items():
-        for seed, ratio, recipe in ((s, r, p) for s in (1, 2) for r in (5, 10, 20) for p in ("bf16", "tensorwise")):
+        for seed, ratio, recipe in itertools.product((1, 2), (5, 10, 20), ("bf16", "tensorwise")):
             noise = math.exp(np.random.default_rng([seed, ratio, nonembed]).normal(0, 1e-4))
             trunk, tokens = f"{name}_{recipe}_{seed}", ratio * nonembed + 40_000
             lineage = {} if ratio == 20 else {"parent_run": trunk, "parent_step": 8 * ratio}
             write_run(tmp_path / (trunk if ratio == 20 else f"{trunk}_{ratio}"), recipe=recipe, params=total, seed=seed,
                       params_nonembed=nonembed, tokens=tokens, loss=surface(nonembed, tokens) * noise, curve=False,
                       gap=0.005 * seed * (recipe != "bf16"), precision={**RECIPE, "recipe": recipe}, **lineage)
-    declared = {"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", "params": "nonembed"}
-    (tmp_path / "study.json").write_text(json.dumps(declared))
+    (tmp_path / "study.json").write_text('{"margin_percent": 0.25, "declared": "2026-11-21T15:00:00Z", "params": "nonembed"}')
     result = analysed(tmp_path)
     assert result["conventions"] == {"N": "params_nonembed"} and len(result["sizes"]) == 9
     row = result["sizes"][0]
     assert (row["N"], row["params_total"], row["tokens_per_param"]) == (3_150_000, 16_000_000, 15_790_000 / 3_150_000)
-    (own, epoch), nats = row["costs"], row["nats"].mean
+    (own, epoch), nats = row["costs"], row["nats"].mean         # each under the law's own A, alpha and count of N
+    r = (1 - nats / (60.0 * row["tokens"]**-0.3))**(-1 / 0.3)
+    assert own["law"] == "own" and own["extra_tokens"] == pytest.approx(r, rel=0.02)
     assert own["effective_parameters"] == pytest.approx((1 + nats / (40.0 * 3_150_000**-0.35))**(-1 / 0.35), rel=0.02)
     assert epoch["effective_parameters"] == pytest.approx((1 + nats / (477.826 * 16e6**-0.347310))**(-1 / 0.347310))
     for found, count in ((result, 0), (analysed(tmp_path, convention="total"), 1)):
@@ -226,8 +202,7 @@ def test_our_law_and_trend_are_of_our_count_and_published_laws_of_all_parameters
         for pair in found["pairs"]:
             own.setdefault((pair["fp8"][0], pair["fp8"].split("_")[2]), []).append(pair["gap_bf16"].percent)
         line = linregress([math.log10(SHAPES[name][count]) for name, _ in own], [np.mean(gaps) for gaps in own.values()])
-        half = student.ppf(0.975, len(own) - 2) * line.stderr
-        assert found["common"]["tensorwise"]["trend"].half == pytest.approx(half, rel=1e-6)
+        assert found["common"]["tensorwise"]["over_sizes"].se == pytest.approx(line.stderr, rel=1e-6)
 
 
 # -------------------------------------------------------------------------------------------------------------- ranking
@@ -282,11 +257,11 @@ def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties(tmp_
 
 
 @pytest.mark.parametrize("recipes, device, sizes, seeds, best, words", [
-    ({"rowwise": (0.002, 700), "tensorwise": (0.006, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "higher by more than chance"),
-    ({"rowwise": (-0.03, 700), "tensorwise": (0.001, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "higher by more than chance"),
+    ({"rowwise": (0.002, 700), "tensorwise": (0.006, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe"),
+    ({"rowwise": (-0.03, 700), "tensorwise": (0.001, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe"),
     ({"rowwise": (0.002, 800), "tensorwise": (0.00205, 1100)}, "cpu EPYC", BUDGETS, SEEDS, "rowwise", "a CPU has no FP8 units"),
-    ({"rowwise": (0.002, 800), "tensorwise": (0.02, 1100)}, GPU, BUDGETS[:1], SEEDS[:1], "tensorwise", "over 1 pair at"),
-    ({"rowwise": (0.002, 800)}, GPU, BUDGETS, SEEDS, "rowwise", "no other recipe")])
+    ({"rowwise": (0.002, 800), "tensorwise": (0.02, 1100)}, GPU, BUDGETS[:1], SEEDS[:1], "tensorwise", "over 1 pairs at"),
+    ({"rowwise": (0.002, 800)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe")])
 def test_the_best_recipe_by_the_declared_rule(tmp_path, recipes, device, sizes, seeds, best, words):
     found = ranked(write_study(tmp_path, recipes, sizes, seeds, device=device))
     assert found["best"] == best and words in found["reason"]
@@ -298,9 +273,8 @@ def test_what_cannot_be_compared_is_not_ranked(tmp_path):
     for N, seed in NOISE:
         write_cell(tmp_path, "auto", N, seed, -0.5, speed=2000.0, linears=0 if (N, seed) == (40_000, 2) else 3)
     found = ranked(tmp_path)
-    assert found["best"] == "rowwise" and {cell["tokens_per_param"] for cell in found["cells"]} == {20}
-    assert found["left_out"] == [{"recipe": "auto", "reason":
-                                  "converts no Linear in 1 of 4 pairs (auto_40000_2_20): it is BF16 there"}]
+    assert found["best"] == "rowwise" and found["recipes"][0]["gap"].n == 4
+    assert found["left_out"] == [{"recipe": "auto", "reason": "converts no Linear in auto_40000_2_20: it is BF16 there"}]
     for more in ({"sizes": (200_000,)}, {"ratio": 40}):         # the chosen recipe's further sizes and budgets undo nothing
         write_study(tmp_path, {"rowwise": (0.5, 800)}, **more)
     assert ranked(tmp_path) == found
@@ -308,7 +282,7 @@ def test_what_cannot_be_compared_is_not_ranked(tmp_path):
     (tmp_path / "c/cscale_90000_2_20/summary.json").unlink()
     found = ranked(tmp_path / "c")
     assert names(found) == ["rowwise", "tensorwise"]
-    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at the largest common budget of 90k seed 2"}]
+    assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at 90k seed 2"}]
     write_study(tmp_path / "d", {"rowwise": (0.002, 800)}, sizes=BUDGETS[:1])
     write_study(tmp_path / "d", {"tensorwise": (0.002, 800)}, sizes=BUDGETS[1:])
     assert ranked(tmp_path / "d")["best"] is None and len(ranked(tmp_path / "d")["left_out"]) == 2
@@ -338,9 +312,8 @@ def test_speedups_of_a_gap_are_those_of_the_table():
 @pytest.mark.parametrize("gap", [-0.01, 0.004, 0.03])
 def test_conversions_solve_the_law(law, gap):
     N, D, step = 3e8, 6e9, 1e-5
-    here = law.loss(N, D)
-    r = brentq(lambda r: law.loss(N, r * D) + gap - here, 0.1, 50, xtol=1e-14)
-    phi = brentq(lambda phi: law.loss(phi * N, D) - gap - here, 0.1, 50, xtol=1e-14)
+    r = brentq(lambda r: law.loss(N, r * D) + gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
+    phi = brentq(lambda phi: law.loss(phi * N, D) - gap - law.loss(N, D), 0.1, 50, xtol=1e-14)
     assert law.extra_tokens(gap, D) == pytest.approx(r, rel=1e-9)
     assert law.effective_parameters(gap, N) == pytest.approx(phi, rel=1e-9)
     numeric = (law.loss(N, D * math.exp(-step)) - law.loss(N, D * math.exp(step))) / (2 * step)
@@ -410,7 +383,7 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
     D = np.array([1e6, 2e6, 4e6, 4e6])
     law = pairs.local_surface(D, 30 * D**-0.2)
     r = brentq(lambda r: 30 * (r * 2e6)**-0.2 + 0.01 - 30 * 2e6**-0.2, 0.5, 2)
-    assert law.extra_tokens(0.01, 2e6) == pytest.approx(r) and law.effective_parameters(0.01, 5e4) is None
+    assert law.extra_tokens(0.01, 2e6) == pytest.approx(r)
     assert pairs.local_surface(D[2:], np.array([2.0, 2.1])) is None and pairs.local_surface(D[:2], np.array([2.0, 2.1])) is None
     large = (50_000_000, 200_000_000, 800_000_000)      # 6 N D does not fit 64 bits
     runs, _ = read_runs([write_branches(tmp_path, sizes=large, recipes=("bf16",), curve=False)])

@@ -17,7 +17,7 @@ from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
 from runtime.parallel import World
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
-from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Moved, Shape, anchors, linears, modelled_ratio, step
+from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Casts, Moved, Shape, linears, matmul_seconds, modelled_ratio, step
 from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
 from tests.faults import children, wait_for
@@ -65,7 +65,7 @@ def test_muon_by_hand():
     page, (C, F) = planned(config), (2048, 5632)
     update = 28 * 5 * (4 * 6 * C**3 + 3 * (4 * C * C * F + 2 * C**3))     # Q, K, V, out; gate, up, down
     assert f"Muon                   {update * config.total_steps:.4e}   {update:.4e} an update, 0.7% of" in page
-    assert f"exchange takes {10 * 28 * (4 * C * C + 3 * C * F) / 8 / 2**30:.2f} GiB" in page and "one of 8 GPUs" in page
+    assert f"exchange takes {10 * 28 * (4 * C * C + 3 * C * F) / 8 / 2**30:.2f} GiB" in page and "shared by 8 GPU(s)" in page
     assert "Muon" not in planned(FP8_RUN)
 
 
@@ -107,57 +107,75 @@ def test_flops_and_parameters_are_the_models_own(size, tied):
 
 
 # GB over BF16 that Inductor plans for 28 blocks of 1.5B and 16 x 1024 tokens: `python -m dev.compiler_plan` (torch 2.13.0,
-# "written" and "called"); gw_hp and rows from plans of 4 and 2 blocks (torch 2.11.0). Those plans were read when BF16 cast its
-# weights and gradients in every micro-batch, 12 bytes a weight; the second one again afterwards: 66.7.
-CAST_THEN = 12 * 28 * (4 * 2048**2 + 3 * 2048 * 5632) / 1e9
-PLANNED = {name: over + CAST_THEN for name, over in {
-    "tensorwise": 107.2, "tensorwise+kernels": 49.4, "tensorwise_gw_hp": 28 * 3.0386, "rowwise_with_gw_hp": 28 * 2.3620,
-    "rowwise": 28 * 5.4053}.items()}
+# "written" and "called"); gw_hp and rows from plans of 4 and 2 blocks (torch 2.11.0).
+@pytest.mark.parametrize("recipe, planned", [
+    ("tensorwise", 107.2), ("tensorwise+kernels", 49.4), ("tensorwise_gw_hp", 28 * 3.0386),
+    ("rowwise_with_gw_hp", 28 * 2.3620), ("rowwise", 28 * 5.4053)])
+def test_bytes_of_the_casts_are_those_of_inductors_plan(recipe, planned):
+    def total(moved):
+        return sum(moved[:4]) - moved.spared
 
-
-def total(moved: Moved) -> float:
-    return sum(moved[:4]) - moved.spared
-
-
-@pytest.mark.parametrize("recipe", PLANNED)
-def test_bytes_of_the_casts_are_those_of_inductors_plan(recipe):
     M, casts = 16_384, CASTS[recipe]
-    moved = sum(count * (M * (total(casts.x[name]) * K + total(casts.g[name]) * N) + total(casts.w) * K * N)
-                for name, K, N, count in linears(BIG) if name != "head") / 1e9
-    assert moved == pytest.approx(PLANNED[recipe], rel=0.01)
+    moved = sum(count * (M * (total(x) * K + total(g) * N) + (total(casts.w) - 12) * K * N)     # 12: BF16 cast its weights and
+                for (name, K, N, count), x, g in zip(linears(BIG), casts.x, casts.g, strict=True)       # gradients then, too
+                if name != "head") / 1e9
+    assert moved == pytest.approx(planned, rel=0.01)
 
 
-# tokens/s, ratios, ms: constants that move one of them change what the module's docstring says
-MODELLED = (104_142, 85_124, 46_192, 505_404, 0.972, 1.113, 1.140, 0.938, 1.119, 1.061, 1.226, 2.102, 1.487)
+# Published runs on H100s. nanochat: T = 2,048, yet three layers of four look back 1,024 tokens only: 832 in the mean over a row,
+# as T = 1,664 has. Others' BF16 casts weights and gradients in every micro-batch; a kernel of its own concatenates behind RoPE.
+AUTOCAST = Casts(("bf16",) * 3, (Moved(),) * 5, (Moved(),) * 5, Moved(cast=12))
+D12, D24, D26 = (Shape(d, 64 * d, 256 * d, d // 2, 1664, 32768, None, False, False, 30) for d in (12, 24, 26))
+LLAMA_1B8 = Shape(24, 2048, 7168, 16, 8192, 128256, 8, True, False, 30)     # fms-fsdp, llama3_1.8b
+LLAMA_8B = Shape(32, 4096, 14336, 32, 8192, 128256, 8, True, False, 30)
+XL, SMALL = (Shape(L, C, 4 * C, C // 64, 1024, 50304, None, False, True, 30) for L, C in ((48, 1600), (12, 768)))
 
 
-def test_published_runs_come_out_as_the_documents_say():
-    for (name, _, published, got), modelled in zip(anchors(H100), MODELLED, strict=True):
-        assert got == pytest.approx(modelled, rel=0.002), name
-        slack = (0.97, 1.082) if got > 1000 else (0.945, 1.055)
-        assert published[0] * slack[0] < got < published[-1] * slack[1], name
+# tokens: of a GPU and optimizer step. published: tokens/s of a GPU in BF16, or FP8's speed over BF16's, least and most where the
+# sources differ. modelled: what docs/speed.md says.
+@pytest.mark.parametrize("shape, micro_batch, tokens, shard, label, published, modelled", [
+    (D24, 20, 66_560, 8, "bf16", (99_980,), 104_142),                   # nanochat, Run 1
+    (D26, 20, 66_560, 8, "bf16", (78_750,), 85_124),                    # nanochat, LOG 2026-02-02
+    (XL, 12, 2**17, 8, "bf16", (46_500, 47_800), 46_192),               # PyTorch (ao#1297) and llm.c
+    (SMALL, 64, 65_536, 1, "bf16", (468_100,), 505_404),                # llm.c, 8 GPUs
+    (D12, 40, 66_560, 8, "tensorwise+head", (0.90, 1.00), 0.972),       # nanochat, "still slower": a bound on one side
+    (D24, 20, 66_560, 8, "tensorwise+head", (1.07, 1.19), 1.113), (D26, 20, 66_560, 8, "tensorwise+head", (1.17,), 1.140),
+    (D26, 20, 66_560, 8, "rowwise+head", (0.90,), 0.938),
+    (LLAMA_1B8, 2, 2 * 8192, 128, "tensorwise", (1.18,), 1.119),        # 128 GPUs, fms-fsdp
+    (LLAMA_8B, 1, 8192, 8, "rowwise", (1.10,), 1.061), (LLAMA_8B, 1, 8192, 8, "tensorwise", (1.25,), 1.226)])    # torchao
+def test_published_runs_come_out_as_the_documents_say(shape, micro_batch, tokens, shard, label, published, modelled):
+    bf16, this = (step(H100, shape, one, micro_batch, tokens, shard, AUTOCAST) for one in ("bf16", label))
+    got, slack = (this.tok_per_s, (0.97, 1.082)) if label == "bf16" else (bf16.seconds / this.seconds, (0.945, 1.055))
+    assert got == pytest.approx(modelled, rel=0.002) and published[0] * slack[0] < got < published[-1] * slack[1]
+
+
+def test_the_forward_pass_of_a_linear_that_nanochat_timed():
+    M, K, N = 65_536, 1664, 6656
+    assert 1e3 * matmul_seconds(H100, "bf16", M, K, N) == pytest.approx(2.102, rel=0.002)       # published: 2.00 ms
+    casts = (5 * M * K + 9 * K * N) / H100      # of input and weight
+    assert 1e3 * (matmul_seconds(H100, "fp8", M, K, N) + casts) == pytest.approx(1.487, rel=0.002)      # published: 1.45 ms
+    for form, read, written in (("bf16", 2, 2), ("fp8", 1, 2), ("fp8_fp32", 1, 4)):     # a narrow one takes the time of its bytes
+        assert matmul_seconds(H100, form, M, 16, N) == (read * 16 * (M + N) + written * M * N) / H100
 
 
 def test_the_ratio_of_a_run_and_where_no_model_tells():
     run = replace(FP8_RUN, model=replace(FP8_RUN.model, n_ctx=1024),
                   data=replace(FP8_RUN.data, micro_batch=16, tokens_per_step=2**19))
 
-    def due(recipe="tensorwise", tokens=2**19, **changes):
-        return step(H100, BIG, "bf16", 16, tokens, **changes).seconds / step(H100, BIG, recipe, 16, tokens, **changes).seconds
+    def modelled(label, tokens=2**19, shard=1, bf16=CASTS["bf16"]):
+        return step(H100, BIG, label, 16, tokens, shard, bf16)
 
-    assert modelled_ratio(run, "h100") == modelled_ratio(run, "NVIDIA H100 80GB HBM3") == due()
-    eight = replace(run, parallel=replace(run.parallel, shard=8))
+    due = modelled("bf16").seconds / modelled("tensorwise").seconds
+    assert modelled_ratio(run, "h100") == modelled_ratio(run, "NVIDIA H100 80GB HBM3") == due
     apart = replace(CASTS["bf16"], adds=False)      # under FSDP2 gradients are added up behind the matmul, on one GPU within it
-    assert modelled_ratio(eight, "h100", 8) == (step(H100, BIG, "bf16", 16, 2**16, shard=8, bf16=apart).seconds
-                                                / step(H100, BIG, "tensorwise", 16, 2**16, shard=8).seconds)
+    eight = replace(run, parallel=replace(run.parallel, shard=8))
+    assert modelled_ratio(eight, "h100", 8) == (
+        modelled("bf16", 2**16, 8, apart).seconds / modelled("tensorwise", 2**16, 8).seconds)
     blocks = 28 * (4 * 2048**2 + 3 * 2048 * 5632)       # read by 32 matmuls and zeroed once; otherwise added to 31 times
-    spared = 12 * 31 / 32 - 4 * 33 / 32
-    assert step(H100, BIG, "bf16", 16, 2**19, bf16=apart).buckets["pointwise"] - step(H100, BIG, "bf16", 16, 2**19).buckets[
-        "pointwise"] == pytest.approx(spared * blocks / H100.bandwidth)
+    within, behind = (modelled("bf16", bf16=casts).buckets["pointwise"] for casts in (CASTS["bf16"], apart))
+    assert behind - within == pytest.approx((12 * 31 / 32 - 4 * 33 / 32) * blocks / H100)
     head = replace(run, fp8=replace(run.fp8, head=True, kernels=True))
-    assert modelled_ratio(head, "h100") == due("tensorwise+kernels+head")
-    with pytest.raises(KeyError):
-        due("mxfp8")
+    assert modelled_ratio(head, "h100") == modelled("bf16").seconds / modelled("tensorwise+kernels+head").seconds
     for gpu in ("b200", "NVIDIA H100 PCIe", "NVIDIA GH200 480GB", "a100"):
         assert modelled_ratio(run, gpu) is None
     for section, change in (("fp8", {"recipe": "auto"}), ("fp8", {"recipe": "cscale"}), ("fp8", {"skip": ("mlp.down",)}),
@@ -167,14 +185,10 @@ def test_the_ratio_of_a_run_and_where_no_model_tells():
 
 
 def test_the_command_says_that_nothing_is_measured(capsys):
-    assert roofline.main([]) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("MODELLED step times on H100") and "nothing here is measured" in out
-    assert "nan" not in out.split() and out.count("zero casts, head too") == 4
     assert roofline.main(["gpu=h200", "sizes=1p5b", "context=2048"]) == 0
-    assert "1p5b, T=2048, micro-batch 8" in capsys.readouterr().out
-    for words in (["gpu=h10"], ["sizes=2b"], ["result=x"]):
-        assert roofline.main(words) == 2 and capsys.readouterr().err.count("\n") == 1
+    out = capsys.readouterr().out
+    assert out.startswith("MODELLED step times on H200") and "nothing here is measured" in out
+    assert "1p5b, T=2048, micro-batch 8" in out and "zero casts+head" in out and "nan" not in out.split()
 
 
 def auto(config, **data):
@@ -200,7 +214,7 @@ def test_the_fastest_that_fits(trials, first, best, order):
         return trials[n], 1.0
 
     if best is MachineError:
-        with pytest.raises(MachineError, match="a kernel's offset: .*data.micro_batch=1"):
+        with pytest.raises(MachineError, match="a kernel's offset"):
             search(list(trials), first, attempt)
     else:
         assert search(list(trials), first, attempt) == best
@@ -232,15 +246,13 @@ def test_a_resume_keeps_its_number_mistakes_come_first_and_trials_are_of_the_who
         with pytest.raises(UserError, match=told):
             resolve_micro_batch(config, ALONE)
     assert not trials
-    config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
-        tiny.parallel, replicate=2, shard=2, recompute=True, start_timeout=900))
     monkeypatch.setattr(plan, "FIRST_TOKENS", 100)      # of 32 each: the search begins at 4
+    config = replace(fresh, fp8=FP8Config(recipe="tensorwise", all_gather=True), parallel=replace(
+        tiny.parallel, replicate=2, shard=2, recompute=True))
     with pytest.raises(UserError, match=r"none of \[1, 2, 4\] that fits"):
-        resolve_micro_batch(config, World(0, 0, 4, torch.device("cuda", 0)))
-    assert [tried.data.micro_batch for tried, _ in trials] == [4, 2, 1]
-    tried, device = trials[0]
-    assert (tried.parallel.replicate, tried.parallel.shard, tried.parallel.recompute) == (1, None, True)
-    assert not tried.fp8.all_gather and device == torch.device("cuda", 0)
+        resolve_micro_batch(config, World(0, 0, 4, CPU))
+    alone = replace(config, fp8=FP8Config(recipe="tensorwise"), parallel=replace(tiny.parallel, recompute=True))
+    assert trials == [(auto(alone, micro_batch=n), CPU) for n in (4, 2, 1)]
 
 
 class Killer:
@@ -253,7 +265,7 @@ def test_a_trial_answers_however_it_ends_and_leaves_no_process(tiny):
     refused = with_recipe(tiny, "tensorwise")
     refused = replace(refused, fp8=replace(refused.fp8, skip=("nothing",)))     # no micro-batch mends it
     for config, error, told in ((Killer(), MemoryError, None), (vast, MemoryError, None),
-                                (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "ended with AttributeError")):
+                                (refused, UserError, "fp8.skip"), (tiny.data, MachineError, "AttributeError.*give data")):
         with pytest.raises(error, match=told):
             try_one(config, CPU)
         assert not multiprocessing.active_children()

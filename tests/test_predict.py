@@ -5,8 +5,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,9 +15,9 @@ from runtime.cli import UserError
 from runtime.config import load_config
 from runtime.plan import plan as train_plan
 from scaling import fit, predict
-from scaling.laws import GAMMAS, Points, fit_power
+from scaling.laws import GAMMAS, Points, fit_law
 from scaling.predict import FLOOR, forecast
-from scaling.records import counted_as, read_runs
+from scaling.records import read_runs
 from tests.conftest import ROOT
 from tests.scaling_runs import law, write_run
 from tests.test_laws import EPOCH as EPOCHS
@@ -65,8 +63,7 @@ def test_the_interval_is_the_union_of_its_forms():
     assert mixed["points"] == {"all": 16, "at_this_ratio": 8}
     for name in set(forms(mixed)) & set(forms(alone)) - {"chinchilla"}:         # of the target's ratio alone
         assert forms(mixed)[name]["loss"] == forms(alone)[name]["loss"] and forms(mixed)[name]["n"] == 8
-    for points, why in ((points_of(EPOCH, sizes=SMALL[:2]), "2 of 2 points"),
-                        (points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.* 3 of different compute are needed"),
+    for points, why in ((points_of(EPOCH, sizes=SMALL[:2], seeds=3), "6 of 6 points.*3 of different compute are needed"),
                         (points_of(EPOCH, (5,)), "0 of 4 points")):
         with pytest.raises(UserError, match=why):
             forecast(points, TARGET)
@@ -92,7 +89,7 @@ def test_the_power_laws_interval_is_that_of_a_straight_line(N):
     # Huber's estimate is a little less certain than least squares: at most by pi / 2 in variance
     width = math.log(row["high"] / row["loss"]) / (t_2 * sigma * math.sqrt(share))
     assert row["sigma"] == sigma and 1 - 1e-9 <= width < math.sqrt(math.pi / 2)
-    assert row["loss"] == pytest.approx(float(fit_power(points.C, points.loss).predict(math.exp(x0))))
+    assert row["loss"] == pytest.approx(float(fit_law("power_c", points.C, points.loss).predict(math.exp(x0))))
 
 
 def test_chinchillas_law_leads_where_the_points_identify_it_and_refutes_what_misses_them():
@@ -114,7 +111,7 @@ def test_a_headline_of_chinchillas_law_counts_trajectories():
     for _ in range(40):
         said = forecast(points_of(EPOCH, (5, 10, 20, 40), noise=2e-4, trunk=1e-3, seeds=3, rng=rng), TARGET)
         if said["headline"] == "chinchilla":
-            low, high = said["parts"]["headline_interval"]
+            low, high = (forms(said)["chinchilla"][end] for end in ("low", "high"))
             hits.append(low <= EPOCH.loss(*TARGET[:2]) * math.exp(1e-3 * rng.normal()) <= high)
     assert len(hits) >= 20 and np.mean(hits) >= 0.88         # 95 % of 40, less two standard deviations
 
@@ -159,14 +156,11 @@ def test_real_ladders_hold_out_sizes(train_set, known):
             assert said["low"] <= truth <= said["high"], (column, target)
             if (column, target) == (known, 4):
                 power, *rays = HOLD_OUTS[train_set, column]
-                assert round(100 * (fit_power(C, loss, delta=None).predict(at[2]) / truth - 1), 2) == power
+                assert round(100 * (fit_law("power_c", C, loss, delta=None).predict(at[2]) / truth - 1), 2) == power
                 assert 100 * (forms(said)["power_c"]["loss"] / truth - 1) == pytest.approx(power, abs=0.3)     # Huber's
                 errors = {float(name[-4:]): 100 * (row["loss"] / truth - 1) for name, row in forms(said).items() if "ga" in name}
                 for gamma, golden in zip((.13, .155, .178, .20), rays, strict=True):
                     assert np.interp(gamma, list(errors), list(errors.values())) == pytest.approx(golden, abs=0.5)
-
-
-# ------------------------------------------------------------------------------------- freezing and scoring
 
 
 @pytest.fixture
@@ -176,14 +170,19 @@ def study(tmp_path):
     for name, params in zip("abc", (33_000, 74_000, 100_000), strict=True):
         write_run(folder / f"{name}_bf16", params=params, curve=False)
         write_run(folder / f"{name}_fp8", params=params, recipe="tensorwise", gap=0.01, curve=False)
-    runs = [GOAL, GOAL | {"run": "big_fp8", "recipe": "tensorwise"}, GOAL | {"run": "big_row", "recipe": "rowwise"}]
+    runs = [GOAL, GOAL | {"run": "seed2"}, *(GOAL | {"run": f"big_{name}", "recipe": recipe} for name, recipe in (
+        ("fp8", "tensorwise"), ("row", "rowwise")))]
     (folder / "study.json").write_text(json.dumps({"held_out": ["big"], "runs": runs}))
     return folder
 
 
-def groups_of(folder, recipes=("bf16", "tensorwise"), **changes):
-    runs = [[one for one in read_runs([folder])[0] if one.recipe == recipe] for recipe in recipes]
-    return [replace(fit.fit_group(some, resamples=0), **changes) for some in runs]
+def freeze(name, study, folder):
+    """What fit.py --predict does."""
+    records, groups = read_runs([study])[0], []
+    for recipe in ("bf16", "tensorwise"):
+        some = [one for one in records if one.recipe == recipe and one.params_total < GOAL["params_total"]]
+        groups += [fit.fit_group(some, resamples=0)]
+    return predict.freeze(name, groups, records, folder)
 
 
 def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
@@ -192,7 +191,9 @@ def write_big(folder, name="big", t_start="2999-01-01T00:00:00Z", **changes):
 
 
 def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
-    made = predict.freeze("big", groups_of(study), tmp_path / "law")
+    (study / "big").mkdir()
+    (study / "big" / "config.json").write_text("{}")        # a folder with a configuration is no run yet
+    made = freeze("big", study, tmp_path / "law")
     content = json.loads((tmp_path / "law" / "prediction_big.json").read_text())
     rest = {key: value for key, value in content.items() if key != "sha256"}
     assert content["sha256"] == hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -201,75 +202,64 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert [one["run_id"] for one in content["inputs"]] == ["a_bf16", "b_bf16", "c_bf16"]
     assert content["tokenizer_sha256"] == "t" * 64 and content["val_sha256"] == "v" * 64 and content["loss_key"] == "loss_bf16"
     assert (made.low, made.loss, made.high) == (content["low"], content["loss"], content["high"])
-    assert made.low < made.loss < made.high and made.low < law(made.C) < made.high
-    assert len(content["git_commit"] or "0" * 40) == 40 and content["extrapolation"] > 1
+    assert made.low < law(GOAL["flops_per_token"] * GOAL["tokens"]) < made.high and content["extrapolation"] > 1
     text = "\n".join(predict.describe(made))
     assert f"{made.loss:.4f}" in text and f"{made.low:.4f} to {made.high:.4f}" in text
     assert all(row["form"] in text for row in made.forms)
     assert [one.sha256 for one in predict.load(tmp_path / "law")] == [made.sha256] and predict.load(tmp_path / "none") == []
     with pytest.raises(UserError, match="is there already"):        # nothing is frozen twice
-        predict.freeze("big.py", groups_of(study), tmp_path / "law")
+        freeze("big.py", study, tmp_path / "law")
     assert json.loads((tmp_path / "law" / "prediction_big.json").read_text()) == content
-    fp8 = predict.freeze("big_fp8", groups_of(study), tmp_path)         # from its own recipe alone
+    fp8 = freeze("big_fp8", study, tmp_path)         # from its own recipe alone
     assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
-    demo = predict.freeze("demo_s_fp8", groups_of(study), tmp_path)     # a config, counted as train.py --plan counts it
+    demo = freeze("demo_s_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
     lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_s_fp8.py"), "", torch.bfloat16))
-    assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{demo.N:,} ", lines)
-    assert re.search(rf"  tokens +{demo.D:,} ", lines) and f"+ attention            {demo.C:.4e}" in lines
+    goal = demo.content["target"]
+    assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{goal['params_total']:,} ", lines)
+    assert re.search(rf"  tokens +{goal['tokens']:,} ", lines)
+    assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines
 
 
-@pytest.mark.parametrize("name, changes, sentence", [
-    ("bog", {}, "did you mean 'big'?"), ("../big", {}, "there is no run"), ("gpt1p5b_fp8", {}, "vocabulary of 50257"),
-    ("big_row", {}, "a run in rowwise, but the runs at hand are bf16, tensorwise"), ("big", {"records": ()}, "only a table")])
-def test_what_no_run_at_hand_can_predict_is_refused(study, tmp_path, name, changes, sentence):
+@pytest.mark.parametrize("name, before, sentence", [
+    ("bog", None, "did you mean 'big'?"), ("../big", None, "there is no run"), ("gpt1p5b_fp8", None, "vocabulary of 50257"),
+    ("big_row", None, "a run in rowwise, but the runs at hand are bf16, tensorwise"),
+    ("big", lambda study: (study / "big/metrics.jsonl").mkdir(parents=True), "big has begun or is finished"),
+    ("big", lambda study: (study / "seed2/checkpoints").mkdir(parents=True), "seed2 has begun or is finished"),   # the same point
+    ("big", lambda study: write_big(study, "other_name", seed=7), "other_name has begun or is finished")])
+def test_what_cannot_be_predicted_is_refused(study, tmp_path, name, before, sentence):
+    if before:
+        before(study)
     with pytest.raises(UserError, match=re.escape(sentence)):
-        predict.freeze(name, groups_of(study, **changes), tmp_path, roots=[study])
+        freeze(name, study, tmp_path)
     assert not list(tmp_path.glob("prediction*"))
 
 
-def test_what_is_there_or_begun_cannot_be_predicted(study, tmp_path):
-    clean = groups_of(study)
-    (study / "big").mkdir()
-    (study / "big" / "config.json").write_text("{}")
-    predict.freeze("big", clean, tmp_path / "1")        # a folder with a configuration is no run yet
-    (study / "big" / "metrics.jsonl").write_text("{}")
-    held = predict.Held("other_seed", GOAL["params_total"], GOAL["tokens"], 1.0, 2.0, None)
-    for groups, name in ((clean, "big"), (groups_of(study, held_out=(held,)), "other_seed")):
-        with pytest.raises(UserError, match=f"{name} has begun or is finished"):
-            predict.freeze("big", groups, tmp_path)
-    (study / "big" / "metrics.jsonl").unlink()
-    plan = json.loads((study / "study.json").read_text())
-    (study / "study.json").write_text(json.dumps(plan | {"runs": [*plan["runs"], GOAL | {"run": "second"}]}))
-    (study / "second" / "checkpoints").mkdir(parents=True)      # another seed of the same point is under way
-    with pytest.raises(UserError, match="second has begun or is finished"):
-        predict.freeze("big", clean, tmp_path)
-    shutil.rmtree(study / "second")
-    write_big(study, "other_seed", seed=7)              # another name and seed, the same point
-    with pytest.raises(UserError, match="other_seed has begun or is finished"):
-        predict.freeze("big", groups_of(study), tmp_path)
-
-
 def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
-    made, names = predict.freeze("big_fp8", groups_of(study), tmp_path), predict.named_held_out([study])
-    assert names == {"big"} and predict.named_held_out([tmp_path]) == set()
-    assert predict.held_of("tensorwise", read_runs([study])[0], [made], names) == (
-        predict.Held("big_fp8", made.N, made.D, made.C, None, made),)
+    made, records = freeze("big_fp8", study, tmp_path), read_runs([study])[0]
+    assert predict.named_held_out(records) == {"big"}
+
+    def held(recipe, loss_key="loss_bf16", convention="total"):
+        records = read_runs([study])[0]
+        some = [one for one in records if predict.is_held(one, [made], predict.named_held_out(records))]
+        return predict.held_of(recipe, some, [made], loss_key, convention)
+
+    C = GOAL["flops_per_token"] * GOAL["tokens"]
+    for convention in ("total", "nonembed"):        # a figure counts as its own laws do
+        assert held("tensorwise", convention=convention) == (
+            predict.Held("big_fp8", GOAL[f"params_{convention}"], GOAL["tokens"], C, None, made),)
     write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    records = read_runs([study])[0]
-    assert {one.run_id for one in records if predict.is_held(one, [made], names)} == {"big", "big_fp8_seed2"}
-    (held,) = predict.held_of("tensorwise", records, [made], names)
-    assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, made)
-    (held,) = predict.held_of("tensorwise", records, [made], names, "loss_as_trained")      # of which nothing was predicted
-    assert (held.name, held.loss, held.prediction) == ("big_fp8_seed2", 1.5, None)
-    (held,) = predict.held_of("bf16", records, [made], names)
-    assert (held.name, held.prediction) == ("big", None)
+    (one,) = held("tensorwise")
+    assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", GOAL["params_total"], 1.5, made)
+    assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
+    (one,) = held("bf16")
+    assert (one.name, one.prediction) == ("big", None)
 
 
 def test_scoring(study, tmp_path):
     with pytest.raises(UserError, match="holds no prediction"):
         predict.score(tmp_path, [])
-    made = predict.freeze("big", groups_of(study), tmp_path)
+    made = freeze("big", study, tmp_path)
     assert "not there yet" in predict.score(tmp_path, read_runs([study])[0])[0] and not (tmp_path / "score_big.json").exists()
     loss = 1.001 * made.loss
     write_big(study, loss=loss)
@@ -289,7 +279,7 @@ def test_scoring(study, tmp_path):
     ({"t_start": None}, "is not older than its run"), ({"val_sha256": "w" * 64}, "another validation set"),
     ({"tokenizer_sha256": "w" * 64}, "another tokenizer"), ({"tokens": 40 * 184_320}, "another recipe, size or number of")])
 def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, changes, sentence):
-    predict.freeze("big", groups_of(study), tmp_path)
+    freeze("big", study, tmp_path)
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):
@@ -297,26 +287,16 @@ def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, chan
     assert not (tmp_path / "score_big.json").exists()
 
 
-def changed(content, **changes):
-    """A prediction whose hash agrees with what was changed; a key is removed by None."""
-    rest = {key: value for key, value in (content | changes).items() if key != "sha256" and value is not None}
-    return json.dumps(rest | {"sha256": predict.digest(rest)})
-
-
 @pytest.mark.parametrize("damage, sentence", [
-    (lambda content, _: json.dumps(content | {"high": 9.0}), "was edited after it was frozen"),
-    (lambda content, _: json.dumps(content | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
-    (lambda content, _: changed({"target": 3}), "no prediction of this version"),
-    (lambda content, _: json.dumps(content)[:400], "not valid JSON"),
-    # an input is no test, even where dates would allow it
-    (lambda content, run: changed(content, inputs=[{"run_id": "x", "summary_sha256": run.summary_sha256}]), "one of the inputs")])
+    (lambda content: json.dumps(content | {"high": 9.0}), "was edited after it was frozen"),
+    (lambda content: json.dumps(content | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
+    (lambda content: json.dumps(content | {"target": 3}), "or is of another version"),
+    (lambda content: json.dumps(content)[:400], "not valid JSON")])
 def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
-    made = predict.freeze("big", groups_of(study), tmp_path)
-    write_big(study)
-    record = next(one for one in read_runs([study])[0] if one.run_id == "big")
-    made.path.write_text(damage(made.content, record))
+    made = freeze("big", study, tmp_path)
+    made.path.write_text(damage(made.content))
     with pytest.raises(UserError, match=sentence):
-        predict.score(tmp_path, [record])
+        predict.score(tmp_path, read_runs([study])[0])
 
 
 def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):
@@ -326,11 +306,5 @@ def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path
         summary = json.loads(path.read_text())      # as the goal: 24.6 tokens per non-embedding parameter
         path.write_text(json.dumps(summary | {"params_nonembed": round(summary["tokens"] * 150_000 / GOAL["tokens"])}))
     (study / "study.json").write_text(json.dumps(content | {"params": "nonembed"}))
-    made = predict.freeze("big", groups_of(study, ["bf16"]), tmp_path)
-    assert made.convention == "nonembed" and GOAL["params_nonembed"] == made.N and "non-embedding" in predict.describe(made)[1]
-    write_big(study)
-    for convention in ("nonembed", "total"):        # a figure counts as its own laws do
-        (held,) = predict.held_of("bf16", counted_as(read_runs([study])[0], convention), [made])
-        assert GOAL[f"params_{convention}"] == held.N and held.prediction is made
-    made.path.write_text(changed(made.content, convention=None))        # of before the choice
-    assert predict.load(tmp_path)[0].convention == "total" and GOAL["params_total"] == predict.load(tmp_path)[0].N
+    made = freeze("big", study, tmp_path)
+    assert made.content["convention"] == "nonembed" and "150,000 non-embedding parameters" in predict.describe(made)[1]

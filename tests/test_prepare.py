@@ -164,7 +164,7 @@ def test_copies_are_dropped_within_and_across_files_and_sources_and_shown(tmp_pa
     assert len(hashes) == 25 and (hashes[1:] > hashes[:-1]).all()
     said = refused(capsys, "local", write(tmp_path / "b.jsonl", DOCUMENTS[:9]), "name=four", "tokenizer=byte", "val_share=0.2",
                    "processes=1", f"out={tmp_path / 'data'}")
-    assert "9 copies of documents in one alone" in said
+    assert "left out are copies {'one': 9}" in said
     assert local(tmp_path / "b.jsonl", out=tmp_path / "data", name="five", tokenizer="gpt2") == 0, "other ids are no copies"
     (tmp_path / "data/five/val_00000.bin").write_bytes(b"")
     capsys.readouterr()
@@ -208,7 +208,7 @@ def test_documents_of_evaluation_files_are_left_out(tmp_path, capsys):
     files = [write(tmp_path / "a.jsonl", [*DOCUMENTS[:20], f"so: {gram.upper()}!"]), write(tmp_path / "b.jsonl", DOCUMENTS[20:])]
     assert local(*files, out=tmp_path, decontaminate=tmp_path / "eval.txt", processes=2) == 0
     index = shards.read_index(tmp_path / "mine")
-    assert "contaminated 1 (by eval.txt)" in capsys.readouterr().out and index.contaminated == 1
+    assert "contaminated 1" in capsys.readouterr().out and index.contaminated == 1
     assert index.decontaminated_against[0]["file"] == "eval.txt"
     assert found(tmp_path / "mine") == due(DOCUMENTS)
 
@@ -402,8 +402,8 @@ def test_what_was_begun_otherwise_is_not_mixed(tmp_path, capsys):
     assert local(files[1], out=tmp_path / "other") == 1
     assert local(files[0], out=tmp_path / "other") == 0, "nothing was made before"
     common = ["name=mine", "val_share=0.2", "processes=1", f"out={tmp_path / 'data'}"]
-    assert "was begun otherwise (tokenizer_sha256)" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
-    assert "was begun otherwise (dataset)" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
+    assert "is of tokenizer='byte', not 'gpt2'" in refused(capsys, "local", *files, *common, "tokenizer=gpt2")
+    assert "is of dataset=" in refused(capsys, "local", files[0], *common, "tokenizer=byte")
     write(files[1], DOCUMENTS[20:])
     (tmp_path / "data/mine/parts/00000.bin").write_bytes(b"")
     assert local(*files, out=tmp_path / "data") == 1 and "is shorter than what was written" in capsys.readouterr().err
@@ -421,12 +421,12 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
     capsys.readouterr()
     assert local(file, out=tmp_path) == 0 and "mine is complete" in capsys.readouterr().out
     arguments = ["local", file, "name=mine", f"out={tmp_path}"]
-    assert "holds shards of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments, "val_share=0.2")
-    assert "holds shards of split_rule=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.3")
+    assert "is of tokenizer='byte', not 'gpt2'" in refused(capsys, *arguments, "val_share=0.2")
+    assert "is of split_rule=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.3")
     assert "column code" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2", "column=code")
     assert content(tmp_path) == before
     write(file, DOCUMENTS[1:])
-    assert "holds shards of revision=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
+    assert "is of revision=" in refused(capsys, *arguments, "tokenizer=byte", "val_share=0.2")
 
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
@@ -497,10 +497,10 @@ def test_slurm_submits_an_array_and_a_job_that_makes_the_shards(big, tmp_path, m
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 @pytest.mark.parametrize("arguments, expected", [
-    (["local", "nowhere.txt", "name=mine"], "there is no file nowhere.txt"),
-    (["local", ".", "name=mine"], ". is a folder: name the files in it"),
+    (["local", "nowhere.txt", "name=mine"], "nowhere.txt is no file"),
+    (["local", ".", "name=mine"], ". is no file: name the files themselves"),
     (["local", "name=mine"], "no file is named"),
-    (["local", "x.txt", "name=../up"], "name='../up' must be one folder name"),
+    (["local", "../a.jsonl", "name=../up"], "name='../up' must be one folder name"),
     (["local", "x.txt", "nmae=mine"], "there is no key 'nmae'; did you mean 'name'"),
     (["demo", "tokenizer=gpt3"], "there is no tokenizer 'gpt3'; there are: gpt2, byte"),
     (["demo", "val_share=0.9"], "val_share=0.9 must be"),
@@ -527,8 +527,8 @@ PAIR_LINES = b'{"prompt": "a", "response": "b"}\n' * 40
 @pytest.mark.parametrize("name, data, expected", [
     ("a.csv", b"x", "must end in .txt, .jsonl, .parquet"), ("a.jsonl", b'{"body": "x"}', "only body: set column= to one of them"),
     ("a.jsonl", b'{"text": 3}', "'text' holds int, not text"), ("a.txt", b"\xff\xfea\x00", "is UTF-16: save it as UTF-8"),
-    ("a.parquet", parquet([1, 2]), "'text' holds int64, not text"), ("a.txt", b" \n", "holds 1 empty ones alone"),
-    ("a.parquet", parquet(["x"], "body"), "only id, body: set column= to one"), ("a.txt", b"one", "fell to the"),
+    ("a.parquet", parquet([1, 2]), "'text' holds int, not text"), ("a.txt", b" \n", "left out are copies 0, empty 1"),
+    ("a.parquet", parquet(["x"], "body"), "only id, body: set column= to one"), ("a.txt", b"one", "no documents for val;"),
     ("chat.jsonl", PAIR_LINES + b'{"instruction": "a", "output": "b"}', ":41 has no column 'prompt', only instruction, output"),
     ("chat.jsonl", PAIR_LINES + b'{"prompt": ["a"], "response": "b"}', ":41: column 'prompt' holds list, not text"),
     ("chat.jsonl", PAIR_LINES + b"no json", ":41 is no line of JSON")])

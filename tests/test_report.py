@@ -18,7 +18,6 @@ from scaling.records import read_runs
 from scaling.report import draw_losses, read_arms, step_times
 from tests.conftest import call_train, with_recipe
 
-H100 = {"device": "NVIDIA H100 80GB HBM3", "n_gpu": 4}
 GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
 
@@ -50,17 +49,13 @@ def ordinary(recipe, n=40):
     return rows
 
 
-def write_arm(folder, recipe="bf16", rows=None, settings=None, **changes):
-    gap = GAPS.get(recipe, 0.0)
+def write_arm(folder, recipe="bf16", rows=None, **changes):
     precision = {"recipe": recipe, "compile": True, "layers_converted": [], "layers_skipped": {}}
-    changes = {"recipe": recipe, "precision": precision, "loss": 2.6, "gap": gap, "data_sha256": "d" * 64, "steps": 40,
-               "wall_s": 60.0, "mem_peak_gib": 55.5, "torch": "2.13.0",
-               "tok_per_s_median": SPEED.get(recipe, 1000.0), **H100, **changes}
-    write_run(folder, curve=False, **changes)
+    write_run(folder, curve=False, **{
+        "recipe": recipe, "precision": precision, "loss": 2.6, "gap": GAPS.get(recipe, 0.0), "data_sha256": "d" * 64, "steps": 40,
+        "wall_s": 60.0, "mem_peak_gib": 55.5, "device": "NVIDIA H100 80GB HBM3", "n_gpu": 4,
+        "tok_per_s_median": SPEED.get(recipe, 1000.0), **changes})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or ordinary(recipe)))
-    config = {"run": folder.name, "seed": 1337, "optim": {"lr": 1e-3}, "eval": {"every": 10}, "parallel": {"compile": True},
-              "fp8": {"recipe": recipe}, **(settings or {})}
-    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -71,9 +66,9 @@ def runs(tmp_path):
             for letter, recipe in zip("abc", ("tensorwise", "rowwise", "bf16"), strict=True)]
 
 
-def call(capsys, *words, said=report.main):
+def call(capsys, *words):
     """Standard output and report.json of a call that succeeds."""
-    out = asked(capsys, said, *words)
+    out = asked(capsys, report.main, *words)
     return out, strict(out.rsplit("wrote ", 1)[1].split("/: ")[0] + "/report.json")
 
 
@@ -105,7 +100,6 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys):
         assert row["step_time_s"] == pytest.approx({"with_compile": 40 * each + 8, "without_compile": 40 * each, "compile": 8})
         assert row["memory_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_mem_pct"] for one in train[1:]))
         assert row["utilisation_percent"]["mean"] == pytest.approx(statistics.mean(one["gpu_util_pct"] for one in train[1:]))
-        assert row["memory_percent"]["min"] == 70 and row["mem_peak_gib"] == 55.5 and row["wall_s"] == 60
         assert row["speed_against_bf16"] == (None if row["recipe"] == "bf16" else pytest.approx(SPEED[row["recipe"]] / 1000))
     found = tables_of(out)
     assert found["Time,"]["tensorwise"] == {
@@ -117,30 +111,31 @@ def test_each_number_is_that_of_an_independent_count(runs, capsys):
     assert found["Validation"]["bf16"]["gap in BF16 [%]"] == "" and "CPU" not in out
 
 
-def test_gaps_are_those_of_the_pairs_and_a_repeat_of_the_bf16_run_has_one_too(runs, capsys):
-    """Given first, a repeat is still not what the others are held to."""
-    again = write_arm(runs[0].parent / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
-    out, result = call(capsys, again, *runs)
-    assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise"]
+def test_gaps_are_those_of_the_pairs_a_repeat_has_one_too_and_two_machines_are_two_arms(runs, tmp_path, capsys):
+    """Given first, a repeat is still not what the others are held to. Another machine has no speed against BF16."""
+    null = write_arm(runs[0].parent / "a_null", loss=2.605, repeat=1, tok_per_s_median=900.0)
+    again = write_arm(tmp_path / "there" / runs[0].name, "tensorwise", device="NVIDIA H200", loss=2.7)
+    out, result = call(capsys, null, *runs, again)
+    assert [row["run_id"] for row in result["runs"]] == ["c_bf16", "a_null", "a_tensorwise", "b_rowwise", "a_tensorwise"]
     for pair in pairs(read_runs(runs)[0])[0]:
         row = next(one for one in result["runs"] if one["run_id"] == pair.fp8.run_id)
         for arm, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16)):
             assert row["gap"][arm] == asdict(gap) | {"se_percent": pytest.approx(100 * gap.se / 2.6)}
     losses, costs = tables_of(out)["Validation"], tables_of(out)["Time,"]
-    assert losses["tensorwise"]["gap in BF16 [%]"].startswith(f"{100 * 0.01 / 2.6:+.3f} ± ")
-    assert losses["bf16 (a_null)"]["gap in BF16 [%]"] == f"{100 * 0.005 / 2.6:+.3f}"
-    assert losses["bf16 (c_bf16)"]["gap in BF16 [%]"] == costs["bf16 (c_bf16)"]["speed against BF16"] == ""
-    assert costs["bf16 (a_null)"]["speed against BF16"] == "0.900"
+    for label, gap, speed in ((f"tensorwise ({runs[0]})", 0.01, "1.300"), (f"tensorwise ({again})", 0.11, ""),
+                              ("bf16 (a_null)", 0.005, "0.900"), ("bf16 (c_bf16)", None, "")):
+        assert losses[label]["gap in BF16 [%]"].split(" ")[0] == (f"{100 * gap / 2.6:+.3f}" if gap else "")
+        assert costs[label]["speed against BF16"] == speed
 
 
-def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path, capsys):
-    """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are done twice, 9 tells no time."""
+def test_time_counts_undone_steps_and_each_start(tmp_path, capsys):
+    """Ten steps of a second, the last of two; two starts compile for 5 and 3 s more; 5 and 6 are done twice."""
     rows = [step_row(1, step_s=6.0), *(step_row(s, step_s=1.0) for s in (2, 3, 4)),
             step_row(5, kind="undone", step_s=1.5), step_row(6, kind="undone", step_s=2.0, verdict="ROLLBACK"),
             {"kind": "event", "event": "rollback", "step": 6, "to": 4},
             step_row(5, step_s=1.0), step_row(6, step_s=1.0), {"kind": "event", "event": "resume", "step": 6},
             step_row(7, step_s=4.0, since_start=1), *(step_row(s, step_s=1.0, since_start=s - 6) for s in (8, 9, 10))]
-    rows[-2]["step_s"], rows[-1]["step_s"] = None, 2.0
+    rows[-1]["step_s"] = 2.0
     _, result = call(capsys, write_arm(tmp_path / "run", rows=rows, steps=12))
     assert result["runs"][0]["step_time_s"] == {"with_compile": 22.5, "without_compile": 14.5, "compile": 8.0}
     assert [note.split(":")[1] for note in result["notes"]] == [
@@ -148,18 +143,18 @@ def test_time_counts_undone_steps_each_start_and_what_is_not_told(tmp_path, caps
     assert result["runs"][0]["train_loss"]["n"] == 10
 
 
-def test_steps_without_targets_have_no_loss_and_oddities_are_told(tmp_path, capsys):
+def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
     rows = ordinary("bf16")
-    rows[4]["loss"] = rows[-2]["loss"] = 0.0        # the fifth step and the last but its validation
+    rows[4]["loss"] = rows[-2]["loss"] = 0.0        # without a target: the fifth step and the last but its validation
     rows[7] |= {"loss": None, "verdict": "SKIP"}
-    out, result = call(capsys, write_arm(tmp_path / "run", rows=rows, status="diverged"), f"out={tmp_path / 'law'}")
+    _, result = call(capsys, write_arm(tmp_path / "run", rows=rows, status="diverged"), f"out={tmp_path / 'law'}")
     losses = [row["loss"] for row in rows if row["kind"] == "train" and row["loss"]]
     found = result["runs"][0]["train_loss"]
     assert (found["n"], found["min"], found["final"]) == (37, min(losses), losses[-1])
-    assert report.spread([3.0])["sd"] is None       # of one validation; strict JSON holds no NaN
     assert found["mean"] == pytest.approx(statistics.mean(losses)) and found["sd"] == pytest.approx(statistics.stdev(losses))
-    for word in ("2 steps had a training loss of exactly 0", "1 training losses are not", "1 steps were judged", "'diverged'"):
-        assert sum(word in note for note in result["notes"]) == 1
+    assert report.spread([3.0])["sd"] is None       # of one validation; strict JSON holds no NaN
+    assert result["notes"] == ["bf16: 3 steps had no target or no finite loss: left out of the statistics",
+                               "bf16: its status is 'diverged'"]
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)      # they took their time
 
 
@@ -172,55 +167,18 @@ def test_two_steps_tell_what_compiled(tmp_path, seconds, starts, bare):
     assert found == (bare and {"with_compile": 7.0, "without_compile": bare, "compile": 7.0 - bare})
 
 
-def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path, capsys):
-    other = write_arm(tmp_path / "runs/other", "rowwise", pair_id="another",
-                      settings={"seed": 1338, "optim": {"lr": 2e-3}, "eval": {"every": 5}})
+@pytest.mark.parametrize("changes", [{"pair_id": "another"}, {"data_sha256": "e" * 64}])
+def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path, capsys, changes):
+    other = write_arm(tmp_path / "runs/other", "rowwise", **changes)
     err = refused(capsys, runs[2], other, f"out={tmp_path / 'r'}")
-    assert "differ in more than the precision: seed 1337 against 1338, optim.lr 0.001 against 0.002; give the runs of one" in err
-    err = refused(capsys, runs[2], write_arm(tmp_path / "runs/third", "rowwise", data_sha256="e" * 64))
-    assert "another training data" in err and str(tmp_path / "runs/third") in err and not (tmp_path / "r").exists()
-
-
-def test_one_run_trained_twice_under_one_name_is_two_arms(runs, tmp_path, capsys):
-    again = write_arm(tmp_path / "there" / runs[0].name, "tensorwise", device="NVIDIA H200", loss=2.7)
-    out, _ = call(capsys, *runs, again)
-    for folder, gap, speed in ((runs[0], 0.01 / 2.6, "1.300"), (again, 0.11 / 2.6, "")):
-        label = f"tensorwise ({folder})"
-        assert tables_of(out)["Validation"][label]["gap in BF16 [%]"].startswith(f"{100 * gap:+.3f} ")
-        assert tables_of(out)["Time,"][label]["speed against BF16"] == speed
-
-
-def test_branches_of_trunks_of_their_own_are_one_training(tmp_path, capsys):
-    def branch(recipe, step):
-        return write_arm(tmp_path / f"{recipe}_{step}", recipe, steps=40 + step, parent_step=step or None,
-                         settings={"start_from": f"out/{recipe}_t20/checkpoints/step_{step:08d}" if step else None})
-    bf16 = branch("bf16", 50)
-    assert call(capsys, bf16, branch("tensorwise", 50))[1]["notes"] == []
-    assert "start_from 50 against None" in str(call(capsys, bf16, branch("rowwise", 0))[1]["notes"])
-
-
-def test_what_differs_besides_is_said_and_another_machine_has_no_speed(runs, tmp_path, capsys):
-    other = write_arm(tmp_path / "runs/other", "tensorwise", settings={"eval": {"every": 5}, "fp8": {"head": True}},
-                      device="NVIDIA H200")
-    (runs[1] / "summary.json").unlink()
-    out, result = call(capsys, *runs, other)
-    assert [row["label"] for row in result["runs"]] == ["bf16", "tensorwise (a_tensorwise)", "tensorwise (other)"]
-    assert tables_of(out)["Time,"]["tensorwise (other)"]["speed against BF16"] == ""
-    assert result["notes"] == [
-        f"skipped {runs[1]}: the run is unfinished (it has no summary.json)",
-        "tensorwise (other) differs from bf16 beside the recipe: eval.every 10 against 5, device 'NVIDIA H100 80GB HBM3' against "
-        "'NVIDIA H200', fp8.head None against True. The training is the same; times and validations may not be alike"]
-    out, result = call(capsys, runs[0])
-    assert result["notes"][-1].startswith("no BF16 run among these") and result["runs"][0]["gap"] is None
+    assert f"{other} differ in more than the precision ({next(iter(changes))} " in err and not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("words, name, content, sentence", [
-    (["{runs}/nowhere"], None, "", "does not exist"), (["out=x"], None, "", "no runs given: name those of one training"),
-    (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY"),
-    (["study={runs}", "out=x"], None, "", "--study out/STUDY alone"), (["study={runs}/nowhere"], None, "", "does not exist"),
+    (["{runs}/nowhere"], None, "", "does not exist"), (["out=x"], None, "", "name the runs of one training"),
+    (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY alone"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], None, "", "cannot be written"),
-    (["{runs}"], "config.json", "{", "config.json is not valid JSON"),
-    (["{runs}"], "config.json", None, "config.json cannot be read"), (["{runs}"], "metrics.jsonl", None, "has no metrics.jsonl"),
+    (["{runs}"], "metrics.jsonl", None, "metrics.jsonl does not exist"),
     (["{runs}"], "val_losses.npz", None, "val_losses.npz is missing"),
     (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts")])
 def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, words, name, content, sentence):
@@ -238,14 +196,17 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
     loss, val, gap = (panel.get_lines() for panel in draw_losses(arms).axes)
     assert val[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist() and len(loss) == 3
     steps = np.arange(1, 41)
-    assert gap[0].get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
-    assert draw_losses(arms).get_supxlabel().endswith("Minus BF16: mean over 3 steps; above zero: worse than BF16.")
-    assert "Minus BF16" not in draw_losses(arms[1:]).get_supxlabel()
+    assert not gap[0].get_ydata().any()
+    assert gap[1].get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
+    assert len(draw_losses(arms[1:]).axes) == 2         # without BF16
     low, high = draw_losses(arms).axes[2].get_ylim()
     assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
     for some in ([0, 1, 2], [0, 2], [1, 2]):        # a recipe has its colour in every figure, whatever stands beside it
         for panel in draw_losses([arms[i] for i in some]).axes[:2]:
             assert [one.get_color() for one in panel.get_lines()] == [STYLES[i]["color"] for i in some]
+    arms[1].history.train["loss"][20] += 0.3            # a difference is the mean over three steps
+    assert draw_losses(arms).axes[2].get_lines()[1].get_ydata()[20] == pytest.approx(
+        11 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
     rows = ordinary("bf16")
     rows[35] |= {"loss": 1e9, "verdict": "SKIP"}
     blown = [row | {"loss": 1e6} if row["step"] > 20 else row for row in ordinary("bf16")]
@@ -299,19 +260,17 @@ def study(tmp_path_factory):
 
 
 def test_a_studys_page_says_what_its_files_say(study, capsys):
+    capsys.readouterr()
     out, page = asked(capsys, report.main, "--study", study), (study / "README.md").read_text()
     said, law = (strict(study / name) for name in ("report.json", "law/law.json"))
-    found = strict(study / "law/precision.json")["common"]["tensorwise"]["bf16"]
     score, = strict(study / "law/score_s240000_bf16_1.json")["runs"]
     assert "25 finished runs of 25 declared on 2026-11-19T00:00:00Z; held out: s240000_bf16_1." in page
-    assert ["all", "all", "tensorwise", f"{found['mean']:+.3f} ± {found['high'] - found['mean']:.3f}", "6"] in [
-        line[:5] for line in cells(out)]
     assert ["s240000_bf16_1", f"{score['loss']:.4f}", f"{score['error_percent']:+.2f}",
             "inside" if score["inside"] else "**outside**"] in [line[6:] for line in cells(out)]
     for group in law["groups"].values():
         fitted = group["laws"][group["headline"]["form"]]
         assert f"| {group['headline']['form']} (headline)" in page and f"{100 * fitted['residual_rms']:.3f}" in page
-    assert "![figure](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
+    assert "![law](law/figure.png)" in page and "![precision](law/precision.png)" in page and "Missing" not in page
     summaries = {path.parent.name: strict(path) for path in study.glob("*/summary.json")}
     assert sorted(run for row in said["runs"] for run in row["runs"]) == sorted(summaries)
     for row in said["runs"]:
@@ -321,22 +280,19 @@ def test_a_studys_page_says_what_its_files_say(study, capsys):
     assert (study / "README.md").read_text() == page
 
 
-def test_other_counts_of_parameters_and_other_evaluations_are_told(tmp_path, capsys):
+def test_the_page_has_the_tables_of_precision_and_tells_other_counts_and_evaluations(tmp_path, capsys):
     folder = write_branches(tmp_path / "s", sizes=(30_000, 60_000), ratios=(5, 20), seeds=(1,))
-    for command in (precision, fit):
-        assert command.main([str(folder), "n=nonembed", "loss=as_trained"]) == 0
-    capsys.readouterr()
+    tables, _ = (asked(capsys, command.main, folder, "--all", "n=nonembed", "loss=as_trained").split("\n\n")
+                 for command in (precision, fit))
     runs, laws, gaps = asked(capsys, report.main, "--study", folder).split("## ")[1:]
-    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "FP8 minus BF16, evaluated as trained" in gaps
+    assert "N: params_nonembed. Losses: evaluated as trained." in laws and "\n\n".join(tables[:-1]) in gaps
     assert cells(runs)[1][0] == "30k" and "N: params_total." in runs and strict(folder / "report.json")["N"] == "params_total"
-    assert cells(gaps)[2][0] == "17.1k" and "N: params_nonembed." in gaps
 
 
 def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     folder = declare_branches(write_branches(tmp_path / "s", sizes=(30_000,), ratios=(5, 20), seeds=(1,)))
     (folder / "s30000_bf16_1_d5/summary.json").unlink()
-    asked(capsys, report.main, "--study", folder)
-    page = (folder / "README.md").read_text()
+    page = asked(capsys, report.main, "--study", folder)
     assert "3 finished runs of 4 declared on 2026-11-19T00:00:00Z; missing: s30000_bf16_1_d5" in page
     assert f"**Missing:** law/law.json (`python scaling/fit.py {folder}`)." in page
     assert f"**Missing:** law/precision.json (`python scaling/precision.py {folder}`)." in page
@@ -344,7 +300,7 @@ def test_what_a_study_lacks_is_said_with_its_command(tmp_path, capsys):
     assert "was not written by this command" in refused(capsys, "--study", folder)
     (folder / "README.md").unlink()
     (folder / "law").mkdir()
-    (folder / "law/law.json").write_text('{"groups": {"bf16": {}}}')
+    (folder / "law/law.json").write_text('{"groups": {"bf16": {}}, "inputs": []}')
     assert "a file is damaged or of another version (KeyError: 'headline')" in refused(capsys, "--study", folder)
 
 
@@ -370,15 +326,13 @@ def test_speeds_of_other_numbers_of_gpus_are_not_compared(tmp_path, capsys):
 
 def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, tmp_path, capsys):
     folder = shutil.copytree(study, tmp_path / "s")
+    write_run(folder / "later_null", params=90_000, repeat=1)       # of use to precision.py alone
+    stale = "law/{}.json was made from other runs than those that are here now"
+    page = asked(capsys, report.main, "--study", folder)
+    assert stale.format("precision") in page and stale.format("law") not in page
     path = folder / "s30000_bf16_1/summary.json"
     path.write_text(path.read_text() + " ")
-    write_run(folder / "later_bf16", params=90_000)
-    write_run(folder / "later_null", params=90_000, repeat=1)       # of use to precision.py alone
-    asked(capsys, report.main, "--study", folder)
-    notes = (folder / "README.md").read_text().split("## Notes\n\n")[1].splitlines()
-    assert notes == [f"- scaling/{name} {folder} was run {what}: run it again" for name, new in (
-        ("fit.py", "later_bf16"), ("precision.py", "later_bf16, later_null, s240000_bf16_1")) for what in (
-        "when s30000_bf16_1 had other files", f"before {new} had finished")]
+    assert stale.format("law") in asked(capsys, report.main, "--study", folder)
     score = folder / "law/score_s240000_bf16_1.json"
     score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
     assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)

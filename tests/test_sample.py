@@ -5,15 +5,17 @@ import json
 import random
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import tokenizers
 import torch
-from eval_runs import BYTES, TINY, build, build_run, bytes_of, generate, rigged
+from eval_runs import BYTES, TINY, build, build_run, call, generate, greedy_text, refused, rigged
 
 from eval import export, sample
 from runtime.checkpoint import DamagedError
+from runtime.cli import UserError
 from runtime.config import read_config
 from runtime.tokenizer import load_tokenizer
 
@@ -25,13 +27,11 @@ def run(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tied=False, n_kv_head=1, qk_norm=True)])
 def test_greedy_generation_is_the_argmax_of_full_forward_passes(config):
-    model, prompts = build(config), torch.tensor([list(b"abcdef"), list(b"uvwxyz")])
-    got = generate(model, prompts, 100)
+    model, ids = build(config), torch.tensor([list(b"abcdef"), list(b"uvwxyz")])
+    got = generate(model, ids, 100)
     assert got.shape == (2, 32 - 6 + 1)         # until the context is full
-    ids = prompts
-    for t in range(got.shape[1]):
-        token = model(ids)[:, -1, :257].argmax(-1)
-        assert torch.equal(token, got[:, t])
+    for token in got.T:
+        assert torch.equal(token, model(ids)[:, -1, :257].argmax(-1))
         ids = torch.cat((ids, token[:, None]), 1)
     assert len(set(got.flatten().tolist())) > 5 and not torch.equal(got[0], got[1])
 
@@ -82,7 +82,7 @@ def shown(steps, tokenizer, prompt="", n=1):
 
 
 def test_continuations_stand_below_each_other_the_first_as_it_grows():
-    steps = [[*b"axk"], [*b"by", 256], [256, *b"zq"], [*b"?w?"]]      # row 2 ends first, then row 0; row 1 at a limit
+    steps = [[*b"axk"], [*b"by", 256], [256, *b"z", 256], [256, *b"w", 256]]      # row 2 ends first, then row 0
     heads = [f"{'-' * 32} {i} of 3\nP " for i in (1, 2, 3)]
     first = heads[0] + "ab"
     assert shown(steps, BYTES, "P ", 3) == [first[:-1], first, first, first,
@@ -95,7 +95,6 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     *pieces, text = shown([[i] for i in ids], BYTES)
     assert text == "naïve €5 𝄞 end\ufffd\ufffdx\ufffd\n" and pieces[2:4] == ["na", "naï"]
     assert all(text.startswith(piece) and not piece.endswith("\ufffd") for piece in pieces)
-    text, rng, gpt2 = "Ça va? 日本語, 🤖🤖 emoji   and\n\nlines — naïve ﬁ", random.Random(0), load_tokenizer("gpt2")
     words = ["▁the", "▁cat", "s", "▁", "▁sat", *(f"<0x{b:02X}>" for b in range(256))]
     pieces = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
     pieces.decoder = tokenizers.decoders.Sequence([
@@ -106,20 +105,19 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
     assert llama.decode(known) == "the catsé日🤖 sat the  sat日 cat"
     assert shown([[i] for i in known], llama, "the")[-1] == "the the catsé日🤖 sat the  sat日 cat\n"
+    text, rng, gpt2 = "Ça va? 日本語, 🤖🤖 emoji   and\n\nlines — naïve ﬁ", random.Random(0), load_tokenizer("gpt2")
     for ids in (gpt2.encode(text * 3).tolist(), *([rng.randrange(50256) for _ in range(60)] for _ in range(50))):
         assert shown([[i] for i in ids], gpt2)[-1] == gpt2.decode([gpt2.eot, *ids]).removeprefix("<|endoftext|>") + "\n"
 
 
 def test_sample_prints_prompt_and_continuation(run, capsys):
-    settings = [str(run), "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu"]
-    text = "hello" + bytes_of(generate(build(), torch.tensor([list(b"hello")]), 20, eot=256)[0]).decode(errors="replace")
-    for more in ([], ["n=3"]):
-        assert sample.main([*settings, *more]) == 0
+    text, texts = "hello" + greedy_text(build(), b"hello", 20), []
+    for more, n in ([], 1), (["n=3"], 3):
+        call(sample, run, "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu", *more)
         out = capsys.readouterr().out
-        assert out == text + "\n" if not more else out.count(text) == 3 and "2 of 3" in out
-    texts = []
+        assert out.count(text) == n and (out == text + "\n" if n == 1 else "2 of 3" in out)
     for seed in (1, 2, 1):
-        assert sample.main([str(run), "hello", "tokens=200", "temperature=1", f"seed={seed}"]) == 0
+        call(sample, run, "hello", "tokens=200", "temperature=1", f"seed={seed}")
         out, err = capsys.readouterr()
         assert "the context of 32 tokens allows 28 new ones, not tokens=200" in err
         texts.append(out)
@@ -127,49 +125,40 @@ def test_sample_prints_prompt_and_continuation(run, capsys):
 
 
 def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model = sample.load_for_inference(str(run), "cpu", "bfloat16").model
-    x = torch.arange(20)[None]
+    model, x = sample.load_for_inference(str(run), "cpu", "bfloat16").model, torch.arange(20)[None]
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
     assert model.head.weight is model.wte.weight
     assert torch.equal(model(x), build(compute_dtype=torch.bfloat16)(x))     # bit for bit what casting at each use gives
 
 
 def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
-    with_bos = replace(BYTES, prefix=(256, 3))
-    assert [sample.prompt_ids(BYTES, prompt) for prompt in ("ab", "")] == [[97, 98], [256]]
-    assert [sample.prompt_ids(with_bos, prompt) for prompt in ("ab", "")] == [[97, 98], [3]]      # its own rules add none
-    with_bos = replace(with_bos, adds_start=True)
-    assert [sample.prompt_ids(with_bos, prompt) for prompt in ("ab", "")] == [[3, 97, 98], [3]]
+    with_bos = replace(BYTES, prefix=(256, 3))      # its own rules add none
+    for tokenizer, want in ((BYTES, [[97, 98], [256]]), (with_bos, [[97, 98], [3]]),
+                            (replace(with_bos, adds_start=True), [[3, 97, 98], [3]])):
+        assert [sample.prompt_ids(tokenizer, prompt) for prompt in ("ab", "")] == want
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_a_model_that_has_diverged_gets_a_sentence(run, capsys, monkeypatch, temperature, value):
+@pytest.mark.parametrize("temperature, value", [(0, torch.nan), (0, torch.inf), (1, torch.nan)])
+def test_a_model_that_has_diverged_gets_a_sentence(temperature, value):
     model = rigged(lambda h: torch.zeros(len(h), 384).index_fill(1, torch.tensor([5]), value))
-    monkeypatch.setattr(sample, "load_model", lambda run_dir, **more: (model, None))
-    assert sample.main([str(run), "hi", f"temperature={temperature}"]) == 2
-    assert "the model's logits are not finite numbers" in capsys.readouterr().err
+    with pytest.raises(UserError, match="the model's logits are not finite numbers"):
+        generate(model, torch.zeros(1, 1, dtype=torch.int64), 1, temperature)
 
 
 def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
     """A run that still trains deletes its older checkpoints, maybe the one that is being read; the step is of what was read."""
-    kept, met = build(), [DamagedError("gone"), None, DamagedError("gone")]
+    whole, failures = build(), [DamagedError("gone"), UserError("has no such checkpoint")]
 
-    def replaced_meanwhile(run_dir, **more):
-        if not met:
-            return kept, None
-        (folder := run / f"checkpoints/step_{5 - len(met):08d}").mkdir()
+    def deleted_meanwhile(run_dir, step, **more):
+        if not failures:
+            return whole, None
+        (folder := run / f"checkpoints/step_{step + 1:08d}").mkdir()
         (folder / "DONE").touch()
-        if error := met.pop():
-            raise error
-        return build(), None        # whole, but no longer the newest
-    monkeypatch.setattr(sample, "load_model", replaced_meanwhile)
+        raise failures.pop()
+    monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
     model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
-    assert (model, step) == (kept, 4)
-
-    def damaged(run_dir, **more):
-        raise DamagedError("still the newest")
-    monkeypatch.setattr(sample, "load_model", damaged)
+    assert (model, step) == (whole, 3)
+    monkeypatch.setattr(sample, "load_model", Mock(side_effect=DamagedError("still the newest")))
     with pytest.raises(DamagedError, match="still the newest"):
         sample.load_for_inference(str(run), "cpu", "float32")
 
@@ -179,12 +168,9 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
     (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "the memory is full (CUDA out of memory.): give a smaller"),
     (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "the memory is full ([enforce fail] DefaultCPU")])
 def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch, error, words):
-    def fail(*args):
-        raise error
-    monkeypatch.setattr(sample, "load_for_inference", fail)
+    monkeypatch.setattr(sample, "load_for_inference", Mock(side_effect=error))
     assert sample.main([str(run), "hi"]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(words) and said.count("\n") == 1
+    assert (said := capsys.readouterr().err).startswith(words) and said.count("\n") == 1
 
 
 MANIFEST = "checkpoints/step_00000001/manifest.json"
@@ -193,13 +179,11 @@ MANIFEST = "checkpoints/step_00000001/manifest.json"
 @pytest.mark.parametrize("name, content", [
     (MANIFEST, {"state": {"tokenizer_sha256": "f" * 64}}), (MANIFEST, {"state": {"imported": {"tokenizer_sha256": "f" * 64}}}),
     ("summary.json", {"tokenizer_sha256": "f" * 64})])
-@pytest.mark.parametrize("command", [sample, export])
-def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys, command, name, content):
+def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(run, capsys, name, content):
     """As many ids, other text: nothing else would tell. The newest checkpoint decides, before a summary of another time."""
     (run / name).write_text(json.dumps(content))
-    assert command.main([str(run), str(run / "new")]) == 2
-    said = capsys.readouterr().err
-    assert f"the tokenizer byte is not the one that the model of {run} was trained with (81fbde863..., not fffffffff...)" in said
-    assert said.count("\n") == 1 and not (run / "new").exists()
+    for command in (sample, export):
+        assert f"{run} was trained with another tokenizer than byte" in refused(capsys, command, run, run / "new")
+        assert not (run / "new").exists()
     (run / MANIFEST).write_text(json.dumps({"state": {"tokenizer_sha256": BYTES.sha256}}))
     assert sample.read_tokenizer(read_config(run), run).sha256 == BYTES.sha256

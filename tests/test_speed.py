@@ -7,7 +7,7 @@ import torch
 
 from runtime import speed
 from runtime.cli import UserError
-from runtime.speed import Row, choose, load_table
+from runtime.speed import choose, load_table
 
 GPU, TW = "NVIDIA H100 80GB HBM3", "tensorwise"
 RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
@@ -15,8 +15,10 @@ RECIPES = (TW, "rowwise", "rowwise_with_gw_hp")
 
 def table(measured=(), published=()):
     """From (recipe, K, N, ratio) or (recipe, K, N, ratio, M); no measured rows: the GPU was never measured."""
-    own, others = ([Row(r, K, N, *(rest or (16384,)), ratio) for r, K, N, ratio, *rest in rows] for rows in (measured, published))
-    return {"measured": {"sm_90": {GPU: own}} if measured else {}, "published": {"sm_90": {"H100": others}}}
+    own, others = ([{"recipe": recipe, "K": K, "N": N, "M": M[0] if M else 16384, "ratio": ratio}
+                    for recipe, K, N, ratio, *M in rows] for rows in (measured, published))
+    return {"measured": {"sm_90": [{"gpu": GPU, "rows": own}]} if measured else {},
+            "published": {"sm_90": [{"gpu": "H100", "rows": others}]}}
 
 
 @pytest.mark.parametrize("measured, gpu, K, N, recipe, why", [
@@ -42,8 +44,8 @@ def test_the_choice_and_its_reason(measured, gpu, K, N, recipe, why):
 
 
 def test_of_several_gpus_of_an_architecture_the_very_one_counts(monkeypatch):
-    rows = [Row(TW, 64, 64, 16384, 1.2)]
-    two = {"measured": {"sm_90": {"NVIDIA H200": rows, GPU: [rows[0]._replace(ratio=1.1)]}}}
+    two = {"measured": {"sm_90": [{"gpu": gpu, "rows": [{"recipe": TW, "K": 64, "N": 64, "ratio": ratio}]}
+                                  for gpu, ratio in (("NVIDIA H200", 1.2), (GPU, 1.1))]}}
     for gpu, due in ((GPU, "measured 1.10x"), ("NVIDIA H200", "measured 1.20x"),
                      ("NVIDIA H200 NVL", "measured on NVIDIA H200 1.20x")):
         assert choose(two, gpu, 64, 64, RECIPES)[1].startswith(due), gpu
@@ -59,7 +61,7 @@ def test_the_shipped_table_and_what_its_published_rows_say_of_our_sizes_on_an_h1
     for K, N in ((768, 4096), (1024, 50304), (2048, 2048), (5632, 2048)):
         assert choose(published, GPU, K, N, RECIPES)[0] is None, (K, N)
     assert choose(published, GPU, 2048, 11264, RECIPES) == (TW, "published 1.18x at 1664 x 6656")
-    for damaged in (text[:-9], text.replace('"measured"', '"gpus"'), text.replace('"N"', '"n"')):
+    for damaged in (text[:-9], "[]", text.replace('"format_version": 2', '"format_version": 1')):
         (file := tmp_path / "table.json").write_text(damaged)
         with pytest.raises(UserError, match="table.json is no table of timings"):
             load_table(file)

@@ -1,23 +1,14 @@
 """eval/tasks.py: what --fetch saved is scored without network; the groups; examples shown: tests/test_harness.py."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from eval_runs import make_task, process, write_run
 
 from eval import tasks
 from runtime.cli import UserError
-from tests.conftest import ROOT
-from tests.eval_runs import make_task, write_run
 from tests.hub_server import HubServer, write_repository
-
-
-def harness(folder, *arguments, **environment):
-    return subprocess.run([sys.executable, "-m", "eval.harness", *arguments], cwd=ROOT, text=True, capture_output=True,
-                          timeout=120, env={**os.environ, "HF_HOME": str(folder), "OMP_NUM_THREADS": "1", **environment})
 
 
 def test_what_was_fetched_is_scored_without_network(tmp_path):
@@ -26,39 +17,39 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
     rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
     write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
                                                       (("train", 3), ("validation", 7))})
+    harness, scoring = ("-m", "eval.harness"), (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
     with HubServer(tmp_path / "hub") as server:
-        done = harness(tmp_path / "a", "--fetch", str(tmp_path / "saved"), "tasks=piqa,demo", HF_ENDPOINT=server.url)
+        done = process(*harness, "--fetch", tmp_path / "saved", "tasks=piqa,demo", HF_ENDPOINT=server.url,
+                       HF_HOME=f"{tmp_path}/a")
     assert (done.returncode, done.stdout) == (0, "piqa: 7 documents\n"), done.stderr
-    scoring = (str(tmp_path / "run"), f"offline={tmp_path / 'saved'}", "dtype=float32")
-    done = harness(tmp_path / "b", *scoring, "tasks=piqa", HF_ENDPOINT="http://127.0.0.1:1")
+    done = process(*harness, *scoring, "tasks=piqa", HF_ENDPOINT="http://127.0.0.1:1", HF_HOME=f"{tmp_path}/b")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads((tmp_path / "run/eval/piqa_float32.json").read_text())["tasks"]["piqa"]
     assert (found["n"], found["chance"]) == (7, 0.5)
-    done = harness(tmp_path / "c", *scoring, "tasks=hellaswag")
+    done = process(*harness, *scoring, "tasks=hellaswag", HF_HOME=f"{tmp_path}/c")
     assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
 
 
 def test_the_groups_are_lm_evals_own_tasks():
     import lm_eval
     from lm_eval.tasks import TaskManager
-    theirs = Path(lm_eval.__file__).parent / "tasks"
-    names = TaskManager(include_path=[theirs / folder for folder in dict.fromkeys(tasks.FOLDERS.values())],
-                        include_defaults=False).all_tasks
-    assert set(tasks.FULL) <= set(names) and set(tasks.FOLDERS) == set(tasks.FULL)
-    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL) and len(tasks.FULL) == 12
+    folders = {Path(lm_eval.__file__).parent / "tasks" / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
+    assert set(tasks.FULL) <= set(TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
+    assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
+    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
 
 
-def test_a_task_whose_data_lack_is_named(tmp_path):
+def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
     mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
-    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
-    (mine / "sums.jsonl").unlink()
-    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data must lie where"):
-        tasks.load(["sums"], str(mine))
-
-
-def test_a_task_alone_and_in_a_group_that_shows_other_examples_is_refused(tmp_path):
-    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    make_task(mine, [], "drawn", output_type="generate_until", doc_to_choice=None, generation_kwargs={"do_sample": True},
+              dataset_kwargs={"data_files": {"validation": str(mine / "sums.jsonl")}})
     (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
     assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
-    with pytest.raises(UserError, match="'sums' is asked for with 0 examples shown and, by five, with 2"):
-        tasks.load(["sums", "five"], str(mine))
+    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
+    for names, words in ((["sums", "five"], "five shows 2 examples to 'sums', other tasks= another number"),
+                         (["drawn"], "'drawn' asks for sampled answers")):
+        with pytest.raises(UserError, match=words):
+            tasks.load(names, str(mine))
+    (mine / "sums.jsonl").unlink()
+    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data come from where"):
+        tasks.load(["sums"], str(mine))
