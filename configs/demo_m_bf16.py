@@ -1,7 +1,4 @@
-"""74k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`.
-
-    python train.py configs/demo_m_bf16.py
-"""
+"""74k parameters on bytes of installed code and documentation: for two CPU cores, part of `make demo`."""
 
 from configs.demo import build
 

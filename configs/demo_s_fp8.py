@@ -1,7 +1,4 @@
-"""demo_s_bf16 with its block matmuls in FP8, tensorwise.
-
-    python train.py configs/demo_s_fp8.py
-"""
+"""demo_s_bf16 with its block matmuls in FP8, tensorwise."""
 
 from dataclasses import replace
 

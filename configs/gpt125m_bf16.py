@@ -1,7 +1,4 @@
-"""124M parameters in BF16 on the full mixture: the baseline of gpt125m_fp8.
-
-    torchrun --nproc_per_node=8 train.py configs/gpt125m_bf16.py
-"""
+"""124M parameters in BF16 on the full mixture: the baseline of gpt125m_fp8."""
 
 from configs.mixture import MIXTURE
 from model import GPTConfig

@@ -1,7 +1,4 @@
-"""1.54B parameters in BF16 on the full mixture: the baseline of gpt1p5b_fp8.
-
-    torchrun --nproc_per_node=8 train.py configs/gpt1p5b_bf16.py
-"""
+"""1.54B parameters in BF16 on the full mixture: the baseline of gpt1p5b_fp8."""
 
 from configs.mixture import MIXTURE
 from model import GPTConfig

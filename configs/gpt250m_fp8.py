@@ -1,7 +1,4 @@
-"""gpt250m_bf16 with its QKV, attention-output and MLP matmuls in FP8, tensorwise.
-
-    torchrun --nproc_per_node=8 train.py configs/gpt250m_fp8.py
-"""
+"""gpt250m_bf16 with its QKV, attention-output and MLP matmuls in FP8, tensorwise."""
 
 from dataclasses import replace
 

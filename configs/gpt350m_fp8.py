@@ -1,7 +1,4 @@
-"""gpt350m_bf16 with its QKV, attention-output and MLP matmuls in FP8, tensorwise.
-
-    torchrun --nproc_per_node=8 train.py configs/gpt350m_fp8.py
-"""
+"""gpt350m_bf16 with its QKV, attention-output and MLP matmuls in FP8, tensorwise."""
 
 from dataclasses import replace
 

@@ -1,7 +1,4 @@
-"""757M parameters in BF16 on the full mixture: the baseline of gpt760m_fp8.
-
-    torchrun --nproc_per_node=8 train.py configs/gpt760m_bf16.py
-"""
+"""757M parameters in BF16 on the full mixture: the baseline of gpt760m_fp8."""
 
 from configs.mixture import MIXTURE
 from model import GPTConfig

@@ -17,11 +17,10 @@ of the gap with size stays uncertain to more than one such deviation per decade;
 Arms. BF16 and tensorwise everywhere: the fastest recipe, whose cost is the question. At 125M rowwise_with_gw_hp, torchao's most
 careful one, and blockwise, DeepSeek-V3's, tell whether finer scales buy the loss back. The control is nvfp4 at 50M and 5 tokens
 per parameter: four bits, emulated (slower than the table of costs says) and therefore short, whose cost of a per cent or more
-the study must be able to see. Up to
-350M each tensorwise trunk decays in BF16 too (switch): whether the last fifth of the tokens recovers what FP8 cost.
+the study must see. Up to 350M each tensorwise trunk decays in BF16 too (switch): does the last fifth recover what FP8 cost?
 
-QK-norm. On, as in OLMo 2, Qwen3 and nanochat: it bounds the attention logits, which grow without it and are the usual end of
-runs in low precision (2309.14322), and it exports as Qwen3. Every size's config has it off, as Llama: a study may differ.
+QK-norm. On, as in OLMo 2, Qwen3 and nanochat: it bounds the attention logits, whose growth ends most runs in low precision
+(2309.14322).
 
 Held out. 1.5B at 20 has one seed and no branches; freeze its predictions first (scaling/fit.py out/chinchilla --predict
 gpt1p5b_bf16_t20_s1337, the same for tensorwise), then run it by name with only=gpt1p5b_*.

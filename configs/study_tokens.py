@@ -1,8 +1,6 @@
-"""Does the cost of a recipe grow with the tokens per parameter? For two CPU cores, ten minutes.
+"""Does the cost of a recipe grow with the tokens per parameter? Ten minutes on two CPU cores; docs/findings.md has the result.
 
     python scaling/sweep.py configs/study_tokens.py --run jobs=2
-
-The demo's smallest size alone, 5 to 80 tokens per parameter on its text without a repeat; docs/findings.md says what came out.
 """
 
 from scaling.study import Size, Study

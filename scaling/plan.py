@@ -2,11 +2,10 @@
 
     python scaling/plan.py --gpus 8 --hours 24 --gpu h100
     python scaling/plan.py gpus=8 hours=24 gpu=h100 law=out/chinchilla/law/law.json runs=out/chinchilla
-    python scaling/plan.py gpus=8 hours=24 gpu=h100 study=configs/study_chinchilla.py
 
 FP8 trains more tokens in the same hours and pays for it with a loss gap: both are counted. Whatever was not measured on
-that GPU is assumed or bounded, and printed as such. The extra runs are trajectories, a trunk with its branches; what
-they buy is counted in percentage points of the standard error of the predicted loss ("points").
+that GPU is assumed or bounded, and printed as such. The extra runs are trajectories of a study, a trunk with its branches;
+what they buy is counted in percentage points of the standard error of the predicted loss ("points").
 """
 
 import math
@@ -22,23 +21,18 @@ from model import GPT
 from runtime import fp8
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import fp8_overrides, load_config, positive
-from runtime.log import PEAK_FLOPS, peak_flops
+from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import si
 from runtime.roofline import modelled_ratio
-from scaling.laws import log_law, terms
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats
 from scaling.study import ROOT, expand, load_study
 
 TARGET = ("gpt1p5b", 20)        # the run whose prediction is to be narrowed: size, tokens per parameter
 REACH = 10                      # runs or gaps at sizes more than this factor away from all sizes here are not used
-RATIOS = (5, 10, 20, 40)        # tokens per parameter of the candidates where no study names them
-EPOCH_REACH = (1.296e22, 0.456, 341.0)        # of Epoch's 240 points: largest 6 N D (FLOPs), tokens per parameter from, to
 SIGMA = 1e-3                    # noise of ln(loss) of one run, assumed when designs are compared
-# Correlation of the noise of two points of one trajectory, assumed: no public study repeats trunks with their branches. The
-# bound of four trunks with three branches each grows from 0.30 % without any to 0.46 % at 0.5, 0.53 % at 0.9.
-RHO = 0.5
+RHO = 0.5       # correlation of the noise of two points of one trajectory, assumed: no public study repeats trunks with branches
 # Where too few runs are done to identify the law, a prior stands in, in (ln E, ln A/N^alpha, ln B/D^beta at the target,
 # alpha, beta): nothing known of the terms, exponents scattered as the published ones are (alpha .24 to .50, beta .28 to .52).
 PRIOR_SD = np.array([1.0, 1.0, 1.0, 0.1, 0.1])
@@ -54,49 +48,42 @@ class Options:
     runs: str | None = None             # a folder of runs, whose measured speed on that GPU counts in place of an assumed one
     gap: float | None = None            # FP8's loss over BF16's in per cent; without it precision.json beside law.json, else 0
     recipe: str = "tensorwise"          # the FP8 recipe, or a study's arm such as tensorwise+kernels+head
-    study: str | None = None            # whose trunks with branches are the candidates; else our sizes at 5, 10, 20, 40
+    study: str | None = None            # whose trunks with branches are the candidates; none = configs/study_chinchilla.py
 
     def __post_init__(self):
         if problems := positive(self, "gpus", "hours"):
             raise UserError(problems[0])
-        if self.peak is None or self.peak[1] is None:
-            known = ", ".join(name for name, (_, fp8_peak) in PEAK_FLOPS.items() if fp8_peak)
-            raise UserError(f"gpu={self.gpu}: no FP8 peak of that GPU is known to runtime/log.py; there are {known}")
-
-    @property
-    def peak(self) -> tuple[float, float | None] | None:
-        """BF16 and FP8 FLOP/s of one GPU."""
-        return peak_flops(self.gpu)
+        if not (peaks := peak_flops(self.gpu)) or not peaks[1]:
+            raise UserError(f"gpu={self.gpu}: no FP8 peak of that GPU is known to runtime/log.py; try h100, h200 or b200")
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line; the exit code."""
     return command(__doc__, Options, arguments, lambda options: "\n".join(plan(options)))
 
 
 def plan(options: Options) -> list[str]:
     sizes, notes = read_sizes(options)
     try:
-        law, (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
+        (law, law_note, done), (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"law={options.law}, or the precision.json beside it, is of another version ({type(error).__name__}: "
-                        f"{error}): make it anew with scaling/fit.py or scaling/precision.py") from None
-    flops = options.gpus * options.peak[0] * options.hours * 3600      # the budget, at the BF16 peak
-    best, optima = [], [["", "N*", "D*", "D/N", "predicted loss", "beyond the law's points"]]
+        raise UserError(f"law={options.law}, or the precision.json beside it, lacks what is needed of BF16 runs "
+                        f"({type(error).__name__}: {error}): make it anew with scaling/fit.py or scaling/precision.py") from None
+    flops = options.gpus * peak_flops(options.gpu)[0] * options.hours * 3600      # the budget, at the BF16 peak
+    best, optima = [], [["", "N*", "D*", "D/N", "predicted loss"]]
     for name, arm_gap in (("BF16", 0), ("FP8", gap)):
-        N, D = optimum(law.surface, sizes, flops, name == "FP8")
-        best.append(law.surface.loss(N, D))
-        optima.append([name, si(N), si(D), f"{D / N:.1f}", f"{best[-1] * (1 + arm_gap):.4f}", law.beyond(N, D)])
-    rows = [["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up", "break-even gap [%]", optima[0][-1]]]
+        N, D = optimum(law, sizes, flops, name == "FP8")
+        best.append(law.loss(N, D))
+        optima.append([name, si(N), si(D), f"{D / N:.1f}", f"{best[-1] * (1 + arm_gap):.4f}"])
+    rows = [["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up", "break-even gap [%]"]]
     for size in sizes:
         N, D, most = size.N, *(float(tokens(size.N, [size], flops, in_fp8)) for in_fp8 in (False, True))
-        rows.append([size.name, si(N), si(D), f"{D / N:.1f}", f"{law.surface.loss(N, D):.4f}", f"{most / N:.1f}",
-                     f"{law.surface.loss(N, most) * (1 + gap):.4f}", f"{size.speedup:.3f}",
-                     f"{100 * break_even(law.surface, N, D, size.speedup):.2f}", law.beyond(N, most)])
-    return [f"{options.gpus} x {options.gpu} for {options.hours:g} h", "", "law: " + law.note, *notes, gap_note,
-            "", "compute-optimal for the budget", grid(optima),
+        rows.append([size.name, si(N), si(D), f"{D / N:.1f}", f"{law.loss(N, D):.4f}", f"{most / N:.1f}",
+                     f"{law.loss(N, most) * (1 + gap):.4f}", f"{size.speedup:.3f}",
+                     f"{100 * (law.loss(N, D) / law.loss(N, most) - 1):.2f}"])
+    return [f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
+            "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
             f"FP8 equals BF16 at a gap of {100 * (best[0] / best[1] - 1):.2f} %, each at its own best size", "",
-            "the repository's sizes for the whole budget", grid(rows), "", *advice(law, sizes, options)]
+            "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)]
 
 
 # ------------------------------------------------------------------------------------------------- sizes and their speed
@@ -113,13 +100,13 @@ class Size:
 
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     """The repository's sizes with exact counts; MFU and FP8's speed-up as measured on that GPU, else assumed and bounded."""
-    found, (bf16_peak, fp8_peak) = {}, options.peak
+    found, (bf16_peak, fp8_peak) = {}, peak_flops(options.gpu)
     paths = sorted((ROOT / "configs").glob("gpt*_bf16.py"))
     configs = {path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe)) for path in paths}
     every = [config.model.params_total for config in configs.values()]
     for record in without_repeats(usable(read_runs([options.runs])[0])[0])[0] if options.runs else []:
-        is_near = min(every) / REACH <= record.params_total <= max(every) * REACH
-        if is_near and peak_flops(record.device) == options.peak and options.gpu.lower() in record.device.lower():
+        is_there = peak_flops(record.device) == (bf16_peak, fp8_peak) and options.gpu.lower() in record.device.lower()
+        if is_there and min(every) / REACH <= record.params_total <= max(every) * REACH:
             mfu = record.tok_per_s_median * record.flops_per_token / (record.n_gpu * bf16_peak)
             found.setdefault((record.recipe, record.params_total), []).append(mfu)
     base = {N: float(np.median(mfu)) for (recipe, N), mfu in found.items() if recipe == "bf16"}
@@ -129,19 +116,17 @@ def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
         with torch.device("meta"):
             model = GPT(config.model)
         counts = model.counts()
-        layers = fp8.select(model, config.fp8, options.gpu.upper())
         # Of the three matmuls of a step, the gw_hp recipes leave the weight gradient in BF16.
         per_param = 4 if config.fp8.recipe.endswith("gw_hp") else 6
-        share = per_param * sum(layer.params for layer in layers if layer.reason is None) / counts["flops_per_token"]
-        N, most = counts["params_total"], 1 / (1 - share * (1 - bf16_peak / fp8_peak))
-        modelled = modelled_ratio(config, options.gpu)
+        in_fp8 = sum(layer.params for layer in fp8.select(model, config.fp8, options.gpu.upper()) if layer.reason is None)
+        most = 1 / (1 - per_param * in_fp8 / counts["flops_per_token"] * (1 - bf16_peak / fp8_peak))
+        N, modelled = counts["params_total"], modelled_ratio(config, options.gpu)
         sizes.append(Size(name, N, counts["flops_per_token"],
                           _near(base, N) if base else ASSUMED_MFU, _near(both, N) if both else modelled or most))
-    notes = ["speed: mfu_bf16 as measured, between sizes by interpolation" if base else
-             f"speed: an assumed mfu_bf16 of {ASSUMED_MFU:.0%}, nothing measured on {options.gpu} at such sizes",
-             f"FP8's speed-up: measured, {options.recipe} at {len(both)} sizes" if both else
-             "FP8's speed-up: MODELLED by python -m runtime.roofline, nothing measured" if modelled else
-             "FP8's speed-up: an upper bound, from the share of FLOPs in FP8 with casts free; small sizes can be slower"]
+    notes = [f"speed: mfu_bf16 {'as measured, between sizes by interpolation' if base else f'assumed, {ASSUMED_MFU:.0%}'}",
+             "FP8's speed-up: " + (f"measured, {options.recipe} at {len(both)} sizes" if both else
+                                   "MODELLED by python -m runtime.roofline, nothing measured" if modelled else
+                                   "an upper bound, from the share of FLOPs in FP8 with casts free; small sizes can be slower")]
     return sorted(sizes, key=lambda size: size.N), notes
 
 
@@ -176,68 +161,35 @@ def optimum(surface: Surface, sizes, flops: float, in_fp8: bool) -> tuple[float,
     return N, float(tokens(N, sizes, flops, in_fp8))
 
 
-def break_even(surface: Surface, N: float, D: float, speedup: float) -> float:
-    """The relative loss gap at which FP8 on `speedup` times the tokens ends where BF16 does, at one size."""
-    return surface.loss(N, D) / surface.loss(N, speedup * D) - 1
-
-
-# --------------------------------------------------------------------------------------------------- the law and the gap
-
-@dataclass(frozen=True)
-class Law:
-    """L(N, D) with where it comes from, and the BF16 runs that are done."""
-    surface: Surface
-    note: str
-    points: tuple[tuple[float, float, str], ...] = ()   # N, D, trajectory of the runs that are done
-    names: frozenset[str] = frozenset()                 # of these runs
-    reach: tuple[float, float, float] | None = EPOCH_REACH      # of the points it was fitted to; None: not known
-
-    def beyond(self, N: float, D: float) -> str:
-        """How far N, D lie beyond the law's points, "" where they do not."""
-        compute, low, high = self.reach or (math.inf, 0, math.inf)
-        times = 6 * N * D / compute
-        said = [f"{times:.3g} times its largest compute"] * (times > 1.5)
-        said += [f"{D / N:,.0f} tokens per parameter, not {low:.3g} to {high:.3g}"] * (not low / 3 <= D / N <= 3 * high)
-        return "; ".join(said)
-
-
-def read_law(path: str | None) -> Law:
-    """The BF16 runs' own Chinchilla law from a law.json; else Epoch's, saying so. Raises UserError for a file that cannot be
-    read, KeyError or TypeError for one of another version."""
-    published = f"{EPOCH.source}: another corpus and tokenizer, so compare its losses with each other alone"
+def read_law(path: str | None) -> tuple[Surface, str, dict[str, tuple]]:
+    """The BF16 runs' own L(N, D) from a law.json, else Epoch's; where it comes from; the runs that are done, as run -> (N, D,
+    trajectory). Raises UserError for a file that cannot be read, KeyError or TypeError for one of another version."""
+    published = f"{EPOCH.source}, up to 1.3e22 FLOPs: another corpus and tokenizer, so compare its losses with each other alone"
     if path is None:
-        return Law(EPOCH, published)
+        return EPOCH, published, {}
     content = read_json(Path(path))
     if content.get("conventions", {}).get("N") == "params_nonembed":
         raise UserError(f"{path} counts non-embedding parameters: make one that counts all (scaling/fit.py RUNS n=total out=DIR)")
-    groups = content.get("groups", {"bf16": content})       # a table's law.json has one set of laws
-    if "bf16" not in groups:
-        raise UserError(f"{path} holds no law of BF16 runs, only of {', '.join(groups)}: fit both, or plan without law=")
-    runs = [one for one in content.get("inputs", []) if one["recipe"] == "bf16"]
-    points, names = tuple((one["N"], one["D"], one["trunk"]) for one in runs), frozenset(one["run_id"] for one in runs)
-    said = groups["bf16"]["laws"]["chinchilla"]
+    said = content.get("groups", {"bf16": content})["bf16"]["laws"]["chinchilla"]       # a table's law.json has one set of laws
+    done = {one["run_id"]: (one["N"], one["D"], one["trunk"]) for one in content.get("inputs", []) if one["recipe"] == "bf16"}
     if not said["identified"]:
-        return Law(EPOCH, f"{path} identifies no L(N, D) ({said['reason']}), so {published}", points, names)
+        return EPOCH, f"{path} identifies no L(N, D) ({said['reason']}), so {published}", done
     surface = Surface(path, path, **{key: said[key] for key in ("E", "A", "B", "alpha", "beta")})
-    ratios = [D / N for N, D, _ in points]
-    reach = (max(6 * N * D for N, D, _ in points), min(ratios), max(ratios)) if points else None    # None: a published table's
-    return Law(surface, f"{path}, {said['n']} points; fit.py --predict says how wide its predictions are", points, names, reach)
+    reach = f" up to {max(6 * N * D for N, D, _ in done.values()):.3g} FLOPs" if done else ""
+    return surface, f"{path}, {said['n']} points{reach}; fit.py --predict says how wide its predictions are", done
 
 
 def read_gap(options: Options, sizes) -> tuple[float, str]:
     """FP8's relative loss gap and where it comes from: gap=, else precision.json beside law=, else 0."""
     if options.gap is not None:
         return options.gap / 100, f"FP8's loss gap: {options.gap:g} %, as given"
-    path = Path(options.law).parent / "precision.json" if options.law else None
-    content = read_json(path) if path is not None and path.is_file() else {"common": {}, "sizes": []}
-    is_near = any(row["recipe"] == options.recipe and sizes[0].N / REACH <= row["params_total"] <= sizes[-1].N * REACH
-                  for row in content["sizes"])
-    if not (is_near and (said := content["common"].get(options.recipe))):
-        return 0.0, f"FP8's loss gap: not measured for {options.recipe} at such sizes and counted as 0; give one with gap="
-    change = said.get("over_tokens") or {}
-    moves = (f"; counted as constant, though per doubling of D it changed by {change['mean']:+.3g} [{change['low']:+.3g} to "
-             f"{change['high']:+.3g}] %" if change.get("low") is not None and change["low"] * change["high"] > 0 else "")
-    return said["bf16"]["mean"] / 100, f"FP8's loss gap: {said['bf16']['mean']:+.3f} % for {options.recipe}, from {path}{moves}"
+    if options.law and (path := Path(options.law).parent / "precision.json").is_file():
+        content = read_json(path)
+        if any(row["recipe"] == options.recipe and sizes[0].N / REACH <= row["params_total"] <= sizes[-1].N * REACH
+               for row in content["sizes"]):
+            gap = content["common"][options.recipe]["bf16"]["mean"]
+            return gap / 100, f"FP8's loss gap: {gap:+.3f} % for {options.recipe}, from {path}"
+    return 0.0, f"FP8's loss gap: not measured for {options.recipe} at such sizes and counted as 0; give one with gap="
 
 
 # ------------------------------------------------------------------------------------------------------- the run to add
@@ -246,74 +198,60 @@ def bound(law, points, target, prior: bool = False, rho: float = RHO) -> float |
     """The least standard error of ln L at target = (N, D) from runs at points (N, D, trajectory); None if they identify no law.
     The Cramer-Rao bound for noise SIGMA of each run's ln(loss), correlated by rho within a trajectory. It knows nothing of a
     wrong form or of badly tuned sizes, so it ranks designs; fit.py --predict says how wide an interval really is."""
-    N, D, trunks = zip(*points, strict=True) if points else ((), (), ())
-    rows = gradient(law, N, D, target) / SIGMA
-    labels, member = np.unique(np.asarray(trunks, dtype=str), return_inverse=True)
-    # J' V^-1 J with V = SIGMA^2 ((1 - rho) 1 + rho) within a trajectory, 0 between two; inverted by Sherman and Morrison.
-    sums, counts = np.zeros((len(labels), rows.shape[1])), np.bincount(member, minlength=len(labels))
-    np.add.at(sums, member, rows)
-    shared = rho / (1 + (counts - 1) * rho)
-    information = (rows.T @ rows - sums.T @ (sums * shared[:, None])) / (1 - rho) + (np.diag(PRIOR_SD**-2) if prior else 0)
-    scale = np.sqrt(np.diag(information))
-    if not scale.all():
-        return None
+    N, D, trunks = (np.array(column) for column in zip(*points, strict=True)) if points else np.empty((3, 0))
+    covariance = SIGMA**2 * np.where(np.eye(len(points)), 1.0, rho * np.equal.outer(trunks, trunks))
+    rows = gradient(law, N, D, target)
+    information = rows.T @ np.linalg.solve(covariance, rows) + prior * np.diag(PRIOR_SD**-2)
+    scale = np.sqrt(np.maximum(np.diag(information), SINGULAR))
     scaled = information / np.outer(scale, scale)       # the parameters' units differ; a correlation's do not
-    values = np.linalg.eigvalsh(scaled)
-    if values[0] < SINGULAR * values[-1]:
+    if np.linalg.matrix_rank(scaled, rtol=SINGULAR, hermitian=True) < len(scaled):
         return None
-    here = gradient(law, *target, target)[0]
-    return math.sqrt(here @ (np.linalg.inv(scaled) / np.outer(scale, scale)) @ here)
+    here = gradient(law, *target, target) / scale
+    return math.sqrt(here @ np.linalg.solve(scaled, here))
 
 
 def gradient(law, N, D, target) -> np.ndarray:
-    """d ln L / d (ln E, ln of either term at target = (N, D), alpha, beta) at N, D of shape (n,); (n, 5)."""
-    logs = [np.log(np.atleast_1d(np.asarray(x, dtype=float)) / at) for x, at in zip((N, D), target, strict=True)]
-    heights = np.log([law.E, law.A * target[0]**-law.alpha, law.B * target[1]**-law.beta])
-    return log_law(*terms("chinchilla", logs), np.array([*heights, law.alpha, law.beta]))[1]
+    """d ln L / d (ln E, ln of either term at target = (N, D), alpha, beta) at N, D of shape (n,) or numbers; (n, 5) or (5,)."""
+    terms = np.array([law.E + 0 * N, law.A * N**-law.alpha, law.B * D**-law.beta]) / law.loss(N, D)
+    return np.array([*terms, -terms[1] * np.log(N / target[0]), -terms[2] * np.log(D / target[1])]).T
 
 
-def advice(law: Law, sizes, options: Options) -> list[str]:
+def advice(law: Surface, runs: dict, sizes, options: Options) -> list[str]:
     """Which candidate narrows the prediction of TARGET most, in all and per GPU-hour."""
     goal = next(size for size in sizes if size.name == TARGET[0])
     # Runs far smaller than our sizes, such as the demo's, are no evidence for the target; nor is a law of such runs alone.
     lowest, highest = sizes[0].N / REACH, 1.05 * goal.N
-    candidates = [one for one in candidates_of(law, sizes, options.study, goal) if lowest <= one[1][0][0] <= highest]
+    candidates = [one for one in candidates_of(options.study, runs) if lowest <= one[1][0][0] <= highest]
     if not candidates:
         return [f"no candidate would narrow {TARGET[0]}: each is done, too small or too large to count"]
-    done = [point for point in law.points if lowest <= point[0] <= highest]
-    surface = law.surface if done or not law.points else EPOCH
+    done = [point for point in runs.values() if lowest <= point[0] <= highest]
+    law = law if done or not runs else EPOCH
     target, mfu, rows = (goal.N, TARGET[1] * goal.N), {size.N: size.mfu for size in sizes}, {}
-    prior = bound(surface, done, target) is None
-    now = 100 * bound(surface, done, target, prior)
+    prior = bound(law, done, target) is None
+    now = 100 * bound(law, done, target, prior)
     for name, points, flops in reversed(candidates):        # of those that differ in their seed alone the first stays
-        then = 100 * bound(surface, [*done, *points], target, prior)
-        hours = flops / (options.peak[0] * _near(mfu, points[0][0])) / 3600
+        then = 100 * bound(law, [*done, *points], target, prior)
+        hours = flops / (peak_flops(options.gpu)[0] * _near(mfu, points[0][0])) / 3600
         rows[then, flops] = (then, then - now, hours, (then - now) / hours, name)
     ranked, every = sorted(rows.values()), [point for _, points, _ in candidates for point in points]
     return [
         f"which extra run would narrow the prediction of {TARGET[0]} at {TARGET[1]} tokens per parameter most",
         f"Least standard error of its loss (Cramer-Rao) at {100 * SIGMA:.1f} % noise a run, correlated by {RHO:g} within a trunk "
-        f"(both assumed): {now:.2f} % after {len(done)} runs done"
-        + f" ({len(law.points) - len(done)} more are too small or too large to count)" * (len(done) < len(law.points))
-        + " (they identify no law, so a wide prior stands in)" * prior
-        + f"; {100 * bound(surface, [*done, *every], target, prior):.2f} % after all {len(candidates)} candidates too.",
+        f"(both assumed): {now:.2f} % after {len(done)} runs done" + " (too few for a law: a wide prior stands in)" * prior
+        + f"; {100 * bound(law, [*done, *every], target, prior):.2f} % after all {len(candidates)} candidates too.",
         grid([["run", "standard error after [%]", "change [points]", "GPU-hours", "points per GPU-hour"],
               *([row[-1], f"{row[0]:.2f}", f"{row[1]:+.3f}", f"{row[2]:.1f}", f"{row[3]:+.4f}"] for row in ranked)]),
         f"most in all: {ranked[0][-1]}; most per GPU-hour: {min(ranked, key=lambda row: row[3])[-1]}"]
 
 
-def candidates_of(law: Law, sizes, study: str | None, goal: Size) -> list[tuple[str, tuple, float]]:
-    """What is not done yet: name, points (N, D, trajectory) of one trajectory, FLOPs still to be spent on them."""
-    if study is None:
-        plain = [(f"{size.name} at {ratio}", size, ratio * size.N) for size in sizes if size.N < goal.N for ratio in RATIOS]
-        return [(name, ((size.N, D, name),), size.flops_per_token * D) for name, size, D in plain
-                if not any(abs(size.N / n - 1) < 0.05 and abs(D / d - 1) < 0.05 for n, d, _ in law.points)]
+def candidates_of(study: str | None, done) -> list[tuple[str, list, float]]:
+    """Trajectories of a study that are not done yet: name, points (N, D, trajectory), FLOPs still to be spent on them."""
     families = {}
-    for row in expand(load_study(study)):
-        if row.recipe == "bf16" and not row.held_out and not row.repeat and row.run not in law.names:
+    for row in expand(load_study(study or ROOT / "configs/study_chinchilla.py")):
+        if row.recipe == "bf16" and not row.held_out and not row.repeat and row.run not in done:
             families.setdefault(row.parent or row.run, []).append(row)      # a branch needs its trunk; a repeat is no new point
-    return [(f"{trunk}, {len(left)} of its runs", tuple((row.params_total, row.tokens, trunk) for row in left),
-             sum(row.own_flops for row in left)) for trunk, left in families.items()]
+    return [(f"{trunk}, {len(left)} of its runs", [(row.params_total, row.tokens, trunk) for row in left],
+             sum(row.flops_per_token * row.own_tokens for row in left)) for trunk, left in families.items()]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A study: which sizes are trained how long, in which precision, from which seeds; its runs, and how far each is.
+"""A study: which sizes are trained how long, in which precision, from which seeds; and the runs that this makes.
 
 A study is a file that binds `study = Study(...)`, such as configs/study_chinchilla.py. Its runs follow the
 warm-up-stable-decay schedule (2404.06395): for each size, recipe and seed one run, the trunk, is trained to the largest
@@ -8,29 +8,23 @@ config file at its own budget, the same number of steps for every budget. A null
 seed and the same tokens, which differs in rounding alone: what a difference of precision is held against.
 """
 
-import fcntl
 import itertools
 import math
-import os
 import re
 import runpy
-import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
 from model import GPT
-from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, nearest, type_problems
-from runtime.config import Config, FP8Config, fp8_overrides, load_config, read_config
-from runtime.rows import write_json
-from scaling.records import read_json
+from runtime.config import Config, FP8Config, fp8_overrides, load_config
+from runtime.log import pair_id
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNTS = ("params_total", "params_nonembed", "params_matmul", "flops_per_token")
-ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +56,9 @@ class Study:
     def __post_init__(self):
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
             raise UserError(problems[0])
-        for recipes, switch in [(part.recipes, switch) for part in (self, *self.sizes) for switch in part.switch or ()]:
-            before, arrow, after = switch.partition(">")
-            if not arrow or before == after or before not in (recipes or self.recipes):
-                raise UserError(f"switch={switch!r} must be written trunk>decay, such as tensorwise>bf16, with its trunk among "
-                                f"recipes=")
+        if wrong := [one for part in (self, *self.sizes) for one in part.switch or ()
+                     if one.partition(">")[0] not in (part.recipes or self.recipes)]:
+            raise UserError(f"switch={wrong[0]!r} must be written trunk>decay, such as tensorwise>bf16, its trunk among recipes=")
 
 
 @dataclass(frozen=True)
@@ -91,20 +83,12 @@ class Row:
     config: str
     overrides: tuple[str, ...]      # all but out= and start_from=, which depend on where the study lies
     held_out: bool
-
-    @property
-    def flops(self) -> float:
-        """Of the whole run from scratch."""
-        return self.flops_per_token * self.tokens
+    pair_id: str                    # of its config: tells a change of the config file, whose settings are not in overrides
 
     @property
     def own_tokens(self) -> int:
         """Trained on by this run itself: of a branch, without what its trunk had seen."""
         return self.tokens - (self.parent_step or 0) * self.tokens_per_step
-
-    @property
-    def own_flops(self) -> float:
-        return self.flops_per_token * self.own_tokens
 
     def arguments(self, folder: Path) -> list[str]:
         """Of train.py, for a study whose runs lie in `folder`."""
@@ -123,8 +107,8 @@ def load_study(path: str | Path) -> Study:
     """The Study that the file at `path` binds. Raises UserError: no such file, no `study` in it, an impossible one."""
     path = Path(path)
     if not path.is_file():
-        there = sorted(one.stem for one in path.parent.glob("study_*.py"))
-        raise UserError(f"there is no study file {path}{nearest(path.stem, there)}")
+        near = nearest(path.stem, [one.stem for one in path.parent.glob("study_*.py")])
+        raise UserError(f"there is no study file {path}{near}")
     study = runpy.run_path(str(path)).get("study")
     if not isinstance(study, Study):
         raise UserError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
@@ -137,16 +121,12 @@ def expand(study: Study) -> list[Row]:
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config, list(study.overrides))
+        if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
+            raise UserError(f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms share it")
         with torch.device("meta"):
             counts = GPT(base.model).counts()
-        if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
-            raise UserError(f"{size.config} must be in BF16 (recipes= adds the others) and give data.micro_batch as a number, "
-                            f"since runs are compared at the same one")
-        if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
-            raise UserError(f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null= must not be empty")
         for seed, lr, recipe in itertools.product(size.seeds, size.lr or (None,), size.recipes or study.recipes):
-            repeats = 2 if recipe == "bf16" and seed in size.null_seeds else 1
-            for repeat in range(repeats):
+            for repeat in range(2 if recipe == "bf16" and seed in size.null_seeds else 1):
                 rows += _family(study, size, base, counts, seed, recipe, lr, repeat)
     return rows
 
@@ -165,18 +145,15 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
         optim = replace(base.optim, schedule="wsd", decay_share=study.decay_share, warmup_share=min(1.0, warmup / steps))
         leaves, is_branch = steps - optim.decay_steps(steps), budget != largest
         if warmup > leaves:
-            raise UserError(f"{size_name} at {budget:g} tokens per parameter has {steps} steps, and its decay begins at step "
-                            f"{leaves}, before the {warmup} steps of warm-up are over: drop that budget")
+            raise UserError(f"{size_name} at {budget:g} tokens per parameter decays from step {leaves} on, in its warm-up")
         length = [f"tokens_per_param={budget!r}"] if study.params == "total" else ["tokens_per_param=none", f"steps={steps}"]
         overrides = [f"run={name.format(budget)}", f"seed={seed}", *study.overrides, *length, "optim.schedule=wsd",
-                     f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}"]
-        overrides += [f"optim.lr={lr!r}"] if lr else []
-        overrides += ["parallel.compile=block"] if base.parallel.compile else []       # one GPU and eight run the same graph
-        overrides += fp8_overrides(recipe)
-        overrides += ["repeat=1", *study.null] if repeat else []
-        if not is_branch:
-            kept = [row.parent_step for row in rows] + ([leaves] if switches else [])
-            overrides += ["checkpoint.at=" + ",".join(map(str, kept))] if kept else []
+                     f"optim.decay_share={optim.decay_share!r}", f"optim.warmup_share={optim.warmup_share!r}",
+                     *[f"optim.lr={lr!r}"] * bool(lr),
+                     *["parallel.compile=block"] * bool(base.parallel.compile),         # one GPU and eight run the same graph
+                     *fp8_overrides(recipe), *["repeat=1", *study.null] * repeat]
+        kept = [] if is_branch else [row.parent_step for row in rows] + [leaves] * bool(switches)
+        overrides += ["checkpoint.at=" + ",".join(map(str, kept))] * bool(kept)
         config = load_config(ROOT / size.config, overrides)     # judges recipe and dimensions now, not in a week
         if config.fp8.label != recipe:
             raise UserError(f"recipes= names {recipe!r}: write it {config.fp8.label!r}, as its runs are called in every table")
@@ -184,108 +161,15 @@ def _family(study: Study, size: Size, base: Config, counts: dict, seed: int, rec
             run=config.run, size=size_name, recipe=recipe, seed=seed, tokens_per_param=budget, tokens=config.total_tokens,
             steps=steps, tokens_per_step=config.data.tokens_per_step, **{key: counts[key] for key in COUNTS}, lr=lr,
             repeat=repeat, parent=name.format(largest) if is_branch else None, parent_step=leaves if is_branch else None,
-            config=size.config, overrides=tuple(overrides), held_out=size.held_out))
+            config=size.config, overrides=tuple(overrides), held_out=size.held_out, pair_id=pair_id(config)))
         for after in switches:
             run = config.run.replace(f"_{_in_name(recipe)}_", f"_{_in_name(recipe)}-{_in_name(after)}_")
-            kept = [o for o in overrides if not o.startswith(("run=", "fp8.", "checkpoint.at="))]
+            rest = [o for o in overrides if not o.startswith(("run=", "fp8.", "checkpoint.at="))]
             switched.append(replace(rows[0], run=run, recipe=f"{recipe}>{after}", parent=name.format(largest),
-                                    parent_step=leaves, overrides=(f"run={run}", *fp8_overrides(after), *kept)))
+                                    parent_step=leaves, overrides=(f"run={run}", *fp8_overrides(after), *rest)))
     return rows + switched
 
 
 def _in_name(recipe: str) -> str:
     """A label as part of a run's name."""
     return re.sub(r"[^\w.]+", "-", recipe)
-
-
-def declare(study: Study, rows: list[Row], folder: Path) -> dict:
-    """What `folder`/study.json is to say before the first run: the margin, what is held out, every run. Raises UserError where it
-    says otherwise and one of its runs has finished: only additions are left then."""
-    new = {"format_version": 1, "study": study.name,
-           "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
-           "params": study.params, "held_out": [row.run for row in rows if row.held_out],
-           "runs": [{**asdict(row), "overrides": list(row.overrides)} for row in rows]}
-    path = folder / "study.json"
-    if not path.exists():
-        return new
-    old, now = read_json(path), {row["run"]: row for row in new["runs"]}
-    said = [(key, old.get(key), new[key]) for key in ("study", "margin_percent", "params")]
-    for row in old["runs"]:
-        said += [(f"{key} of {row['run']}", value, now.get(row["run"], {}).get(key)) for key, value in row.items()]
-    changes = [f"{what} was {before}, now {after}" for what, before, after in said if before != after]
-    if changes and any((folder / row["run"] / "summary.json").exists() for row in old["runs"]):
-        raise UserError(f"{path} was declared before runs that have finished since, but {changes[0]}: runs may be added, but "
-                        f"nothing may change; give the changed study another name=")
-    return new if changes else {**new, "declared": old["declared"]}
-
-
-def write_declaration(folder: Path, value: dict) -> None:
-    """By a temporary name of this process's own: several sweeps of one study may all be the first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    own = folder / f".study.json.{os.getpid()}"
-    write_json(own, value)
-    os.replace(own, folder / "study.json")
-
-
-# ---------------------------------------------------------------------------------------------------- how far each run is
-
-def summary_of(row: Row, folder: Path) -> dict | None:
-    """summary.json of a finished run of the study in `folder`, else None. Raises UserError for a damaged one."""
-    path = folder / row.run / "summary.json"
-    if not path.exists():
-        return None
-    summary = read_json(path)
-    if missing := {"status", "loss_bf16", "tok_per_s_median", "n_gpu", "device"} - summary.keys():
-        raise UserError(f"{path} lacks {min(missing)}: delete it, and --run evaluates the last checkpoint again")
-    return summary
-
-
-def state_of(row: Row, folder: Path) -> str:
-    """How far a run is: done, diverged, running, failed and why, at step 400, held out or missing."""
-    if summary := summary_of(row, folder):
-        return "done" if summary["status"] == "ok" else summary["status"]
-    if (log := folder / f"{row.run}.log").exists():
-        with open(log, errors="replace") as file:
-            if not can_lock(file, fcntl.LOCK_SH):
-                return "running"
-            *attempts, code = file.read().split(ENDED)
-        if attempts and code.strip().lstrip("-").isdigit() and int(code):
-            told = [line for line in attempts[-1].splitlines() if line.strip()] or ["nothing was printed"]
-            sentence = next((line for line in told if line.startswith("train.py: ")), told[-1])
-            return f"failed, exit code {int(code)}: {sentence} ({log})"
-    if checkpoint := latest(folder / row.run):
-        return f"at step {step_of(checkpoint)}"
-    return "held out" if row.held_out else "missing"
-
-
-def can_lock(file, kind: int) -> bool:
-    """Lock an open log, shared or exclusively; False where the other has it: a run that lives holds its log exclusively."""
-    for _ in range(5):      # another's look at the table is over at once
-        try:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            time.sleep(0.02)
-    return False
-
-
-def placed(row: Row, folder: Path) -> Row:
-    """The row as it is to be run, or was: a branch begins from scratch where its trunk is done but its checkpoint is gone, as of
-    copied runs. A branch that has begun goes on as it was begun."""
-    if row.parent is None or ">" in row.recipe:     # a switched decay has no run from scratch
-        return row
-    if summary := summary_of(row, folder):
-        is_branch = summary.get("parent_step") is not None
-    elif latest(folder / row.run):
-        is_branch = read_config(folder / row.run).start_from is not None
-    else:
-        is_branch = (checkpoint_of(row, folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()
-    return row if is_branch else replace(row, parent=None, parent_step=None)
-
-
-def tokens_left(row: Row, folder: Path) -> int:
-    """Tokens that a run, placed() or not, has yet to train on: none of a finished one."""
-    if summary_of(row, folder):
-        return 0
-    saved = latest(folder / row.run)
-    return (row.steps - step_of(saved)) * row.tokens_per_step if saved else row.own_tokens

@@ -21,12 +21,8 @@ def known(lr, best=0.0061, lowest=3.2, curvature=0.01):
 
 def trials(rates=RATES, loss=known, diverged=(), seed=1337, N=1000, tokens=20_000):
     ok = [Trial(f"lr{lr:g}_s{seed}", N, tokens, lr, seed, "ok", loss(lr)) for lr in rates]
-    bad = [Trial(f"lr{lr:g}", N, tokens, lr, seed, "diverged", None, 31, 3) for lr in diverged]
-    return sorted(ok + bad, key=lambda one: one.lr)
-
-
-def optimum(runs):
-    return analyse(runs)["sweeps"][0]["optimum"]
+    bad = [Trial(f"lr{lr:g}", N, tokens, lr, seed, "diverged") for lr in diverged]
+    return ok + bad
 
 
 @pytest.mark.parametrize("best", [0.0031, 0.008, 0.0158])
@@ -34,49 +30,40 @@ def test_a_known_optimum_is_found_with_its_loss_and_its_curvature(best):
     found = analyse(trials(loss=lambda lr: known(lr, best), diverged=(0.064,)))
     one = found["sweeps"][0]["optimum"]
     assert one["lr"] == pytest.approx(best, rel=1e-9) == found["base"]["lr"] and one["loss"] == pytest.approx(3.2, rel=1e-12)
-    assert one["factor_2_percent"] == pytest.approx(100 * math.expm1(0.01 * math.log(2) ** 2))
+    assert one["curvature"] == pytest.approx(0.01)
     low, high = one["flat"]     # by the definition: there the loss is 0.1 % higher
     assert known(low, best) / 3.2 == pytest.approx(math.exp(0.001)) == known(high, best) / 3.2 and low < best < high
-    assert all(value == pytest.approx(best) for value in one["others"].values()) and one["others"]
-    assert f"Optimum {best:.3g}" in tables(found) and re.search(r"\| 0.064 +\| +\| +\| 31 +\| 3 +\| diverged", tables(found))
+    assert f"Optimum {best:.3g}" in tables(found) and re.search(r"\| 0.064 +\| +\| +\| diverged", tables(found))
 
 
-def test_what_is_no_parabola_is_told_by_the_wider_fit_and_what_is_far_or_diverged_is_not_fitted():
-    runs = trials(loss=lambda lr: known(lr, 0.007) + 0.003 * math.log(lr / 0.007) ** 3 * (lr > 0.007))
+def test_the_lowest_rate_and_its_neighbours_alone_are_fitted():
+    runs = trials(loss=lambda lr: known(lr, 0.007) + 0.003 * math.log(lr / 0.007) ** 3 * (lr > 0.007))     # no parabola
     before, lowest, after = (math.log(one.loss) for one in runs[1:4])
     vertex = 0.5 * (before - after) / (before - 2 * lowest + after)     # in steps of ln 2 from the middle one of three
-    found = optimum(runs)
-    assert found["lr"] == pytest.approx(0.008 * 2**vertex) and abs(found["others"]["5 rates"] / found["lr"] - 1) > 0.02
-    runs = trials(RATES[:4]) + trials((0.032,), loss=lambda lr: 7.9)      # learned nothing, though it finished
-    assert optimum(runs)["others"] == {"4 rates": pytest.approx(0.0061)}
+    assert analyse(runs)["base"]["lr"] == pytest.approx(0.008 * 2**vertex)
     runs = trials(RATES[:4], seed=1) + trials(RATES[:4], seed=2) + trials((0.032,), lambda lr: 3.0, (0.032,), seed=1)
-    found = analyse(sorted(runs, key=lambda one: one.lr))       # at 0.032 one seed diverged: shown, not fitted
+    found = analyse(runs)       # at 0.032 one seed diverged: shown, not fitted
     assert found["base"]["lr"] == pytest.approx(0.0061) and found["sweeps"][0]["rows"][-1]["status"] == "diverged"
-    found = optimum(trials((0.001, 0.005, 0.0066, 0.03)))       # uneven rates count where they are
+    found = analyse(trials((0.001, 0.005, 0.0066, 0.03)))["sweeps"][0]["optimum"]       # uneven rates count where they are
     assert found["lr"] == pytest.approx(0.0061) and found["bracket"] == [0.005, 0.03]
 
 
-def test_seeds_that_every_rate_has_are_averaged_and_each_alone_is_told():
+def test_seeds_that_every_rate_has_are_averaged():
     runs = trials((0.016,), loss=lambda lr: 2.0, seed=3)      # averaged in, it would move the optimum
     for seed, best in ((1, 0.005), (2, 0.0075)):
-        runs += trials(loss=lambda lr, best=best, seed=seed: known(lr, best, lowest=3.2 + 0.1 * seed), seed=seed)
-    found = analyse(sorted(runs, key=lambda one: (one.lr, one.seed)))["sweeps"][0]
+        runs += trials(loss=lambda lr, best=best: known(lr, best), seed=seed)
+    found = analyse(runs)["sweeps"][0]
     assert found["seeds"] == [1, 2] and found["optimum"]["lr"] == pytest.approx(math.sqrt(0.005 * 0.0075))   # equal curvature
-    others = found["optimum"]["others"]
-    assert others["seed 1 alone"] is None and others["seed 2 alone"] == pytest.approx(0.0075)     # 0.004 is the first's best
-    assert found["optimum"]["loss"] == pytest.approx(math.sqrt(3.3 * 3.4) * math.exp(0.01 * math.log(0.0075 / 0.005) ** 2 / 4))
+    assert found["optimum"]["loss"] == pytest.approx(3.2 * math.exp(0.01 * math.log(0.0075 / 0.005) ** 2 / 4))
 
 
 @pytest.mark.parametrize("runs, told", [
-    (trials(RATES[:3], lambda lr: known(lr, 0.02)), "at 0.008, at an end of the rates that have one: add 0.016 and 0.032"),
-    (trials(RATES[:3], lambda lr: known(lr, 0.001)), "at 0.002, at an end of the rates that have one: add 0.0005 and 0.001"),
-    (trials((0.01, 0.03), lambda lr: known(lr, 0.05)), "add 0.09 and 0.27"),
-    (trials((0.01,)), "add 0.0025 and 0.005 and 0.02 and 0.04"),
-    (trials(RATES[:3], lambda lr: known(lr, 0.011), diverged=(0.016,)), "add 0.011"),
-    (trials(RATES[2:], lambda lr: known(lr, 0.006), diverged=(0.002, 0.004)), "add 0.0057"),
-    (trials((), diverged=(0.1, 0.2)), "no rate has a loss, all diverged or are unfinished: add 0.025 and 0.05"),
-    ([one for seed, lr in enumerate(RATES) for one in trials((lr,), seed=seed)], "no seed has finished at every rate")])
-def test_an_optimum_at_an_end_is_refused_with_the_rates_to_add(runs, told):
+    (trials(RATES[:3], lambda lr: known(lr, 0.02)), "at 0.008, at an end of the rates"), (trials((0.01,)), "at 0.01, at an end"),
+    (trials(RATES[:3], lambda lr: known(lr, 0.001)), "at 0.002, at an end of the rates"),
+    (trials(RATES[:3], lambda lr: known(lr, 0.011), diverged=(0.016,)), "at 0.008, at an end of the rates that have one"),
+    (trials((), diverged=(0.1, 0.2)), "add lower rates if all have diverged"),
+    ([one for seed, lr in enumerate(RATES) for one in trials((lr,), seed=seed)], "no seed has a loss at every rate")])
+def test_an_optimum_at_an_end_is_refused(runs, told):
     found = analyse(runs)
     assert told in found["sweeps"][0]["reason"] and found["sweeps"][0]["reason"] in tables(found)
     assert found["base"] is None and found["rates"] == [] and found["sweeps"][0]["optimum"] is None
@@ -86,12 +73,10 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     short = trials(loss=lambda lr: known(lr, 0.009), tokens=9000)       # of the smallest size, whose rate is no trunk's
     found = analyse(short + trials() + trials(loss=lambda lr: known(lr, 0.0042), N=4000), (1e6, 9e6))
     rule, growing = learning_rate.RULES
-    assert found["base"]["lr"] == pytest.approx(0.0061) and found["base"]["tokens"] == 20_000
-    assert [row["N"] for row in found["rates"]] == [1000, 1e6, 9e6]
-    for row in found["rates"]:
-        assert row[rule] == pytest.approx(0.0061 * math.sqrt(1000 / row["N"]))
-        assert row[growing] == pytest.approx(0.0061 * (1000 / row["N"]) ** 0.25)
-    for N in (h100.NONEMBED, 6_491_520, 25_402_240):        # configs/h100.py takes its rates from the smallest size's so
+    assert found["base"] == {"N": 1000, "tokens": 20_000, "lr": pytest.approx(0.0061)}
+    assert found["rates"] == [{"N": N, rule: pytest.approx(0.0061 * (1000 / N) ** 0.5),
+                               growing: pytest.approx(0.0061 * (1000 / N) ** 0.25)} for N in (1000, 1e6, 9e6)]
+    for N in (h100.NONEMBED, 25_402_240):        # configs/h100.py takes its rates from the smallest size's so
         assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** learning_rate.RULES[rule], abs=1e-6)
     check, = found["checks"]
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
@@ -99,74 +84,52 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
 
 # ---------------------------------------------------------------------------------------------------------- runs on disk
 
-def write_trial(folder, lr, loss=None, seed=1337, params=38_912, name=None, **changes):
-    """A finished run named by its rate and seed."""
-    shape = {"n_layer": 4, "n_embd": params // 100, "n_head": 2, "n_ffn": 704, "n_ctx": 128, "steps": 981, "warmup_steps": 49}
-    shared = {"data_sha256": "d" * 64, "tokens_per_step": 65536, "optimizer": "AdamW", "beta1": 0.9, "beta2": 0.95, "eps": 1e-8,
-              "weight_decay": 0.1, "clip": 1.0, "schedule": "wsd", "skipped_steps": 0, "rollbacks": 0}
-    loss = known(lr) if loss is None else loss
-    write_run(folder / (name or f"p{params}_lr{lr:g}_s{seed}"), params=params, loss=loss, seed=seed, curve=False,
-              **{"lr_peak": lr, **shared, **shape, **changes})
-
-
-def write_sweep(folder, rates=RATES, best=0.0061, **changes):
+def write_sweep(folder, rates=RATES, best=0.0061, params=38_912, **changes):
+    """Finished runs named by their rate and size."""
     for lr in rates:
-        write_trial(folder, lr, **{"loss": known(lr, best), **changes})
+        shared = {"data_sha256": "d" * 64, "tokens_per_step": 65536, "optimizer": "AdamW", "weight_decay": 0.1, "lr_peak": lr}
+        write_run(folder / f"p{params}_lr{lr:g}", params=params, curve=False, **{"loss": known(lr, best), **shared, **changes})
     return folder
-
-
-def ask(capsys, *arguments, code=0):
-    """(stdout, learning_rate.json) of a call that ends in `code`."""
-    output = asked(capsys, main, *arguments, code=code)
-    return output, strict(re.search(r"wrote (\S+)/: learning_rate.json", output)[1] + "/learning_rate.json")
 
 
 def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("scaling.figures.render", lambda figure, form: b"")
     write_sweep(tmp_path, RATES[:3], best=0.02)
-    write_trial(tmp_path, 0.0005, loss=1.0, repeat=1)
+    write_sweep(tmp_path, (0.0005,), loss=1.0, repeat=1)
 
     def declare(**changes):
-        rows = [{"run": f"p38912_lr{lr:g}_s1337", "lr": lr, "seed": 1337, "repeat": 0, "tokens": 20 * 38_912,
+        rows = [{"run": f"p38912_lr{lr:g}", "lr": lr, "seed": 1337, "repeat": 0, "tokens": 20 * 38_912,
                  "params_nonembed": 38_912 - 257 * 56, **changes} for lr in RATES]
         (tmp_path / "study.json").write_text(json.dumps({"runs": rows}))
     declare()
-    output, _ = ask(capsys, tmp_path, f"out={tmp_path / 'elsewhere'}", code=3)
-    assert "finish p38912_lr0.016_s1337" in output and "left out p38912_lr0.0005" in output
-    assert re.search(r"0.032 .*unfinished", output)
-    (tmp_path / "p38912_lr0.016_s1337").mkdir()     # its rollbacks used up, train.py leaves a diagnosis and no summary
-    (tmp_path / "p38912_lr0.016_s1337/diagnosis.json").write_text("{}")
-    assert re.search(r"0.016 .*diverged", ask(capsys, tmp_path, code=3)[0])
-    for change in ({"lr": None}, {"repeat": 1}):
-        declare(**change, run="another")
-        assert "unfinished |" not in ask(capsys, tmp_path, code=3)[0]
+    output = asked(capsys, main, tmp_path, f"out={tmp_path / 'elsewhere'}", code=3)
+    assert "left out p38912_lr0.0005" in output and len(re.findall(r"0.0(?:16|32) .*unfinished", output)) == 2
+    (tmp_path / "p38912_lr0.016").mkdir()     # its rollbacks used up, train.py leaves a diagnosis and no summary
+    (tmp_path / "p38912_lr0.016/diagnosis.json").write_text("{}")
+    assert re.search(r"0.016 .*diverged", asked(capsys, main, tmp_path, code=3))
+    declare(repeat=1, run="another")
+    assert "unfinished |" not in asked(capsys, main, tmp_path, code=3)
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"weight_decay": 0.2}, "differ in weight_decay"), ({"warmup_steps": 10}, "differ in warmup_steps"),
-    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16=nan is"),
-    ({"sources": {"docs": {"weight": 1.0, "loss_bf16": 2.0}}}, "differ in weights of the sources"),
-    ({"name": "again", "lr_peak": 0.004}, "have the same size, tokens, lr_peak and seed: leave one out")])
+    ({"weight_decay": 0.2}, "differ in weight_decay"), ({"val_sha256": "w" * 64}, "differ in val_sha256"),
+    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16=nan is")])
 def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, change, said):
-    write_trial(write_sweep(tmp_path, RATES[:3]), 0.016, **change)
+    write_sweep(write_sweep(tmp_path, RATES[:3]), (0.016,), **change)
     assert said in asked(capsys, main, tmp_path, code=2) and not (tmp_path / "law").exists()
-
-
-@pytest.mark.parametrize("size", ["0", "-5e6"])
-def test_a_size_must_be_positive(tmp_path, capsys, size):
-    assert "is no number of parameters" in asked(capsys, main, write_sweep(tmp_path), f"at={size}", code=2)
 
 
 def test_every_rate_is_drawn(tmp_path, capsys):
     """Two sizes, a diverged rate, one beyond the axis; then a sweep without an optimum."""
     write_sweep(tmp_path / "a", RATES[:4])
-    write_trial(tmp_path / "a", 0.032, loss=7.9)
-    write_trial(tmp_path / "a", 0.064, status="diverged")
+    write_sweep(tmp_path / "a", (0.032,), loss=7.9)
+    write_sweep(tmp_path / "a", (0.064,), status="diverged")
     write_sweep(tmp_path / "a", params=155_648)
-    _, found = ask(capsys, tmp_path / "a", "at=1e6")
-    left, right = learning_rate.draw(found, "a").axes
-    points = [xy for line in left.get_lines() for xy in line.get_xydata().tolist()]
+    assert "wrote" in asked(capsys, main, tmp_path / "a", "at=1e6")
+    found = strict(tmp_path / "a/law/learning_rate.json")
+    panel, = learning_rate.draw(found, "a").axes
+    points = [xy for line in panel.get_lines() for xy in line.get_xydata().tolist()]
     assert all([row["lr"], row["percent"]] in points for row in found["sweeps"][0]["rows"][:4])
-    assert left.get_ylim()[1] < 10 and {0.032, 0.064} <= {x for x, _ in points} and right.get_xscale() == "log"
-    ask(capsys, write_sweep(tmp_path / "b", RATES[:2]), code=3)
+    assert panel.get_ylim()[1] < 10 and {0.032, 0.064} <= {x for x, _ in points}
+    asked(capsys, main, write_sweep(tmp_path / "b", RATES[:2]), code=3)
     assert (tmp_path / "b/law/learning_rate.png").read_bytes()[:4] == b"\x89PNG"

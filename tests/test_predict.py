@@ -212,8 +212,8 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     assert json.loads((tmp_path / "law" / "prediction_big.json").read_text()) == content
     fp8 = freeze("big_fp8", study, tmp_path)         # from its own recipe alone
     assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
-    demo = freeze("demo_l_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
-    lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_l_fp8.py"), "", torch.bfloat16))
+    demo = freeze("demo_s_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
+    lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_s_fp8.py"), "", torch.bfloat16))
     goal = demo.content["target"]
     assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{goal['params_total']:,} ", lines)
     assert re.search(rf"  tokens +{goal['tokens']:,} ", lines)

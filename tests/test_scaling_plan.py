@@ -1,6 +1,5 @@
-"""scaling/plan.py: what a budget buys and which run to add, against closed forms, brute force, the whole covariance matrix."""
+"""scaling/plan.py: what a budget buys and which run to add, against closed forms, brute force, simulated least squares."""
 
-import csv
 import json
 import re
 from dataclasses import replace
@@ -16,7 +15,7 @@ from runtime.plan import ASSUMED_MFU
 from runtime.plan import plan as train_plan
 from scaling import plan
 from scaling.pairs import EPOCH, HOFFMANN
-from scaling.plan import EPOCH_REACH, PRIOR_SD, RHO, Options, Size, bound, break_even, gradient, optimum, read_law, tokens
+from scaling.plan import PRIOR_SD, RHO, Options, Size, bound, gradient, optimum, read_law, tokens
 from scaling.study import expand, load_study
 from tests.conftest import ROOT
 from tests.scaling_runs import asked, cells, write_run
@@ -31,23 +30,8 @@ def read_sizes(*more):
     return plan.read_sizes(read_options(Options, [*BUDGET, *more]))
 
 
-@pytest.fixture(scope="module")
-def sizes():
-    return read_sizes()[0]
-
-
 def points(N, D, trunks=None):
     return list(zip(N, D, range(len(N)) if trunks is None else trunks, strict=True))
-
-
-def correlated(law, runs, target, rho=RHO, sigma=1e-3, prior=False):
-    """The bound by the whole covariance matrix of the runs (N, D, trunk)."""
-    N, D, trunks = (np.array(column) for column in zip(*runs, strict=True))
-    V = sigma**2 * np.where(np.equal.outer(trunks, trunks), np.where(np.eye(len(N)), 1.0, rho), 0.0)
-    jacobian = gradient(law, N, D, target)
-    information = jacobian.T @ np.linalg.solve(V, jacobian) + (np.diag(PRIOR_SD**-2) if prior else 0)
-    here = gradient(law, *target, target)[0]
-    return float(np.sqrt(here @ np.linalg.solve(information, here)))
 
 
 def row(text, name):
@@ -58,12 +42,10 @@ def write_law(folder, identified=True, is_table=False, sizes=(50e6, 125e6, 250e6
     N, D, _ = ladder(sizes)
     said = {"identified": identified, "reason": None if identified else "all points lie on one ray", "n": len(N),
             **{key: getattr(EPOCH, key) for key in ("E", "A", "B", "alpha", "beta")}}
-    runs = [{"recipe": "bf16", "run_id": f"run{i}", "trunk": f"run{i}", "N": n, "D": d, "loss": EPOCH.loss(n, d)}
-            for i, (n, d) in enumerate(zip(N, D, strict=True))]
-    laws = {"laws": {"chinchilla": said}}
-    content = laws if is_table else {"groups": {"bf16": laws}, "inputs": runs}
-    path = folder / "law.json"
-    path.write_text(json.dumps(content | changes))
+    runs = [{"recipe": "bf16", "run_id": f"run{i}", "trunk": f"run{i}", "N": n, "D": d} for i, (n, d)
+            in enumerate(zip(N, D, strict=True))]
+    laws, path = {"laws": {"chinchilla": said}}, folder / "law.json"
+    path.write_text(json.dumps((laws if is_table else {"groups": {"bf16": laws}, "inputs": runs}) | changes))
     return path
 
 
@@ -72,7 +54,7 @@ def output(capsys, *arguments, budget=BUDGET, code=0):
 
 
 @pytest.mark.parametrize("law", [EPOCH, HOFFMANN], ids=lambda law: law.name)
-@pytest.mark.parametrize("flops", [1e19, 1e21, 1e23])
+@pytest.mark.parametrize("flops", [1e19, 1e23])
 def test_the_optimum_is_chinchillas_where_a_token_costs_6n(law, flops):
     N, D = optimum(law, PLAIN, flops, in_fp8=False)
     a = law.beta / (law.alpha + law.beta)           # Hoffmann et al. 2022, section 3.3
@@ -83,8 +65,8 @@ def test_the_optimum_is_chinchillas_where_a_token_costs_6n(law, flops):
     assert optimum(law, PLAIN, flops, in_fp8=True) == pytest.approx(optimum(law, PLAIN, 1.25 * flops, in_fp8=False), rel=1e-6)
 
 
-def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes(sizes):
-    flops = 8 * 989.4e12 * 24 * 3600
+def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes():
+    flops, (sizes, _) = 8 * 989.4e12 * 24 * 3600, read_sizes()
     N, D = optimum(EPOCH, sizes, flops, in_fp8=True)
     grid = np.exp(np.linspace(np.log(1e8), np.log(2e10), 20_001))
     losses = EPOCH.loss(grid, tokens(grid, sizes, flops, True))
@@ -95,12 +77,14 @@ def test_the_optimum_is_the_best_of_a_fine_grid_with_real_sizes(sizes):
     assert tokens(8e9, two, 1e20, False) == pytest.approx(1e20 * 0.5 / (8e9 * 6.5))       # attention 1 -> 1 / 8^(1/3)
 
 
-@pytest.mark.parametrize("speedup, gap", [(1.10, 0.43), (1.17, 0.70), (1.28, 1.09)])
-def test_break_even_gaps_at_the_target(speedup, gap):
-    N = 1_541_785_600
-    found = break_even(EPOCH, N, 20 * N, speedup)
-    assert round(100 * found, 2) == gap     # where FP8 needs all of its extra tokens to make it up:
-    assert EPOCH.extra_tokens(found * EPOCH.loss(N, 20 * N * speedup), 20 * N) == pytest.approx(speedup, rel=1e-6)
+def test_at_the_break_even_gap_fp8_needs_all_of_its_extra_tokens(capsys):
+    out = output(capsys)
+    for size in read_sizes()[0]:
+        *_, speedup, gap = map(float, row(out, size.name)[4:])
+        D = float(tokens(size.N, [size], 8 * 989.4e12 * 24 * 3600, False))
+        assert speedup == pytest.approx(size.speedup, abs=6e-4)
+        extra = EPOCH.extra_tokens(gap / 100 * EPOCH.loss(size.N, D * speedup), D)
+        assert extra == pytest.approx(speedup, rel=6e-5 * EPOCH.loss(size.N, D) / EPOCH.slope(D))        # gaps have two digits
 
 
 @pytest.mark.parametrize("label", ["tensorwise", "tensorwise+kernels+delayed+head", "rowwise+skip=attn.out"])
@@ -111,196 +95,133 @@ def test_the_bound_on_the_speedup_is_train_pys(label):
         lines = "\n".join(train_plan(config, "h100", torch.bfloat16))
         assert f"{size.speedup:.2f}x" in lines
         hours = float(re.search(r"  BF16 +([\d.]+) h", lines)[1])
-        steps = load_config(ROOT / f"configs/{size.name}_bf16.py").total_tokens
-        assert steps / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
+        assert config.total_tokens / tokens(size.N, sizes, 989.4e12 * 3600, False) == pytest.approx(hours, abs=0.051)
 
 
-def test_own_law_is_told_with_its_reach_and_knows_what_is_done(tmp_path, capsys):
-    table = read_law(str(write_law(tmp_path, is_table=True)))
-    assert table.surface.alpha == EPOCH.alpha and table.beyond(1e15, 1e3) == ""         # of a published table, reach unknown
-    law = read_law(str(write_law(tmp_path)))
-    assert law.reach == pytest.approx((6 * 350e6**2 * 40, 5, 40)) and law.beyond(350e6, 40 * 350e6) == ""
-    assert law.beyond(1e9, 40e9) == "8.16 times its largest compute"
-    assert law.beyond(1e6, 121e6) == "121 tokens per parameter, not 5 to 40" and law.beyond(1e6, 119e6) == ""
-    assert law.beyond(1e9, 1.6e9).endswith("2 tokens per parameter, not 5 to 40")
+def test_a_law_is_told_with_its_reach_and_the_runs_that_are_done(tmp_path, capsys):
+    law, note, done = read_law(str(write_law(tmp_path, is_table=True)))
+    assert law.alpha == EPOCH.alpha and "16 points;" in note and done == {}
+    law, note, done = read_law(str(write_law(tmp_path)))
+    assert f"16 points up to {6 * 350e6**2 * 40:.3g} FLOPs" in note and done["run15"] == (350e6, 40 * 350e6, "run15")
     out = output(capsys, f"law={tmp_path / 'law.json'}")
-    assert "law.json, 16 points" in out and "16 runs done; " in out and "a wide prior" not in out
-    assert "gpt125m at 20 " not in out and "gpt760m at 20" in out
-    groups = {"tensorwise": json.loads((tmp_path / "law.json").read_text())["groups"]["bf16"]}     # with the gap in it
-    assert "no law of BF16 runs, only of tensorwise" in output(capsys, f"law={write_law(tmp_path, groups=groups)}", code=2)
-    published = read_law(None)
-    assert published.beyond(360e6, 400 * 360e6) == "" and published.beyond(53e6, 735e9).startswith("13,868 tokens per parameter")
+    assert note in out and "16 runs done; " in out and "a wide prior" not in out
 
 
 def test_runs_of_another_world_say_nothing_of_the_target(tmp_path, capsys):
-    """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is their law, nor FP8's gap there."""
+    """As out/demo: 33k to 131k parameters over bytes are no evidence for 1.5B, nor is their law."""
     def advice(text):
         return text[text.index("| run "):]
-    (tmp_path / "precision.json").write_text(json.dumps({"common": {"tensorwise": {"bf16": {"mean": 0.3}}}, "sizes": [
-        {"recipe": "tensorwise", "params_total": 33_000}, {"recipe": "rowwise", "params_total": 10**9}]}))
     small, without = (33e3, 74e3, 131e3, 200e3), output(capsys)
     out = output(capsys, f"law={write_law(tmp_path, identified=False, sizes=small)}")
-    assert "after 0 runs done (16 more are too small or too large to count)" in out and "not measured for tensorwise" in out
-    assert row(out, "gpt1p5b") == row(without, "gpt1p5b") and advice(out) == advice(without)
+    assert "after 0 runs done" in out and row(out, "gpt1p5b") == row(without, "gpt1p5b") and advice(out) == advice(without)
     changed = {key: 2 * getattr(EPOCH, key) for key in ("E", "A", "B")} | {"alpha": 0.5, "beta": 0.5, "identified": True, "n": 16}
     law = write_law(tmp_path, sizes=small, groups={"bf16": {"laws": {"chinchilla": changed}}})
     assert advice(output(capsys, f"law={law}")) == advice(without)
     assert output(capsys, f"study={ROOT}/configs/study_demo.py").endswith("each is done, too small or too large to count\n")
-    # runs at a size that counts stay beside the others
-    out = output(capsys, f"law={write_law(tmp_path, sizes=(33e3, 50e6, 125e6, 7e9))}")
-    assert "after 8 runs done (8 more are too small or too large to count)" in out
+    assert "after 8 runs done" in output(capsys, f"law={write_law(tmp_path, sizes=(33e3, 50e6, 125e6, 7e9))}")
 
 
 def test_the_gap_is_given_or_measured_or_counted_as_none(tmp_path, capsys):
     law, none = write_law(tmp_path), output(capsys, "gap=0")
-    assert row(output(capsys), "FP8") == row(none, "FP8")
-    sizes = [{"recipe": recipe, "params_total": 10**8} for recipe in ("tensorwise", "rowwise")]
-    for low, warns in ((-0.1, False), (0.1, True)):
-        change = {"n": 3, "mean": 0.25, "sd": 0.1, "se": 0.1, "low": low, "high": 0.4}
-        (tmp_path / "precision.json").write_text(json.dumps({"sizes": sizes, "common": {"tensorwise": {
-            "bf16": {"mean": 0.5}, "over_tokens": change}}}))
-        assert ("per doubling of D it changed by +0.25 [+0.1 to +0.4] %" in output(capsys, f"law={law}")) is warns
-    for arguments, gap in ((["gap=0.3"], 0.003), ([f"law={law}"], 0.005), ([f"law={law}", "gap=0.3"], 0.003),
+    (tmp_path / "precision.json").write_text(json.dumps({"common": {"tensorwise": {"bf16": {"mean": 0.5}}}, "sizes": [
+        {"recipe": recipe, "params_total": params} for recipe, params in (("tensorwise", 10**8), ("rowwise", 10**5))]}))
+    for arguments, gap in (((), 0), (["gap=0.3"], 0.003), ([f"law={law}"], 0.005), ([f"law={law}", "gap=0.3"], 0.003),
                            ([f"law={law}", "recipe=rowwise"], 0)):
         out, free = output(capsys, *arguments), output(capsys, "gap=0", *(a for a in arguments if a.startswith("recipe")))
-        for name, column in (("FP8", 4), ("gpt350m", 6)):
-            assert float(row(out, name)[column]) == pytest.approx((1 + gap) * float(row(free, name)[column]), abs=2e-4)
-        assert row(out, "BF16")[4] == row(none, "BF16")[4]
+        for name, column, factor in (("BF16", 4, 1), ("FP8", 4, 1 + gap), ("gpt350m", 6, 1 + gap)):
+            assert float(row(out, name)[column]) == pytest.approx(factor * float(row(free, name)[column]), abs=2e-4)
     level = re.search(r"FP8 equals BF16 at a gap of (\S+) %", none)[1]
     assert float(row(none, "BF16")[4]) == pytest.approx(float(row(output(capsys, f"gap={level}"), "FP8")[4]), abs=3e-4)
 
 
-def test_measured_speed_counts_on_that_gpu_alone(tmp_path, capsys):
+def test_measured_speed_counts_on_that_gpu_alone(tmp_path):
     N, flops = 123_587_328, 1e9
+    shared = {"params": N, "device": "NVIDIA H100 80GB HBM3", "flops_per_token": flops, "n_gpu": 2, "curve": False}
     for recipe, speed in (("bf16", 400e3), ("tensorwise", 500e3)):
-        write_run(tmp_path / "here" / recipe, recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", tok_per_s_median=speed,
-                  flops_per_token=flops, n_gpu=2, curve=False)
-        write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, params=N, device="NVIDIA H100 80GB HBM3", curve=False,
-                  tok_per_s_median=speed / 3, flops_per_token=flops, n_gpu=2, repeat=1)     # not compiled
+        write_run(tmp_path / "here" / recipe, recipe=recipe, tok_per_s_median=speed, **shared)
+        write_run(tmp_path / "here" / f"{recipe}_null", recipe=recipe, tok_per_s_median=speed / 3, repeat=1, **shared)
         write_run(tmp_path / "there" / recipe, recipe=recipe, params=N, device="NVIDIA H200", curve=False)      # equal peaks
-        write_run(tmp_path / "there" / f"demo_{recipe}", recipe=recipe, device="NVIDIA H100 80GB HBM3", curve=False)    # tiny
+        write_run(tmp_path / "there" / f"demo_{recipe}", recipe=recipe, device=shared["device"], curve=False)    # tiny
     sizes, notes = read_sizes(f"runs={tmp_path / 'here'}")
     assert {round(size.mfu, 6) for size in sizes} == {round(400e3 * flops / (2 * 989.4e12), 6)}
-    assert {round(size.speedup, 9) for size in sizes} == {1.25}
-    assert "measured, tensorwise at 1 sizes" in " ".join(notes)
+    assert {round(size.speedup, 9) for size in sizes} == {1.25} and "measured, tensorwise at 1 sizes" in " ".join(notes)
     sizes, notes = read_sizes(f"runs={tmp_path / 'there'}")
-    assert {size.mfu for size in sizes} == {ASSUMED_MFU}
-    assert "nothing measured on h100" in " ".join(notes)
-
-
-def test_the_published_range_is_that_of_the_points():
-    path = ROOT.parent / "shared" / "reference" / "chinchilla_points.csv"
-    if not path.exists():
-        pytest.skip(f"{path} is absent: the range of the published law's points cannot be checked")
-    rows = [tuple(float(row[key]) for key in ("loss", "Model Size", "Training FLOP"))
-            for row in csv.DictReader(path.read_text().splitlines())]
-    kept = [row for row in rows if row[0] < sorted(one[0] for one in rows)[-5]]
-    ratios = [C / (6 * N**2) for _, N, C in kept]
-    assert len(kept) == 240 and (max(row[2] for row in kept), min(ratios), max(ratios)) == pytest.approx(EPOCH_REACH, rel=1e-3)
+    assert {size.mfu for size in sizes} == {ASSUMED_MFU} and "mfu_bf16 assumed" in notes[0]
 
 
 def test_cramer_rao_bounds_as_computed_elsewhere_and_a_prior_where_runs_identify_nothing():
     three, target = (125e6, 250e6, 350e6), (1.5e9, 30e9)
     for sizes, ratios, prediction in ((three, (10, 20), 1.24), (three, (5, 10, 20), 1.04), (three, (5, 10, 20, 40), .88),
                                       ((60e6, *three), (5, 10, 20, 40), .33), ((*three, 1.5e9), (5, 10, 20), .08)):
-        assert 100 * bound(EPOCH, points(*ladder(sizes, ratios)[:2]), target) == pytest.approx(prediction, abs=6e-3)
+        runs = points(*ladder(sizes, ratios)[:2])
+        for rho in (RHO, 0.9):      # each run a trajectory of its own
+            assert 100 * bound(EPOCH, runs, target, rho=rho) == pytest.approx(prediction, abs=6e-3)
     weights = np.array([EPOCH.E, EPOCH.A * target[0]**-EPOCH.alpha, EPOCH.B * target[1]**-EPOCH.beta]) / EPOCH.loss(*target)
     assert bound(EPOCH, [], target, prior=True) == pytest.approx(np.linalg.norm(weights * PRIOR_SD[:3]))
-    few = points(*ladder((350e6,)))
-    for nothing in ([], few, points(*ladder((60e6, 125e6, 250e6, 350e6, 1e9), (20,)))):        # the last: one ray
+    few = points(*ladder((350e6,))[:2])
+    for nothing in ([], few, points(*ladder((60e6, 125e6, 250e6, 350e6, 1e9), (20,))[:2])):        # the last: one ray
         assert bound(EPOCH, nothing, target) is None
-    assert bound(EPOCH, few, target, prior=True) == pytest.approx(correlated(EPOCH, few, target, prior=True), rel=1e-6)
+    jacobian, here = gradient(EPOCH, *ladder((350e6,))[:2], target), np.array([*weights, 0, 0])
+    exact = here @ np.linalg.inv(jacobian.T @ jacobian / 1e-3**2 + np.diag(PRIOR_SD**-2)) @ here
+    assert bound(EPOCH, few, target, prior=True) == pytest.approx(np.sqrt(exact), rel=1e-6)
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.3, 0.9])
-def test_points_of_one_trunk_share_their_noise(rho):
-    N, D, _ = ladder((60e6, 125e6, 250e6, 350e6))
-    runs, target = points(N, D, [*np.repeat(list("abc"), 4), "d", "d", "e", "f"]), (1.5e9, 30e9)
-    found, alone = bound(EPOCH, runs, target, rho=rho), bound(EPOCH, points(N, D), target, rho=0.0)
-    assert found == pytest.approx(correlated(EPOCH, runs, target, rho), rel=1e-6)
-    assert bound(EPOCH, points(N, D), target, rho=rho) == pytest.approx(alone, rel=1e-9)
-    assert found > 1.1 * alone or not rho
-
-
-def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says():
+@pytest.mark.parametrize("rho", [RHO, 0.9])
+def test_generalised_least_squares_on_shared_luck_scatters_as_the_bound_says(rho):
     """Ladders whose trunks have luck of their own: what GLS of ln L on the law's gradient finds, 4,000 times."""
     N, D, clusters = ladder((50e6, 125e6, 350e6, 1e9), (5, 20, 80))
     target, rng = (3e9, 6e10), np.random.default_rng(0)
-    noise = 1e-3 * (np.sqrt(RHO) * rng.normal(size=(4000, 4))[:, clusters] + np.sqrt(1 - RHO) * rng.normal(size=(4000, 12)))
-    jacobian, V = gradient(EPOCH, N, D, target), np.where(np.equal.outer(clusters, clusters), RHO, 0) + (1 - RHO) * np.eye(12)
+    noise = 1e-3 * (np.sqrt(rho) * rng.normal(size=(4000, 4))[:, clusters] + np.sqrt(1 - rho) * rng.normal(size=(4000, 12)))
+    jacobian, V = gradient(EPOCH, N, D, target), np.where(np.equal.outer(clusters, clusters), rho, 0) + (1 - rho) * np.eye(12)
     weights = np.linalg.solve(jacobian.T @ np.linalg.solve(V, jacobian), jacobian.T @ np.linalg.inv(V))
-    spread = np.std(noise @ weights.T @ gradient(EPOCH, *target, target)[0])
-    assert bound(EPOCH, points(N, D, clusters), target) == pytest.approx(spread, rel=0.04)
-
-
-def test_the_study_says_what_the_bound_says():
-    """The numbers in configs/study_chinchilla.py's docstring."""
-    rows = study_rows()
-    target = next((row.params_total, row.tokens) for row in expand(load_study(STUDY)) if row.held_out)
-
-    def least(mine):
-        runs = [(float(row.params_total), float(row.tokens), row.parent or row.run) for row in mine]
-        return f"{100 * correlated(EPOCH, runs, target):.2f} %"
-    few = least([row for row in rows if row.seed == 1337 and row.tokens_per_param in (10, 20) and row.size != "gpt50m"])
-    text = " ".join(STUDY.read_text().split('"""')[1].split())
-    assert f"at least {few} of the loss per 0.1 % of noise" in text
-    assert f"that to {least([row for row in rows if row.seed == 1337])}, the further seeds to {least(rows)}" in text
+    spread = np.std(noise @ weights.T @ gradient(EPOCH, *target, target))
+    assert bound(EPOCH, points(N, D, clusters), target, rho=rho) == pytest.approx(spread, rel=0.04)
 
 
 def study_rows():
     return [row for row in expand(load_study(STUDY)) if row.recipe == "bf16" and not row.held_out]
 
 
-def test_a_study_gives_trajectories_a_branch_never_without_its_trunk(sizes):
-    law, rows = read_law(None), study_rows()
-    found = plan.candidates_of(law, sizes, STUDY, sizes[-1])
-    trunks = {row.run: row for row in rows if row.parent is None}
+def test_a_study_gives_trajectories_a_branch_never_without_its_trunk():
+    rows, found = study_rows(), plan.candidates_of(STUDY, ())
+    trunks = {row.run: row.flops_per_token * row.tokens for row in rows if row.parent is None}
     assert {runs[0][2] for _, runs, _ in found} == set(trunks) and len(found) == 10
     for name, runs, flops in found:
-        trunk = runs[0][2]
-        assert len(runs) == 4 and name == f"{trunk}, 4 of its runs"
-        assert flops == pytest.approx(trunks[trunk].flops * (1 + 0.2 * 35 / 40), rel=0.01)
+        assert len(runs) == 4 and name == f"{runs[0][2]}, 4 of its runs"
+        assert flops == pytest.approx(trunks[runs[0][2]] * (1 + 0.2 * 35 / 40), rel=0.01)
     # the trunk done with one of its branches: the others alone, at their own cost
-    done = {"gpt350m_bf16_t40_s1337", "gpt350m_bf16_t20_s1337"} | {row.run for row in rows if row.size == "gpt50m"}
-    found = plan.candidates_of(replace(law, names=done), sizes, STUDY, sizes[-1])
-    flops = next(flops for name, _, flops in found if name == "gpt350m_bf16_t40_s1337, 2 of its runs")
-    assert flops == pytest.approx(trunks["gpt350m_bf16_t40_s1337"].flops * 0.2 * 15 / 40, rel=0.01) and len(found) == 7
-    assert not plan.candidates_of(replace(law, names={row.run for row in rows}), sizes, STUDY, sizes[-1])
-    assert len(plan.candidates_of(law, sizes, ROOT / "configs/study_h100.py", sizes[-1])) == 6      # no repeat, none held out
+    found = {name: flops for name, _, flops in plan.candidates_of(STUDY, {"gpt350m_bf16_t40_s1337", "gpt350m_bf16_t20_s1337"})}
+    assert found["gpt350m_bf16_t40_s1337, 2 of its runs"] == pytest.approx(
+        trunks["gpt350m_bf16_t40_s1337"] * 0.2 * 15 / 40, rel=0.01)
+    assert not plan.candidates_of(STUDY, {row.run for row in rows})
+    assert len(plan.candidates_of(ROOT / "configs/study_h100.py", ())) == 6      # no repeat, none held out
 
 
 def test_the_advice_knows_the_trunks_that_are_done(tmp_path, capsys):
     rows = [row for row in study_rows() if row.seed == 1337]
-    inputs = [{"recipe": "bf16", "run_id": row.run, "trunk": row.parent or row.run, "N": row.params_total, "D": row.tokens,
-               "loss": EPOCH.loss(row.params_total, row.tokens)} for row in rows if row.run != "gpt250m_bf16_t10_s1337"]
-    out = output(capsys, f"law={write_law(tmp_path, identified=False, inputs=inputs)}", f"study={STUDY}")
+    inputs = [{"recipe": "bf16", "run_id": row.run, "trunk": row.parent or row.run, "N": row.params_total, "D": row.tokens}
+              for row in rows if row.run != "gpt250m_bf16_t10_s1337"]
+    out = output(capsys, f"law={write_law(tmp_path, identified=False, inputs=inputs)}")      # of configs/study_chinchilla.py
     runs, target = [(one["N"], one["D"], one["trunk"]) for one in inputs], (1_541_785_600, 20 * 1_541_785_600)
-    now = correlated(EPOCH, runs, target)
+    now = bound(EPOCH, runs, target)
     left = next(row for row in rows if row.run == "gpt250m_bf16_t10_s1337")
-    after = correlated(EPOCH, [*runs, (left.params_total, left.tokens, left.parent)], target)
+    after = bound(EPOCH, [*runs, (left.params_total, left.tokens, left.parent)], target)
     assert f"{100 * now:.2f} % after 15 runs done; " in out and "7 candidates too" in out
-    then, change, hours = map(float, row(out, "gpt250m_bf16_t40_s1337, 1 of its runs")[1:4])
+    then, change, hours, rate = map(float, row(out, "gpt250m_bf16_t40_s1337, 1 of its runs")[1:])
     assert then == pytest.approx(100 * after, abs=0.006) and change == pytest.approx(100 * (after - now), abs=0.0006)
-    assert hours == pytest.approx(left.own_flops / (989.4e12 * ASSUMED_MFU * 3600), abs=0.051)
-
-
-def test_the_winners_are_those_of_the_rows(capsys):
-    table = output(capsys).partition("which extra run")[2]
-    rows = [row(table, name) for name in re.findall(r"^\| (gpt\S+ at \d+)", table, re.M)]
-    most, hourly = re.search(r"most in all: (.*); most per GPU-hour: (.*)$", table.strip()).groups()
-    assert len(rows) == 20 and rows[0][0] == most == min(rows, key=lambda row: float(row[1]))[0]
-    assert hourly == min(rows, key=lambda row: float(row[4]))[0]
-    for _, _, change, hours, rate in rows:
-        assert float(rate) == pytest.approx(float(change) / float(hours), rel=0.5 if float(hours) < 1 else 0.05)
+    spent = left.flops_per_token * left.own_tokens / (989.4e12 * ASSUMED_MFU * 3600)
+    assert hours == pytest.approx(spent, abs=0.051) and rate == pytest.approx(100 * (after - now) / spent, abs=6e-5)
+    ranked = [row(out, name) for name in re.findall(r"^\| (gpt\S+, \d of its runs)", out, re.M)]
+    most, hourly = re.search(r"most in all: (.*); most per GPU-hour: (.*)$", out.strip()).groups()
+    assert ranked[0][0] == most == min(ranked, key=lambda one: float(one[1]))[0]
+    assert hourly == min(ranked, key=lambda one: float(one[4]))[0]
 
 
 @pytest.mark.parametrize("arguments, sentence", [
     (["hours=0"], "hours=0.0 must be a positive"), (["gpu=h10"], "no FP8 peak of that GPU"), (["gpu=a100"], "no FP8 peak"),
-    (["hors=3"], "did you mean 'hours'?"), (["law=nowhere.json"], "nowhere.json cannot be read"),
-    (["runs=nowhere"], "does not exist"), (["study=configs/study_chinchila.py"], "did you mean"),
-    (["recipe=rowise"], "did you mean 'rowwise'"),
-    ("law", "[1]"), ("law", '{"groups": {"bf16": {}}}'), ("law", '{"laws": {"chinchilla": {"identified": true}}}'),
-    ("law", '{"groups": [], "inputs": 3}'), ("precision", '{"common": {"tensorwise": {"bf16": {}}}}')])
+    (["law=nowhere.json"], "nowhere.json cannot be read"), (["study=configs/study_chinchila.py"], "did you mean"),
+    (["recipe=rowise"], "did you mean 'rowwise'"), ("law", "[1]"), ("law", '{"groups": {"tensorwise": {}}}'),
+    ("law", '{"conventions": {"N": "params_nonembed"}}'), ("precision", '{"sizes": [{}], "common": {}}')])
 def test_mistakes_and_damaged_files_are_told_in_a_sentence(tmp_path, capsys, monkeypatch, arguments, sentence):
     monkeypatch.chdir(ROOT)
     if isinstance(arguments, str):      # a file of that name and content

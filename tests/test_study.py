@@ -11,21 +11,18 @@ from runtime.cli import UserError
 from runtime.config import FP8Config, load_config
 from runtime.log import pair_id
 from runtime.optim import check_branch, learning_rate
-from scaling.study import Size, Study, declare, expand, load_study, placed, state_of, summary_of, tokens_left, write_declaration
-from tests.conftest import ROOT, write_config
-from tests.study_cases import checkpoint, finish
+from scaling.study import Size, expand, load_study
+from scaling.sweep import declare, is_ready, placed, state_of, tokens_left
+from tests.conftest import ROOT
+from tests.test_sweep import checkpoint, finish, tiny_study
 
 STUDIES = sorted((ROOT / "configs").glob("study_*.py"))
 
 
 @pytest.fixture
 def study(tiny, tmp_path):
-    """Two tiny sizes; 7,072 and 13,216 parameters in steps of 512 tokens."""
-    sizes = []
-    for name, n_layer in (("a", 1), ("b", 2)):
-        config = replace(tiny, run=f"{name}_bf16", steps=None, tokens_per_param=0.5, model=replace(tiny.model, n_layer=n_layer))
-        sizes.append(Size(config=str(write_config(config, tmp_path / f"{name}_bf16.py")), seeds=(1, 2)))
-    return Study(name="tiny", sizes=tuple(sizes), tokens_per_param=(0.3, 0.6), margin_percent=0.5)
+    """Two tiny sizes."""
+    return load_study(tiny_study(tiny, tmp_path, seeds=(1, 2), recipes=("bf16", "tensorwise")))
 
 
 def config_of(row, out=Path("out")):
@@ -42,7 +39,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
         config = config_of(row, tmp_path)
         m = config.model
         assert (config.run, config.seed, config.total_steps, config.total_tokens) == (row.run, row.seed, row.steps, row.tokens)
-        assert row.params_total == m.params_total
+        assert row.params_total == m.params_total and row.pair_id == pair_id(config)
         counted = row.params_total if study.params == "total" else m.params_total - m.vocab_padded * m.n_embd * (2 - m.tied)
         assert row.tokens - config.data.tokens_per_step < row.tokens_per_param * counted <= row.tokens
         assert row.flops_per_token == 6 * row.params_matmul + 12 * m.n_layer * m.n_head * m.head_size * m.n_ctx
@@ -50,10 +47,8 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
         assert config.fp8.recipe == {"bf16": "off"}.get(last, last)
         base = load_config(ROOT / row.config)
         assert config.optim.warmup_steps(row.steps) == base.optim.warmup_steps(base.total_steps)
-        pairs.setdefault(pair_id(config), []).append(row)
-        if row.parent is None:
-            assert (config.start_from, row.own_tokens) == (None, row.tokens)
-        else:
+        pairs.setdefault(row.pair_id, []).append(row)
+        if row.parent:
             trunk = config_of(rows[row.parent], tmp_path)
             assert config.parent == (row.parent, row.parent_step) and row.parent_step in trunk.checkpoint.at
             assert trunk.seed == row.seed and (trunk.fp8 == config.fp8) == (">" not in row.recipe)
@@ -64,6 +59,7 @@ def test_every_row_of_a_shipped_study_is_a_config_that_train_accepts(path, tmp_p
     for pair in pairs.values():     # those of one size, seed and budget have one pair_id, others have another
         assert len({(row.size, row.seed, row.tokens, row.lr) for row in pair}) == 1
         assert len({(row.recipe, row.repeat) for row in pair}) == len(pair)
+    assert len(pairs) == len({(row.size, row.seed, row.tokens, row.lr) for row in rows.values()})
 
 
 def test_the_chinchilla_study_by_hand():
@@ -81,56 +77,25 @@ def test_the_chinchilla_study_by_hand():
         (f"gpt1p5b_{recipe}_t20_s1337", None, 29_408 * 1_048_576) for recipe in ("bf16", "tensorwise")]
 
 
-@pytest.mark.parametrize("switch, recipe", [("tensorwise>bf16", "off"), ("bf16>rowwise", "rowwise")])
-def test_a_decay_may_switch_its_precision_and_is_a_pair_of_its_bf16_run(study, switch, recipe):
-    before, after = switch.split(">")
-    plain, rows = ({row.run: row for row in expand(replace(study, switch=s))} for s in ((), (switch,)))
-    switched = [row for row in rows.values() if row.recipe == switch]
-    assert len(rows) == len(plain) + len(switched) and len(switched) == 2 * 2 * 2       # sizes, seeds, budgets
-    for row in switched:
-        config, trunk = config_of(row), config_of(rows[row.parent])
-        twin = config_of(plain[row.run.replace(f"{before}-{after}", "bf16")])
-        assert config.fp8.recipe == recipe and rows[row.parent].recipe == before and pair_id(config) == pair_id(twin)
-        assert row.parent_step in trunk.checkpoint.at and placed(row, Path("out")) == row
-        assert row.parent_step == row.steps - config.optim.decay_steps(row.steps)
-        check_branch(config, trunk, row.parent_step)
-    size, none = study.sizes[0], [{"switch": ("mxfp8>bf16",)}, demo(recipes=("bf16",), switch=("tensorwise>bf16",))]
-    for changes in none:        # no trunk of that recipe there
-        with pytest.raises(UserError, match="such as tensorwise>bf16"):
-            replace(study, **changes)
-    own = expand(replace(study, sizes=(replace(size, recipes=("rowwise",), switch=("rowwise>bf16",)),)))
-    assert len([row for row in own if row.recipe == "rowwise>bf16"]) == 2 * 2
-
-
-def test_an_arm_is_any_choice_of_fp8_by_its_label(study):
-    arms = {"bf16": FP8Config(), "rowwise+first_bf16=1+skip=attn.out,layers.*.mlp.down": FP8Config(
-                recipe="rowwise", first_bf16=1, skip=("attn.out", "layers.*.mlp.down")),
-            "tensorwise+kernels+delayed+head": FP8Config(recipe="tensorwise", kernels=True, scaling="delayed", head=True)}
-    rows = expand(replace(study, recipes=tuple(arms), switch=(">".join(list(arms)[1:]),)))
-    assert len({row.run for row in rows}) == len(rows) == 2 * 2 * 2 * 4       # sizes, seeds, budgets, arms with the switch
-    for row in rows:
-        label = row.recipe.rpartition(">")[2]
-        assert config_of(row).fp8 == arms[label] and config_of(row).fp8.label == label
-
-
-def test_sizes_may_have_recipes_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
+def test_sizes_may_have_arms_null_runs_and_rates_of_their_own_and_a_trunk_comes_first(study):
     first, second = study.sizes
+    arm, label = "rowwise-first_bf16-1-skip-attn.out-layers.-.mlp.down", "rowwise+first_bf16=1+skip=attn.out,layers.*.mlp.down"
     rows = expand(replace(study, null=("parallel.compile=true",), sizes=(
-        replace(first, recipes=("bf16", "rowwise"), seeds=(2,), null_seeds=(2,)),
-        replace(second, seeds=(1,), lr=(1e-3, 0.002), recipes=("bf16",), tokens_per_param=(0.6,)))))
+        replace(first, recipes=("bf16", label), seeds=(2,), null_seeds=(2,), switch=(label + ">tensorwise+head",)),
+        replace(second, seeds=(1,), lr=(1e-3, 0.002), recipes=("bf16",), tokens_per_param=(20,)))))
     assert [(row.run, row.parent) for row in rows] == [
-        ("a_bf16_t0.6_s2", None), ("a_bf16_t0.3_s2", "a_bf16_t0.6_s2"),
-        ("a_bf16_null_t0.6_s2", None), ("a_bf16_null_t0.3_s2", "a_bf16_null_t0.6_s2"),
-        ("a_rowwise_t0.6_s2", None), ("a_rowwise_t0.3_s2", "a_rowwise_t0.6_s2"),
-        ("b_bf16_lr0.001_t0.6_s1", None), ("b_bf16_lr0.002_t0.6_s1", None)]
-    assert [config_of(row).optim.lr for row in rows[-2:]] == [1e-3, 0.002]
-    for one, null in zip(rows[:2], rows[2:4], strict=True):
-        first, again = config_of(one), config_of(null)
-        assert pair_id(first) == pair_id(again) and (first.repeat, again.repeat, null.repeat) == (0, 1, 1)
-        assert (first.parallel.compile, again.parallel.compile) == (False, "model")
-    for row in expand(replace(study, params="nonembed", tokens_per_param=(2, 5))):
-        assert row.params_nonembed == row.params_total - 384 * 32 and config_of(row).tokens_per_param is None
-        assert row.tokens - 512 < row.tokens_per_param * row.params_nonembed <= row.tokens
+        ("a_bf16_t20_s2", None), ("a_bf16_t10_s2", "a_bf16_t20_s2"),
+        ("a_bf16_null_t20_s2", None), ("a_bf16_null_t10_s2", "a_bf16_null_t20_s2"),
+        (f"a_{arm}_t20_s2", None), (f"a_{arm}_t10_s2", f"a_{arm}_t20_s2"),
+        (f"a_{arm}-tensorwise-head_t10_s2", f"a_{arm}_t20_s2"), (f"a_{arm}-tensorwise-head_t20_s2", f"a_{arm}_t20_s2"),
+        ("b_bf16_lr0.001_t20_s1", None), ("b_bf16_lr0.002_t20_s1", None)]
+    configs = [config_of(row) for row in rows]
+    assert [config.optim.lr for config in configs[-2:]] == [1e-3, 0.002]
+    assert configs[4].fp8 == FP8Config(recipe="rowwise", first_bf16=1, skip=("attn.out", "layers.*.mlp.down"))
+    assert configs[7].fp8 == FP8Config(recipe="tensorwise", head=True) and rows[7].recipe == label + ">tensorwise+head"
+    for one, again in zip(configs[:2], configs[2:4], strict=True):
+        assert pair_id(one) == pair_id(again) and (one.repeat, again.repeat) == (0, 1)
+        assert (one.parallel.compile, again.parallel.compile) == (False, "model")
 
 
 def demo(**more):
@@ -139,13 +104,11 @@ def demo(**more):
 
 @pytest.mark.parametrize("changes, told", [
     (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not a list of numbers"),
-    (demo(config="configs/gpt50m_fp8.py"), "configs/gpt50m_fp8.py must be in BF16"), ({"sizes": demo()["sizes"][0]}, "sizes"),
-    (demo(seeds=(1.5,)), "seeds=(1.5,) is not a list of whole numbers"), ({"recipes": ("bf16", "fp4")}, "recipe='fp4' is not"),
-    (demo(null_seeds=(1337,)), "null= must not be empty"), ({"params": "all"}, "params='all' is not one of total, nonembed"),
-    (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be among its seeds"),
+    (demo(config="configs/gpt50m_fp8.py"), "gpt50m_fp8.py must be in BF16"), ({"recipes": ("fp4",)}, "recipe='fp4' is not"),
     ({"recipes": ("tensorwise+head+kernels",)}, "write it 'tensorwise+kernels+head'"),
-    ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"),
-    (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter has 1 steps, and its decay begins at step 0"),
+    ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"), ({"switch": ("mxfp8>bf16",)}, "such as tensorwise>bf16"),
+    (demo(recipes=("bf16",), switch=("tensorwise>bf16",)), "its trunk among recipes="),
+    (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter decays from step 0 on"),
 ])
 def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
     with pytest.raises(UserError) as error:
@@ -158,31 +121,27 @@ def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
 
 
 def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path):
-    folder, rows = tmp_path / "out/tiny", expand(study)
-    write_declaration(folder, {**declare(study, rows, folder), "declared": "2026-01-01T00:00:00Z"})
-    assert [p.name for p in folder.iterdir()] == ["study.json"]
-    stored = json.loads((folder / "study.json").read_text())
-    assert (stored["runs"][1]["parent"], stored["margin_percent"], stored["held_out"]) == ("a_bf16_t0.6_s1", 0.5, [])
-    assert declare(study, rows, folder)["declared"] == "2026-01-01T00:00:00Z"
-    assert declare(replace(study, margin_percent=1.0), rows, folder)["declared"] > "2026-01-01T00:00:00Z"     # nothing ran
-    (folder / rows[0].run).mkdir()
-    (folder / rows[0].run / "summary.json").write_text("{}")
+    rows, day = expand(study), "2026-01-01T00:00:00Z"
+    first = declare(study, rows, tmp_path)
+    assert (first["runs"][1]["parent"], first["margin_percent"], first["held_out"]) == ("a_bf16_t20_s1", 1.0, [])
+    del first["runs"][-1]["pair_id"]      # as older ones
+    (tmp_path / "study.json").write_text(json.dumps({**first, "declared": day}))
+    assert declare(study, rows, tmp_path)["declared"] == day
+    assert declare(replace(study, margin_percent=0.5), rows, tmp_path)["declared"] > day     # nothing ran
+    finish(rows[0], tmp_path)
     grown = replace(study, sizes=(replace(study.sizes[0], seeds=(1, 2, 3)), study.sizes[1]))
-    assert declare(grown, expand(grown), folder)["declared"] == "2026-01-01T00:00:00Z"
-    assert len(declare(grown, expand(grown), folder)["runs"]) == 20
+    content = declare(grown, expand(grown), tmp_path)
+    assert content["declared"] == day and len(content["runs"]) == 20
     hidden = replace(study, sizes=(study.sizes[0], replace(study.sizes[1], held_out=True)))
     for changed, told in (
-            (replace(study, margin_percent=1.0), "margin_percent was 0.5, now 1.0"),
-            (replace(study, params="nonembed", tokens_per_param=(2, 5)), "params was total, now nonembed"),
-            (replace(study, sizes=study.sizes[:1]), "run of b_bf16_t0.6_s1 was b_bf16_t0.6_s1, now None"),
-            (hidden, "held_out of b_bf16_t0.6_s1 was False, now True"), (replace(study, decay_share=0.3), "overrides of a_bf16"),
-            (replace(study, tokens_per_param=(0.3, 0.6, 1.2)), "parent of a_bf16_t0.6_s1 was None, now a_bf16_t1.2_s1")):
-        with pytest.raises(UserError) as error:
-            declare(changed, expand(changed), folder)
-        assert told in str(error.value) and "give the changed study another name=" in str(error.value)
-    (folder / "study.json").write_text('{"runs": [')
-    with pytest.raises(UserError, match="study.json is not valid JSON"):
-        declare(study, rows, folder)
+            (replace(study, margin_percent=0.5), "margin_percent"), (hidden, "held_out of b_bf16_t20_s1"),
+            (replace(study, params="nonembed", tokens_per_param=(20, 40)), "params"), (replace(study, decay_share=0.3), "over"),
+            (replace(study, sizes=study.sizes[:1]), "run of b_bf16_t20_s1"),
+            (replace(study, tokens_per_param=(10, 20, 40)), "parent of a_bf16_t20_s1")):
+        with pytest.raises(UserError, match=f"but {told}.* is another now: .* give the changed study another name="):
+            declare(changed, expand(changed), tmp_path)
+    with pytest.raises(UserError, match="but pair_id of a_bf16_t20_s1 is another now"):        # another lr in the config file
+        declare(study, [replace(rows[0], pair_id="other"), *rows[1:]], tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------- how far each run is
@@ -190,9 +149,10 @@ def test_what_was_declared_may_only_grow_once_a_run_has_finished(study, tmp_path
 def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study, tiny, tmp_path):
     trunk, branch = expand(study)[:2]
     alone = replace(branch, parent=None, parent_step=None)
-    assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch]
+    switched = replace(branch, recipe="tensorwise>bf16")
+    assert [placed(trunk, tmp_path), placed(branch, tmp_path)] == [trunk, branch] and not is_ready(branch, tmp_path)
     finish(trunk, tmp_path)
-    assert placed(branch, tmp_path) == alone and tokens_left(alone, tmp_path) == branch.steps * 512
+    assert placed(branch, tmp_path) == alone and placed(switched, tmp_path) == switched and is_ready(switched, tmp_path)
     checkpoint(trunk, tmp_path, branch.parent_step)
     assert placed(branch, tmp_path) == branch
     shutil.rmtree(tmp_path / trunk.run / "checkpoints")
@@ -203,9 +163,5 @@ def test_a_branch_whose_trunk_has_lost_its_checkpoints_begins_from_scratch(study
     assert (state_of(branch, tmp_path), tokens_left(branch, tmp_path)) == ("at step 3", (branch.steps - 3) * 512)
     for parent_step, expected in ((branch.parent_step, branch), (None, alone)):
         finish(branch, tmp_path, parent_step=parent_step)
-        assert placed(branch, tmp_path) == expected and tokens_left(branch, tmp_path) == 0
-    assert summary_of(branch, tmp_path)["status"] == "ok" and state_of(branch, tmp_path) == "done"
-    for content, told in (("[1]", "holds a list"), ("{", "is not valid JSON"), ('{"status": "ok"}', "lacks device")):
-        (tmp_path / branch.run / "summary.json").write_text(content)
-        with pytest.raises(UserError, match=f"{branch.run}/summary.json {told}"):
-            state_of(branch, tmp_path)
+        assert placed(branch, tmp_path) == expected
+    assert state_of(branch, tmp_path) == "done"
