@@ -41,7 +41,7 @@ from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
 from runtime.progress import duration, si
 from runtime.roofline import modelled_ratio
-from runtime.rows import write_json
+from runtime.rows import metrics_rows, read_rows, write_json
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER, listed, read_json
@@ -52,6 +52,7 @@ UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's conte
 POLL_S = 0.2
 # Assumed of a run that is asked to leave: it ends its step, then writes and hashes 12 bytes a parameter.
 LEAVE_S, SAVE_BYTES_PER_S = 5.0, 200e6
+LOG_S = 60.0        # between two lines about the runs under way
 ENDED = "sweep.py: exit code "      # begins the last line of a log whose run has ended
 
 
@@ -76,6 +77,8 @@ class Options:
             raise UserError(problems[0])
         if peak_flops(self.gpu) is None:
             raise UserError(f"gpu={self.gpu}: the peak of that GPU is not in runtime/log.py; try h100, h200, b200 or a100")
+        if self.slurm and (self.run or self.limit or self.jobs > 1):
+            raise UserError("--slurm: a task has one job, for as long as the script says; --run, jobs= and limit= go without it")
 
 
 def main(arguments: list[str], began: float | None = None) -> int:
@@ -305,7 +308,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
     waiting.sort(key=lambda row: state_of(row, folder).startswith("failed"))    # what may fail again comes last
     say(f"{len(waiting)} of {len(chosen)} runs to do in {folder}" + (
         f"; {deadline - time.monotonic():.1f} s are left of limit={options.limit:g}" if options.limit else ""))
-    running, failed, late, passed_on = {}, [], [], 0
+    running, failed, late, passed_on, looked = {}, [], [], 0, time.monotonic()
     while running or (waiting and not asked):
         while not asked and slots and (row := next((r for r in waiting if is_ready(r, folder)), None)):
             waiting.remove(row)
@@ -317,6 +320,9 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
                 running[row] = *started, slots.pop(0)
         if not running:
             break
+        if time.monotonic() > looked + LOG_S:
+            looked = time.monotonic()
+            say(progress(chosen, running, folder))
         time.sleep(POLL_S)
         if not asked and time.monotonic() > deadline - max(map(leave_s, running)):
             asked.append(0)
@@ -371,6 +377,23 @@ def start(row: Row, folder: Path, options, gpus: list[str]) -> tuple[subprocess.
     # A session of its own: a terminal's Ctrl-C would reach it beside our signal, and a second one ends a run unsaved.
     return subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *row.arguments(folder)],
                             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True), log
+
+
+def progress(chosen: list[Row], running, folder: Path) -> str:
+    """How far the runs under way are, and how long all take if the others go on at as many FLOPs a second."""
+    todo, speed, texts = [row for row in chosen if not summary_of(row, folder)], 0.0, []
+    flops = sum(row.flops_per_token * tokens_left(row, folder) for row in todo)
+    for row in running:
+        lines = [line for line in metrics_rows(read_rows(folder / row.run / "metrics.jsonl")) if line["kind"] == "train"]
+        if not lines:
+            texts.append(f"{row.run} is starting")
+            continue
+        tok_per_s = median(line["tok_per_s"] for line in lines[-20:])
+        speed += tok_per_s * row.flops_per_token
+        step, loss = lines[-1]["step"], lines[-1]["loss"] or math.nan
+        texts.append(f"{row.run} {step:,} / {row.steps:,}, loss {loss:.3f}, {si(tok_per_s)} tokens/s")
+    left = f", about {duration(flops / speed)} left" if speed else ""
+    return "; ".join([f"{len(chosen) - len(todo)} of {len(chosen)} runs done{left}", *texts])
 
 
 def say(text: str) -> None:

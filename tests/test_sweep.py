@@ -269,6 +269,17 @@ def test_a_branch_starts_as_soon_as_its_trunk_has_passed_its_step(fake, tmp_path
     assert ran["a_bf16_t10_s1"]["began"] < ran["a_bf16_t20_s1"]["ended"] and {run["threads"] for run in ran.values()} == {"4"}
 
 
+def test_what_is_left_is_told_at_the_speed_of_the_runs_under_way(rows, tmp_path):
+    finish(rows[0], tmp_path)
+    checkpoint(rows[2], tmp_path, 8)
+    (tmp_path / rows[2].run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"kind": "train", "step": i, "loss": 2.0, "tok_per_s": 500.0}) + "\n" for i in range(1, 11)) + '{"cut')
+    flops = sum(row.flops_per_token * row.own_tokens for row in rows[1:]) - 8 * 512 * rows[2].flops_per_token
+    left = duration(flops / (500 * rows[2].flops_per_token))
+    assert sweep.progress(rows, [rows[2]], tmp_path) == (
+        f"1 of 4 runs done, about {left} left; b_bf16_t20_s1 10 / 1,124, loss 2.000, 500 tokens/s")
+
+
 def test_a_limit_has_the_runs_save_and_leave(fake, tmp_path):
     body = """
 signal.signal(signal.SIGTERM, lambda *_: (checkpoint(7), sys.exit(0)))
