@@ -186,9 +186,7 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=1e-5), "it depends on initialisation and data alone"
     assert [row["loss"] for row in a[:4]] == pytest.approx([row["loss"] for row in b[:4]], rel=1e-4)
     assert [row["grad_norm"] for row in a] == pytest.approx([row["grad_norm"] for row in b], rel=0.1)
-    summaries = [summary(each) for each in (config, calm)]
-    assert summaries[0]["val_sha256"] == summaries[1]["val_sha256"]
-    assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
+    assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
 def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
@@ -321,8 +319,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     a, b = summary(scratch), summary(branch)
     assert (b["parent_run"], b["parent_step"], a["parent_run"], a["parent_step"]) == (trunk.run, FORK, None, None)
     own = {"tok_per_s_median", "tok_per_s_p10", "tok_per_s_p90", "step_s_median", "compile_s", "tflops_median", "wall_s",
-           "eval_s", "probe_s", "probe_share", "t_start", "t_end", "parent_run", "parent_step", "run_id", "cmd", "config_sha256",
-           "git_commit", "git_dirty"}
+           "eval_s", "probe_s", "probe_share", "t_start", "parent_run", "parent_step", "run_id", "git_commit"}
     for key in a.keys() - own:
         assert a[key] == b[key], key
     assert b["probe_s"] < b["wall_s"] < 1e3, "the parent's hours are its own"
@@ -350,7 +347,7 @@ def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path
     renamed = copies["whole"].rename(copies["whole"].with_name("step_00000005"))
     for config, override, told in [
         (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
-        (branch, "eval.tokens=64", "give eval.tokens=320"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
+        (branch, "eval.tokens=64", "other validation windows"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
         (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "step 4 or before"),
         (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),
