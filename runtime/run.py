@@ -113,7 +113,6 @@ class Run:
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
-        self._is_stochastic = any(fp8.RECIPES[layer.recipe].grad.is_stochastic for layer in self._built.layers if layer.recipe)
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:
@@ -213,7 +212,6 @@ class Run:
         Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
-            self._eval_began = time.perf_counter()
             val = self._validate()
             if val is None:
                 self._is_stopping = True
@@ -235,12 +233,11 @@ class Run:
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
+        config, world = self.config, self.world
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
-        if self._is_stochastic:
-            config, world = self.config, self.world
-            tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
-            fp8.set_position(self.model, tokens, config.seed)
+        tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
+        fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
 
@@ -387,7 +384,7 @@ class Run:
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._began
         if self.log:
-            summary = summarise(self, as_trained, in_bf16, eval_s=time.perf_counter() - self._eval_began)
+            summary = summarise(self, as_trained, in_bf16)
             save_sequence_losses(self.config.run_dir / "val_losses.npz", as_trained, in_bf16)
             write_json(self.config.run_dir / "summary.json", summary)
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
@@ -525,7 +522,7 @@ class StopRequest:
 
 # -------------------------------------------------------------------------------------------------------- the summary
 
-def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) -> dict:
+def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: counts and FLOPs by convention, losses, precision, speed, identities.
 
     Every N and every FLOP count is named by its convention, so that nobody has to guess which one a number follows."""
@@ -566,8 +563,8 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
         "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
         "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks,
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
-        "wall_s": run.progress.seconds, "eval_s": eval_s,
-        "probe_s": run.progress.probe_seconds, "probe_share": run.progress.probe_seconds / run.progress.seconds,
+        "wall_s": run.progress.seconds, "probe_s": run.progress.probe_seconds,
+        "probe_share": run.progress.probe_seconds / run.progress.seconds,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if on_gpu else None,
     }
 
