@@ -304,7 +304,9 @@ class Faults:
         Data.batch = lambda data, step, *rest: batch(data, step + (int(by) if step + 1 >= at else 0), *rest)
 
     def hang_in_data(self, at: float, on: float) -> None:
-        self.in_data(at, on, lambda: time.sleep(600))
+        def sleep_for_ever():
+            time.sleep(600)
+        self.in_data(at, on, sleep_for_ever)
 
     def fail_in_data(self, at: float, on: float) -> None:
         self.in_data(at, on, lambda: {}["a damaged shard"])

@@ -103,7 +103,7 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     first = saved_steps(config)
     said = refused([1], config, "checkpoint.every=1", faults=[f"limit:{resource.RLIMIT_FSIZE}:300_000"])
     assert "3 saves in a row have failed" in said
-    assert saved_steps(config) == first, "the older checkpoints stay"
+    assert saved_steps(config) == first and not leftovers(config), "the older checkpoints stay, and nothing else"
     assert_same(config, whole)
 
 
@@ -191,6 +191,8 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
 
 def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
     assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
+    orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")       # which rank 0 looks for
+    assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
     config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(own_data), mixture={"web": 1.0}))
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
@@ -270,16 +272,16 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
 
 
 @pytest.mark.parametrize("spoilt, rollbacks, replicas, told", [
-    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:0"], 0, 1, "step 8: validation loss nan"),
+    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan"),
     (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan")])
 def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told):
-    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=2, rollbacks=rollbacks),
+    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=3, rollbacks=rollbacks),
                      parallel=replace(base.parallel, replicate=replicas))
     assert told in refused([1, 1], config, faults=spoilt, ranks=2)
     weights = json.loads((config.run_dir / "diagnosis.json").read_text())["weights"].values()
     assert sum(weight["not_finite"] for weight in weights) == (1 - rollbacks), "each value counted once"
     assert sum(weight["values"] for weight in weights) == config.model.params_total
-    assert saved_steps(config)
+    assert saved_steps(config)[-1] == (4 if rollbacks else 8), "what is due in a row of skips waits for its end"
 
 
 # -------------------------------------------------------------------------------------------------------------- branches

@@ -27,8 +27,9 @@ JOBS = {        # name -> what happens in step 5 of two ranks, of which rank 0 h
 def jobs(tmp_path_factory, data_dir):
     """Two ranks of train.py for each, all at once, since most of their time is spent waiting: name -> exit codes, run."""
     tiny = tiny_config(data_dir, tmp_path_factory.mktemp("jobs") / "out")
-    runs = {name: faults.start(replace(tiny, run=name, steps=12), f"parallel.timeout={4 if name == 'suspend' else 2}",
-                               "data.micro_batch=2", ranks=2, faults=what) for name, what in JOBS.items()}
+    timeouts = dict.fromkeys(JOBS, 2) | {"suspend": 4, "fail": 20}      # seconds; a collective that fails is explained first
+    runs = {name: faults.start(replace(tiny, run=name, steps=12), f"parallel.timeout={timeouts[name]}", "data.micro_batch=2",
+                               ranks=2, faults=what) for name, what in JOBS.items()}
     try:
         runs["suspend"].wait_until(2)
         for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
@@ -58,7 +59,7 @@ def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_wh
 
 def test_stacks_and_the_last_collectives_are_written(jobs):
     run = jobs["stuck"][1]
-    for rank, where in enumerate(("train.py", "hang_in_data")):
+    for rank, where in enumerate(("train.py", "sleep_for_ever")):
         assert where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text() and where in run.output, "on stderr too"
     entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
     assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
