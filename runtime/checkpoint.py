@@ -8,8 +8,8 @@
 
 Save, on every rank alike: the tensors are copied to host memory (12 bytes for each parameter of the rank's share); then, in the
 background, DCP writes and syncs them under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE,
-renames the folder and deletes what the keep policy no longer wants. A stage that fails on one rank fails on all. A failed save
-is noted and leaves nothing behind; the next due save tries again.
+renames the folder and deletes what the keep policy no longer wants. A stage that fails on one rank fails on all, is noted and
+leaves nothing behind; the next due save tries again.
 
 Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and
@@ -30,12 +30,9 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,7 +44,7 @@ from torch.distributed.tensor import DTensor
 from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB, OUT_OF_MEMORY
+from runtime.machine import GIB
 from runtime.optim import check_branch
 from runtime.rows import file_sha256, sync_folder, write_atomically
 from runtime.tokenizer import tokenizer_of
@@ -91,10 +88,10 @@ class Saver:
     """
 
     def __init__(self, run_dir: Path, policy: CheckpointConfig, world, losses: dict[int, float]):
-        self.dir, self.policy, self.world = Path(run_dir) / "checkpoints", policy, world
+        self.dir, self.policy, self.world, self._losses = Path(run_dir) / "checkpoints", policy, world, losses
         self.failures: list[str] = []
-        self._losses = dict(losses)
-        self._in_a_row, self._problem = 0, None     # saves failed since the last good one, and how the last one failed
+        self._in_a_row: list[str] = []      # of these, those since the last good save
+        self._name = ""     # of the checkpoint being saved
         self._pending: Future | None = None
         self._copies: dict[str, torch.Tensor] = {}
         self._copied: torch.cuda.Event | None = None
@@ -108,15 +105,15 @@ class Saver:
         Waits for the save before it. Raises MachineError after ATTEMPTS failed ones in a row.
         """
         self.wait()
-        if self._in_a_row >= ATTEMPTS:
-            raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self._problem}")
+        if len(self._in_a_row) >= ATTEMPTS:
+            raise MachineError(f"{ATTEMPTS} saves in a row have failed, the last: {self._in_a_row[-1]}")
         manifest = {"format_version": FORMAT_VERSION, "step": step, "state": json.loads(json.dumps(state)),
                     "config": config.to_dict(), "torch": str(torch.__version__), "world_size": self.world.size,
                     "tensors": describe(tensors)}
-        problem = None
+        self._name, problem = name_of(step), None
         try:
             self._stage(tensors)
-        except Exception as error:      # told by all ranks together, in the background
+        except Exception as error:      # such as too little memory; told by all ranks together, in the background
             problem = error
         self._pending = self._thread.submit(self._write, manifest, problem)
 
@@ -140,15 +137,17 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way, if any. Raises nothing, however it ended: error paths call it too."""
         pending, self._pending = self._pending, None
-        if pending:
-            self._problem = pending.result()
-            self._in_a_row = self._in_a_row + 1 if self._problem else 0
+        if pending and (error := pending.exception()):
+            self._in_a_row.append(f"checkpoint {self._name} could not be written under {self.dir} ({error})")
+            self.failures.append(self._in_a_row[-1])
+        elif pending:
+            self._in_a_row = []
 
     def finish(self) -> None:
         """Wait for the save under way. Raises MachineError where the last one failed."""
         self.wait()
-        if self._problem:
-            raise MachineError(self._problem)
+        if self._in_a_row:
+            raise MachineError(f"{self._in_a_row[-1]}: correct that, then run the same command to resume")
 
     @torch.no_grad()
     def _stage(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -164,42 +163,35 @@ class Saver:
 
     # The rest runs in the background thread of each rank.
 
-    def _write(self, manifest: dict, problem: Exception | None) -> str | None:
-        """All of a save but the copies; returns how it failed, in the same words on every rank, or None."""
+    def _write(self, manifest: dict, problem: Exception | None) -> None:
+        """All of a save but the copies. Where it fails, it raises the same error on every rank."""
         final = self.dir / name_of(manifest["step"])
         tmp = final.with_name(f".tmp_{final.name}")
         try:
-            if self._together("beginning", lambda: self._begin(tmp, final, problem, manifest))[0]:
-                return None
-            files = self._together("writing", lambda: self._dump(tmp))
-            self._together("finishing", lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
-        except Exception as error:      # raised by _together(), or by a collective because another rank was lost
+            if self._together(lambda: self._begin(tmp, final, problem))[0]:
+                return
+            files = self._together(lambda: self._dump(tmp))
+            self._together(lambda: self.world.is_main and self._commit(tmp, final, manifest, files))
+        finally:
             if self.world.is_main:
-                shutil.rmtree(tmp, ignore_errors=True)
-            self.failures.append(f"checkpoint {final.name} could not be written under {self.dir} ({error})")
-            return f"{self.failures[-1]}: correct that, then run the same command to resume"
+                shutil.rmtree(tmp, ignore_errors=True)      # renamed by now, unless a stage failed
         # In a row of skips these weights may be what is wrong: the next good save prunes, or a rollback deletes this one.
         if self.world.is_main and not manifest["state"].get("guard", {}).get("consecutive"):
             self._prune()
-        return None
 
-    def _together(self, name: str, stage: Callable[[], object]) -> list:
+    def _together(self, stage: Callable[[], T]) -> list[T]:
         """The stage's result on each rank. Raises RuntimeError on every rank where it failed on one."""
-        result = problem = None
-        try:
-            result = stage()
-        except (Exception, CheckpointException) as error:
-            rank = next(iter(getattr(error, "failures", ())), self.world.rank)
-            problem = f"{name}: {f'rank {rank}: ' * (self.world.size > 1)}{cause(error)}"
-            if not OUT_OF_MEMORY.search(problem):
-                with suppress(OSError):     # where the disk is full, torch's own words do not say so
-                    problem += f"; {shutil.disk_usage(self.dir).free / GIB:.3g} GiB are free on its disk"
-        outcomes = gather((result, problem), self.world)
-        if problems := [problem for _, problem in outcomes if problem]:
-            raise RuntimeError(problems[0])
-        return [result for result, _ in outcomes]
+        def attempt() -> T:
+            try:
+                return stage()
+            except (Exception, CheckpointException) as error:
+                rank = next(iter(getattr(error, "failures", ())), self.world.rank)
+                free = shutil.disk_usage(self.dir).free / GIB       # where the disk is full, torch's own words do not say so
+                raise RuntimeError(f"rank {rank}: {cause(error)}; {free:.3g} GiB are free on its disk") from error
 
-    def _begin(self, tmp: Path, final: Path, problem: Exception | None, manifest: dict) -> bool:
+        return together(attempt, self.world)
+
+    def _begin(self, tmp: Path, final: Path, problem: Exception | None) -> bool:
         """Wait for the copies; rank 0 makes the folder. Returns whether the checkpoint exists already, as after a resume."""
         if problem:
             raise problem
@@ -209,10 +201,6 @@ class Saver:
         is_there = (final / "DONE").exists()
         if self.world.is_main and not is_there:
             self._sweep()
-            need = sum(math.prod(shape) * getattr(torch, dtype.removeprefix("torch.")).itemsize
-                       for shape, dtype in manifest["tensors"].values())
-            if shutil.disk_usage(self.dir).free < need:
-                raise OSError(f"it needs {need / GIB:.3g} GiB")
             tmp.mkdir()
         return is_there
 
@@ -228,17 +216,16 @@ class Saver:
         if absent := [name for name in manifest["files"] if not (tmp / name).is_file()]:
             raise OSError(f"{absent[0]}, which another rank wrote, is not there on rank 0: all machines must share this folder")
         seal(tmp, manifest)
-        if final.exists():      # a folder without DONE: never a whole checkpoint
-            shutil.rmtree(final)
+        shutil.rmtree(final, ignore_errors=True)        # a folder without DONE: never a whole checkpoint
         os.rename(tmp, final)
         sync_folder(self.dir)
 
     def _prune(self) -> None:
+        there = {step_of(path): path for path in checkpoints(self.dir.parent)}
         try:
-            there = {step_of(path): path for path in checkpoints(self.dir.parent)}
             for step in there.keys() - kept(list(there), self.policy, dict(self._losses)):
                 _remove(there[step])
-        except Exception as error:      # the save itself is good
+        except OSError as error:        # the save itself is good
             self.failures.append(f"an old checkpoint could not be removed: {error}")
 
     def _sweep(self) -> None:
@@ -316,8 +303,6 @@ def read_manifest(path: Path) -> dict:
             hashes = pool.map(lambda name: file_sha256(path / name), manifest["files"])
             for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
                 check(name, found == entry["sha256"])
-    except PermissionError as error:    # no damage
-        raise UserError(f"{error.filename} may not be read: correct its rights") from error
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:     # any other OSError is the machine's
         raise DamagedError(f"{error.filename} cannot be read ({error.strerror}): move {path} away to use the one before "
                            f"it") from error
@@ -343,51 +328,48 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
     silently; UserError where the newest has another format or does not fit `tensors`. No save may be under way, whose
     collectives would mix with these.
     """
-    found = run_on_rank0(world, partial(_newest_whole, Path(run_dir), say, before))
-    if found:
-        try:
-            load(found[0], found[1], tensors, world)
-        except DamagedError as error:       # its files are what was written
-            raise MachineError(f"{error}: run the same command again, or move it away to use the one before it") from error
-    return found
-
-
-def _newest_whole(run_dir: Path, say: Callable[[str], None], before: int | None) -> tuple[Path, dict] | None:
-    for path in reversed(checkpoints(run_dir)):
-        if before is None or step_of(path) < before:
+    def newest_whole() -> tuple[Path, dict] | None:
+        for path in reversed(checkpoints(run_dir)):
+            if before is not None and step_of(path) >= before:
+                continue
             try:
                 return path, read_manifest(path)
             except DamagedError as error:
-                names = (path.with_name(f"bad_{path.name}" + f"_{n}" * (n > 1)) for n in count(1))
-                aside = next(name for name in names if not name.exists())   # an earlier one of that step stays too
+                aside = path.with_name(f"bad_{path.name}")
+                while aside.exists():       # an earlier one of that step stays too
+                    aside = aside.with_name(f"{aside.name}_again")
                 os.rename(path, aside)
                 say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {str(error).partition(': move ')[0]}")
-    if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
-        raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back a "
-                           f"copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
-    return None
+        if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
+            raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back "
+                               f"a copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
+        return None
+
+    if found := run_on_rank0(world, newest_whole):
+        load(*found, tensors, world)
+    return found
 
 
 def load(path: Path, manifest: dict, tensors: dict[str, torch.Tensor], world=None) -> None:
     """Fill `tensors`, sharded or not, in place from a checkpoint of any world size; by all ranks together.
 
-    Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; DamagedError, on
-    all ranks, where reading failed on one of them; MemoryError in the same way.
+    Raises UserError where the checkpoint lacks one of them or holds it in another shape or dtype; MachineError, on all ranks,
+    where reading failed on one of them.
     """
     for name, want in describe(tensors).items():
         have = manifest["tensors"].get(name)
         if have != want:
             raise UserError(f"{path} holds {name} as {have}, the model needs {want}: the configuration does not fit")
-    failure, reader = None, TensorReader(path)
-    try:
+    def read() -> None:
+        reader = TensorReader(path)
         reader.read_metadata()      # what is wrong with it, said as it is: DCP of torch 2.11 goes on without
         dcp.load(tensors, storage_reader=reader, **_process_group(world))
+
+    try:
+        together(read, world)
     except (Exception, CheckpointException) as error:
-        failure = cause(error)
-    if failures := list(filter(None, gather(failure, world))):
-        if failures[0].startswith("MemoryError") or OUT_OF_MEMORY.search(failures[0]):      # told with what needs less memory
-            raise MemoryError(f"{path} could not be loaded: {failures[0]}")
-        raise DamagedError(f"{path} could not be loaded ({failures[0]})")
+        raise MachineError(f"{path} could not be loaded ({cause(error)}): run the same command again, or move it away to use "
+                           f"the one before it") from error
 
 
 def load_model(run_dir: str | Path, device: str | torch.device = "cpu", compute_dtype: torch.dtype = torch.bfloat16,
@@ -472,31 +454,26 @@ def origin_of(manifest: dict) -> dict | None:
 
 
 def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
-    assert config.parent
-    path, step = Path(config.start_from or ""), config.parent[1]
+    path = Path(config.start_from or "")
     is_run = not path.name.startswith("step_")      # the weights alone of its last checkpoint
     run_dir = path if is_run else path.parent.parent
     there = checkpoints(run_dir)
     path = there[-1] if is_run and there else path
     if path not in there:
-        remedy = (f"train that run past this step with checkpoint.at={step}, or leave start_from out: the whole run ends in the "
-                  f"same weights" if step else
-                  f"train that run first, or import a model, python -m eval.export --from-hf DIR {run_dir}")
         raise UserError(f"start_from={config.start_from} is no finished checkpoint; {run_dir} has "
-                        f"{', '.join(p.name for p in there) or 'none'}: {remedy}")
+                        f"{', '.join(p.name for p in there) or 'none'}: train that run first (checkpoint.at=STEP keeps a step to "
+                        f"branch off), or import a model, python -m eval.export --from-hf DIR {run_dir}")
     manifest = read_manifest(path)
     parent = config_from_dict(manifest["config"])
-    if is_run and not is_weights_only(manifest):
-        if not (run_dir / "summary.json").exists():
-            raise UserError(f"start_from={run_dir} is not finished, so its last checkpoint may not be the last: finish that run")
-        if step_of(path) != parent.total_steps:
-            raise UserError(f"start_from={run_dir} is finished after step {parent.total_steps}, but {path.name} is the last of "
-                            f"its checkpoints: put the one of its last step back")
-        manifest |= {"step": 0, "state": {"imported": {
-            "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
-    if not is_weights_only(manifest):
+    if not is_run and not is_weights_only(manifest):
         check_branch(config, parent, manifest["step"])
         return path, manifest
+    if not is_weights_only(manifest):
+        if step_of(path) != parent.total_steps:
+            raise UserError(f"start_from={run_dir} has {path.name} as the last of its checkpoints, not that of its last step, "
+                            f"{parent.total_steps}: finish that run, or put that checkpoint back")
+        manifest |= {"step": 0, "state": {"imported": {
+            "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
     if changes := [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
                    if key not in WEIGHTS_FREE and ours[key] != theirs[key]]:
@@ -514,20 +491,20 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
 
 def run_on_rank0(world, work: Callable[[], T]) -> T:
     """What work() returns on rank 0, on every rank; what it raises there is raised on every rank. None: one process."""
-    result: Any = None
-    error = None
-    if world is None or world.is_main:
-        try:
-            result = work()
-        except Exception as problem:
-            error = problem
-    if world is not None and world.size > 1:
-        box = [(result, error)]
-        dist.broadcast_object_list(box, src=0, group=world.checkpoint_group)
-        result, error = box[0]
-    if error is not None:
-        raise error
-    return result
+    return together(lambda: work() if world is None or world.is_main else cast(T, None), world)[0]
+
+
+def together(work: Callable[[], T], world) -> list[T]:
+    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all."""
+    result, error = cast(T, None), None
+    try:
+        result = work()
+    except (Exception, CheckpointException) as problem:
+        error = problem
+    outcomes = gather((result, error), world)
+    if raised := [problem for _, problem in outcomes if problem is not None]:
+        raise error or raised[0]        # its own, where it has one: that knows where it was raised
+    return [result for result, _ in outcomes]
 
 
 def gather(value: object, world) -> list:

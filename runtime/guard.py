@@ -20,9 +20,9 @@ Modes log and off never roll back: there, guard.skips steps in a row that are no
 
 import enum
 import math
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,26 +57,29 @@ class Verdict(enum.Enum):
     STOP = "STOP"           # skip, and end the run with a diagnosis
 
 
+@dataclass
 class Guard:
     """Judges each step before the optimizer is touched. Every rank passes the same two numbers, so all ranks agree.
 
-    `state` is what state() of an earlier Guard returned, None for a new run.
-    """
+    All but settings and reason is what a checkpoint stores: Guard(settings, **state) goes on where state() was taken."""
 
-    def __init__(self, settings: GuardConfig, state: dict | None = None):
-        state = state or {}
-        self.settings = settings
-        self.reason = ""                                    # of the last verdict that was not OK
-        self.skipped: int = state.get("skipped", 0)         # steps since the run began, those undone by a rollback included
-        self.rollbacks: int = state.get("rollbacks", 0)     # since the run began
-        self._is_back: bool = state.get("is_back", False)   # no step has been accepted since the last rollback
-        self._load_window(state)
+    settings: GuardConfig
+    consecutive: int = 0                # skips since the last accepted step
+    skipped: int = 0                    # steps since the run began, those undone by a rollback included
+    rollbacks: int = 0                  # since the run began
+    is_back: bool = False               # no step has been accepted since the last rollback
+    suspect_since: int | None = None    # steps done before the first skip in a row
+    accepted: list[list[float]] = field(default_factory=list)       # [loss, norm] of the window's steps
+    spikes: list[list[float]] = field(default_factory=list)         # [loss, norm] of the finite spikes in a row
+    reason: str = ""                    # of the last verdict that was not OK
 
-    def _load_window(self, state: dict) -> None:
-        self.consecutive: int = state.get("consecutive", 0)                     # skips since the last accepted step
-        self.suspect_since: int | None = state.get("suspect_since")             # steps done before the first of these
-        self._accepted = deque(state.get("accepted", ()), self.settings.window)     # [loss, norm] of the window's steps
-        self._spikes: list[list[float]] = list(state.get("spikes", ()))         # [loss, norm] of the finite spikes in a row
+    def state(self) -> dict:
+        """What a checkpoint stores, as JSON can hold it."""
+        return {key: value for key, value in vars(self).items() if key not in ("settings", "reason")}
+
+    def rolled_back(self, state: dict) -> None:
+        """Go on from a checkpoint that holds `state`: with its window, but the current counts, which nothing undoes."""
+        vars(self).update(state, skipped=self.skipped, rollbacks=self.rollbacks + 1, is_back=True)
 
     def judge(self, step: int, loss: float, grad_norm: float, can_roll_back: Callable[[int], bool]) -> Verdict:
         """The verdict on a step that comes after `step` others.
@@ -85,17 +88,17 @@ class Guard:
         all ranks, so it is asked only at the end of a row of skips.
         """
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            self._spikes.clear()
+            self.spikes = []
             return self._skip(step, f"loss {loss:.6g}, gradient norm {grad_norm:.6g}", can_roll_back)
         spike = self._describe_spike(loss, grad_norm) if self.settings.mode != "off" else None
         if spike is None:
             self._accept([[loss, grad_norm]])
             return Verdict.OK
-        self._spikes.append([loss, grad_norm])
-        if len(self._spikes) >= self.settings.skips and self._is_new_level():
-            self.reason = f"{spike}; the last of {len(self._spikes)} in a row, taken for the new level"
-            self._accepted.clear()
-            self._accept(self._spikes)
+        self.spikes = [*self.spikes, [loss, grad_norm]]
+        if len(self.spikes) >= self.settings.skips and self._is_new_level():
+            self.reason = f"{spike}; the last of {len(self.spikes)} in a row, taken for the new level"
+            self.accepted = []
+            self._accept(self.spikes)
             return Verdict.SPIKE
         if self.settings.mode == "log":
             self.consecutive, self.suspect_since = 0, None
@@ -108,22 +111,10 @@ class Guard:
         self.suspect_since, self.reason = step, what
         return self._give_up(can_roll_back)
 
-    def rolled_back(self, state: dict) -> None:
-        """Go on from a checkpoint that holds `state`: with its window, but the current counts, which nothing undoes."""
-        self._load_window(state)
-        self.rollbacks += 1
-        self._is_back = True
-
-    def state(self) -> dict:
-        """What a checkpoint stores, as JSON can hold it."""
-        return {"consecutive": self.consecutive, "skipped": self.skipped, "rollbacks": self.rollbacks,
-                "is_back": self._is_back, "suspect_since": self.suspect_since,
-                "accepted": list(self._accepted), "spikes": list(self._spikes)}
-
     def _accept(self, steps: list[list[float]]) -> None:
-        self._accepted.extend(steps)
-        self._spikes = []
-        self.consecutive, self.suspect_since, self._is_back = 0, None, False
+        self.accepted = (self.accepted + steps)[-self.settings.window:]
+        self.spikes = []
+        self.consecutive, self.suspect_since, self.is_back = 0, None, False
 
     def _skip(self, step: int, what: str, can_roll_back: Callable[[int], bool]) -> Verdict:
         if self.consecutive == 0:
@@ -146,26 +137,26 @@ class Guard:
         return Verdict.STOP
 
     def _is_new_level(self) -> bool:
-        losses = [loss for loss, _ in self._spikes]
+        losses = [loss for loss, _ in self.spikes]
         middle, sd = self._usual()
         if self.settings.mode == "log" or (_log(max(losses)) - middle[0]) / sd[0] <= self.settings.threshold:
             return True
-        return self._is_back and max(losses) <= LEVEL * min(losses)
+        return self.is_back and max(losses) <= LEVEL * min(losses)
 
     def _describe_spike(self, loss: float, grad_norm: float) -> str | None:
         """Which of the two is a spike, and how large; None where neither is, or the window is not yet half full."""
-        if 2 * len(self._accepted) < self.settings.window:
+        if 2 * len(self.accepted) < self.settings.window:
             return None
         said = []
         for name, value, middle, sd in zip(("loss", "gradient norm"), (loss, grad_norm), *self._usual(), strict=True):
             if (height := (_log(value) - middle) / sd) > self.settings.threshold:
                 said.append(f"{name} {value:.6g} is {value / math.exp(middle):.3g} x its median {math.exp(middle):.6g} "
                             f"({height:.1f} robust standard deviations)")
-        return f"{' and '.join(said)} of the last {len(self._accepted)} accepted steps" if said else None
+        return f"{' and '.join(said)} of the last {len(self.accepted)} accepted steps" if said else None
 
     def _usual(self) -> tuple[np.ndarray, tuple[float, float]]:
         """Of the window's losses and of its gradient norms: median and robust standard deviation of the logarithm."""
-        logs = np.log(np.maximum(np.array(self._accepted), TINY))       # (steps, 2)
+        logs = np.log(np.maximum(np.array(self.accepted), TINY))       # (steps, 2)
         middle = np.median(logs, axis=0)
         sd = MAD_TO_SD * np.median(abs(logs - middle), axis=0)
         loss_sd = min(max(sd[0], LOSS_SD[0]), LOSS_SD[1])
@@ -195,47 +186,26 @@ def diagnose(model: nn.Module, tensors: dict[str, torch.Tensor], x: torch.Tensor
     path = run_dir / "diagnosis.json"
     try:
         for kind, prefix in (("weights", "model."), ("moments", "optim.")):
-            found[kind] = _count({name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)})
-        found["gradients"] = _count({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        if is_main:
-            write_json(path, found)     # in case the new pass crashes or hangs
+            found[kind] = {name.removeprefix(prefix): _count(t) for name, t in tensors.items() if name.startswith(prefix)}
+        found["gradients"] = {name: _count(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         found["modules"] = _count_outputs(model, x, y)
     except Exception as error:
         found["problems"].append(f"{type(error).__name__}: {error}".splitlines()[0][:300])
-        if not is_main:         # rank 0 may wait for this one in a collective
-            print(f"the diagnosis failed on this rank: {found['problems'][0]}; {_findings(found)}", flush=True)
     with suppress(OSError):
         if is_main:
             write_json(path, found)
     return f"{reason}: lower optim.lr, or go on from an older checkpoint\n{_findings(found)}\nmore in {path}"
 
 
-def _count(tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, int]]:
-    """By name: values, and those not finite, over all ranks; each value of a sharded tensor counts once."""
-    local, ranks = {}, dist.get_world_size() if dist.is_initialized() else 1
-    for name, tensor in tensors.items():
-        replicas = ranks
-        if isinstance(tensor, DTensor):
-            replicas = math.prod(n for n, p in zip(tensor.device_mesh.shape, tensor.placements, strict=True) if p.is_replicate())
-            tensor = tensor.to_local()
-        bad = (~tensor.isfinite()).sum().double()
-        local[name] = torch.stack((torch.full_like(bad, tensor.numel()), bad)) / replicas
-    return _summed(local)
-
-
-def _summed(local: dict[str, torch.Tensor]) -> dict[str, dict[str, int]]:
-    """Of each name's values and those not finite on this rank, (2,), the sums over all ranks."""
-    if not local:
-        return {}
-    sums = torch.stack([counts.double() for counts in local.values()])
-    if dist.is_initialized():
-        dist.all_reduce(sums)
-    return {name: {"values": round(values), "not_finite": round(bad)}
-            for name, (values, bad) in zip(local, sums.tolist(), strict=True)}
+def _count(tensor: torch.Tensor) -> dict[str, int]:
+    """Values, and those not finite, over all ranks; each value of a sharded tensor counts once."""
+    bad = (~tensor.isfinite()).sum()
+    return {"values": tensor.numel(), "not_finite": int(bad.full_tensor() if isinstance(bad, DTensor) else bad)}
 
 
 def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[str, dict[str, int]]:
-    """Of every module's outputs in an eager forward pass that keeps no activations: it fits wherever training did."""
+    """Of every module's outputs, over all ranks, in an eager forward pass that keeps no activations: it fits wherever training
+    did."""
     seen: dict[str, torch.Tensor] = {}
 
     def note(name: str, module: nn.Module, inputs: tuple, output: object) -> None:
@@ -248,21 +218,21 @@ def _count_outputs(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> dict[s
             module.register_forward_hook(partial(note, name))       # which stay: the run is over
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         model(x, y)
-    return _summed(seen)
+    sums = torch.stack(list(seen.values()))
+    if dist.is_initialized():
+        dist.all_reduce(sums)
+    return {name: {"values": values, "not_finite": bad} for name, (values, bad) in zip(seen, sums.tolist(), strict=True)}
 
 
 def _findings(found: dict) -> str:
     """One line for people."""
-    said = []
-    bad = {kind: {name: f"{c['not_finite']:,} of {c['values']:,} values" for name, c in found[kind].items() if c["not_finite"]}
+    bad = {kind: [f"{name}: {c['not_finite']:,} of {c['values']:,} values" for name, c in found[kind].items() if c["not_finite"]]
            for kind in ("weights", "moments", "gradients", "modules")}
-    for kind in ("weights", "moments", "gradients"):
-        if bad[kind]:
-            said.append(f"{len(bad[kind])} of {len(found[kind])} {kind} ({'; '.join(map(': '.join, [*bad[kind].items()][:3]))})")
-    said = [f"not finite: {', '.join(said)}" if said else "weights, moments and gradients are finite"]
+    spoilt = ", ".join(f"{len(bad[kind])} of {len(found[kind])} {kind} ({'; '.join(bad[kind][:3])})"
+                       for kind in ("weights", "moments", "gradients") if bad[kind])
+    said = [f"not finite: {spoilt}" if spoilt else "weights, moments and gradients are finite"]
     if bad["modules"]:
-        name, values = next(iter(bad["modules"].items()))
-        said.append(f"in the last micro-batch the first output that is not finite is that of {name} ({values})")
+        said.append(f"in the last micro-batch the first output that is not finite is that of {bad['modules'][0]}")
     elif found["modules"]:
         said.append("all outputs of the last micro-batch, computed anew, are finite")
     return "; ".join(said + found["problems"])

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -52,16 +51,11 @@ def start(config: Config) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     shard = config.parallel.shard or size // config.parallel.replicate
-    _check(config, size, shard, device)
+    _check(config, size, shard)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if size == 1:
         return World(0, 0, 1, device)
-    # NCCL and gloo keep their last 2,000 collectives (about a MB of host memory), and NCCL dumps them where a time-out ends
-    # the job: names that torch 2.13 takes without a warning. runtime/watchdog.py makes the folder when there is a dump.
-    for name, value in {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-                        "TORCH_FR_DUMP_TEMP_FILE": str(config.run_dir / "flight_recorder" / "nccl_rank_")}.items():
-        os.environ.setdefault(name, value)
     # Twice the watchdog's longest time-out: it acts first, by heartbeats of its own, and can name the cause.
     patience = timedelta(seconds=2 * config.parallel.start_timeout)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -69,8 +63,7 @@ def start(config: Config) -> World:
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience,
                             device_id=device if device.type == "cuda" else None)
     mesh = init_device_mesh(device.type, (config.parallel.replicate, shard), mesh_dim_names=("replicate", "shard"))
-    groups: list[Any] = [dist.group.WORLD, *mesh.get_all_groups()]
-    for group in groups:        # the mesh's were made with torch's default: 10 minutes for NCCL
+    for group in mesh.get_all_groups():     # made with torch's default: 10 minutes for NCCL
         transport = group._get_backend(device)
         if hasattr(transport, "_set_default_timeout"):  # torch has no public call for it
             transport._set_default_timeout(patience)
@@ -78,7 +71,7 @@ def start(config: Config) -> World:
     return World(rank, local_rank, size, device, mesh, local_size, dist.new_group(backend="gloo", timeout=patience))
 
 
-def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
+def _check(config: Config, size: int, shard: int) -> None:
     p = config.parallel
     if p.replicate * shard != size:
         raise UserError(f"parallel.replicate={p.replicate} x parallel.shard={p.shard or 'none'} does not make {size} "
@@ -90,10 +83,7 @@ def _check(config: Config, size: int, shard: int, device: torch.device) -> None:
     if config.fp8.all_gather and config.fp8.head and config.model.tied:
         raise UserError("fp8.all_gather=true cannot gather the head as float8 while the embedding shares its weight: set "
                         "fp8.head=false, model.tied=false or fp8.all_gather=false")
-    if device.type == "cuda" and device.index >= torch.cuda.device_count():
-        raise UserError(f"torchrun started a process {device.index} on this machine, which has {torch.cuda.device_count()} "
-                        f"GPUs: start no more processes than GPUs, --nproc_per_node={torch.cuda.device_count()}")
-    if p.compile and device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+    if p.compile and not torch.cuda.is_available() and shutil.which(os.environ.get("CXX", "g++")) is None:
         raise UserError("parallel.compile needs a C++ compiler on a CPU: install g++, or set parallel.compile=off")
     # Nodes can disagree on the count of restarts, which is part of the keys in a lasting store (pytorch#135712): a hang.
     nodes, restarts = (int(os.environ.get(name, 0)) for name in ("GROUP_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"))
@@ -124,12 +114,6 @@ def finish(world: World, code: int) -> None:
     os._exit(code)
 
 
-def barrier(world: World) -> None:
-    """Wait until every rank has come here."""
-    if world.size > 1:
-        dist.barrier(group=world.checkpoint_group)
-
-
 def all_sum(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Sum `tensor` over all ranks, in place."""
     if world.size > 1:
@@ -141,9 +125,9 @@ def all_concatenate(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Stack equally shaped tensors of all ranks: (...) -> (size, ...)."""
     if world.size == 1:
         return tensor[None]
-    parts = [torch.empty_like(tensor) for _ in range(world.size)]
-    dist.all_gather(parts, tensor)
-    return torch.stack(parts)
+    parts = tensor.new_empty(world.size, *tensor.shape)
+    dist.all_gather(list(parts), tensor)
+    return parts
 
 
 # ---------------------------------------------------------------------------------------------------------------- build
@@ -210,9 +194,9 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
         flags.append(f"deterministic algorithms, CUBLAS_WORKSPACE_CONFIG={workspace}, cudnn.deterministic, inductor.deterministic"
                      + (", attention by FlashAttention 2 instead of cuDNN" if world.device.type == "cuda" else ""))
     if world.device.type == "cuda":
-        is_emulated = any(fp8.RECIPES[r].input.scaling == "tile" for r in recipes)     # dequantised, multiplied in fp32
+        # The emulated blockwise recipes multiply dequantised values in fp32, which TF32 would round.
+        is_emulated = any(fp8.RECIPES[recipe].input.scaling == "tile" for recipe in recipes)
         torch.set_float32_matmul_precision("highest" if is_emulated else "high")
-        flags += [] if is_emulated else ["float32 matmuls in TF32 (none is in the training step)"]
         if config.parallel.compile and any(recipe.startswith("rowwise") for recipe in recipes):
             import torch._inductor.config as inductor
             inductor.emulate_precision_casts = True

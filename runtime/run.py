@@ -4,12 +4,12 @@ train.py holds the step. A Run holds everything that outlives one: the folder an
 the guard, the requests to stop, the log. All ranks call its methods together.
 """
 
-import errno
 import fcntl
 import gc
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -26,9 +26,9 @@ import torch
 
 from eval.loss import ValLoss, bits_per_byte, evaluate
 from runtime import fp8, optim, parallel
-from runtime.checkpoint import Saver, branch, checkpoints, is_weights_only, latest, origin_of, restore, run_on_rank0, step_of
+from runtime.checkpoint import Saver, branch, checkpoints, is_weights_only, origin_of, restore, run_on_rank0, step_of
 from runtime.cli import MachineError, UserError
-from runtime.config import Config, config_from_dict, read_config
+from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
@@ -36,7 +36,7 @@ from runtime.machine import device_name, out_of_memory
 from runtime.parallel import World, build
 from runtime.probe import Probe
 from runtime.rows import metrics_rows, read_rows, write_json
-from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_kind, tokenizer_of
+from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,15 +79,16 @@ class Run:
                 raise
 
     def __init__(self, config: Config, world: World, watchdog: Watchdog, cleanup: ExitStack):
-        self.config, self.world, self.watchdog, self._cleanup = config, world, watchdog, cleanup
+        self.config, self.world, self.watchdog = config, world, watchdog
         self._began = time.perf_counter()
         self.log: Log | None = None     # rank 0's
         self.progress, self.guard = Progress(), Guard(config.guard)
         self.tokenizer = load_tokenizer(tokenizer_of(config.run_dir, config.data.tokenizer))
         fp8.check_hardware(config.fp8, world.device)
-        self._is_locked = False
-        # Asked again under the lock: the run may have finished while this start waited.
-        self.is_finished = is_finished(config) or run_on_rank0(world, config.run_dir.is_dir) and self._lock()
+        self.is_finished = is_finished(config)
+        if not self.is_finished:
+            run_on_rank0(world, lambda: cleanup.enter_context(lock_folder(config.run_dir)))
+            self.is_finished = is_finished(config)      # while this start waited for the lock
         if self.is_finished:
             if world.is_main:
                 print(f"{config.run}: finished, all {config.total_steps} steps; nothing to do ({config.run_dir}/summary.json)")
@@ -103,11 +104,8 @@ class Run:
         self._tensors = {f"model.{name}": fp8.unwrap(p.detach()) for name, p in self.model.named_parameters()}
         self._tensors |= {f"optim.{name}": t for name, t in optim.state_tensors(self.optimizer, self.model).items()}
         damaged: list[str] = []     # lines about checkpoints
-        self._switched_from: str | None = None      # the precision of the trunk, where a branch has another one
-        restored, is_branching = self._restore(damaged)
-        self._origin = restored and origin_of(restored[1])
+        restored = self._restore(damaged)
         fp8.refresh_weight_copies(self.model)
-        parallel.barrier(world)     # all ranks have read the folder before one writes to it
         if world.is_main:
             write_json(config.run_dir / "config.json", config.to_dict())    # first: it marks the folder as a run
             keep_tokenizer(config.run_dir, config.data.tokenizer)
@@ -115,88 +113,74 @@ class Run:
         # The save under way is finished where all ranks raise together; where one is lost, it would wait for that rank.
         cleanup.push(lambda kind, error, _: kind in (UserError, MachineError) and not hasattr(error, "__notes__")
                      and self.saver.wait())
-        self._is_stochastic = any(fp8.RECIPES[layer.recipe].grad.is_stochastic for layer in self._built.layers if layer.recipe)
         self._probe = Probe(config.run_dir / "probe.jsonl" if world.is_main else None, self.model,
                             fp8.recipes(self._built.layers, self.loss_scale), config.probe.tokens)
         if world.is_main:
-            self._open_log(restored, is_branching, damaged)
+            self._open_log(cleanup, restored, damaged)
         self._profiler = Profiler(config.profile_steps, config.run_dir, world, self.log.say if self.log else print)
         cleanup.callback(self._profiler.close)
         self.stop = StopRequest()
         self._stream()
         self._is_save_due = self._is_stopping = self._is_frozen = False
+        self._has_trunk = config.parent is not None and config.parent[1] > 0    # whose checkpoint has all that a rollback needs
         # A kill may have come between a save and its validation: that is made up for.
         step = self.progress.step
-        self._is_to_validate = restored is not None and not is_branching and (
-            step == config.total_steps
-            or is_due(config.eval.every, step) and run_on_rank0(world, lambda: not (self.log and self.log.has_validation(step))))
+        is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and self.log.has_validation(step)))
+        self._is_to_validate = is_unknown and is_due(config.eval.every, step) or step == config.total_steps
 
     # ------------------------------------------------------------------------------------------------------- the start
 
-    def _lock(self) -> bool:
-        """Lock the folder; whether the run in it is finished. Raises UserError where another run has it, or its identity differs.
-
-        A folder that exists is locked before memory is taken, a new one is made after all that may refuse the run."""
-        run_on_rank0(self.world, lambda: bool(self._cleanup.enter_context(lock_folder(self.config.run_dir))))
-        self._is_locked = True
-        return is_finished(self.config)
-
-    def _restore(self, damaged: list[str]) -> tuple[tuple[Path, dict] | None, bool]:
+    def _restore(self, damaged: list[str]) -> tuple[Path, dict] | None:
         """Resume from the run's own newest whole checkpoint, else branch off start_from, else initialise.
 
-        Returns the checkpoint's folder and manifest, and whether it is another run's. `damaged` gets lines about own ones."""
-        config, world, model, parent = self.config, self.world, self.model, None
-        if config.start_from and run_on_rank0(world, lambda: latest(config.run_dir) is None):
-            parent = branch(config, self.tokenizer.sha256, self._tensors, world)    # may be refused: before there is a folder
-            theirs, before = config_from_dict(parent[1]["config"]).fp8.label, parent[1]["state"].get("switched_from")
-            is_switch = theirs != config.fp8.label and not is_weights_only(parent[1])
-            self._check_data(*parent, is_switch)
-            self._switched_from = ">".join(filter(None, (before, theirs))) if is_switch else before
-        if not self._is_locked:
-            self._lock()
-        own = restore(config.run_dir, self._tensors, world, say=lambda line: print(line, flush=True) or damaged.append(line))
-        if own is None:
+        Returns the checkpoint's folder and manifest. `damaged` gets lines about own ones."""
+        config, world, is_switch = self.config, self.world, False
+        found = restore(config.run_dir, self._tensors, world, damaged.append)
+        self._is_resumed = found is not None
+        if not found:
             run_on_rank0(world, lambda: refuse_to_start_over(config))
-        else:
-            self._check_data(*own)
-        if (restored := own or parent) is None:
-            model.init_weights(config.seed, self._built.assign)
-            return None, False
-        model.init_buffers()
-        manifest = restored[1]
+            if config.start_from:
+                found = branch(config, self.tokenizer.sha256, self._tensors, world)
+        # The model that the weights go back to, and the precision of the trunk, where a branch has another one.
+        self._origin = self._switched_from = None
+        if not found:
+            self.model.init_weights(config.seed, self._built.assign)
+            return None
+        self.model.init_buffers()
+        manifest, state = found[1], found[1]["state"]
+        self._origin, self._switched_from = origin_of(manifest), state.get("switched_from")
         if not is_weights_only(manifest):
-            state = manifest["state"]
-            self._switched_from = self._switched_from or state.get("switched_from")
+            theirs = config_from_dict(manifest["config"]).fp8.label
+            if not self._is_resumed and theirs != config.fp8.label:
+                is_switch, self._switched_from = True, ">".join(filter(None, (self._switched_from, theirs)))
             self.progress = Progress(manifest["step"], **{f.name: state[f.name] for f in fields(Progress)[1:]})
-            if own is None:     # the parent's hours are its own
+            if not self._is_resumed:        # the parent's hours are its own
                 self.progress.seconds = self.progress.probe_seconds = 0.0
             self._began -= self.progress.seconds
             optim.set_updates(self.optimizer, self.progress.updates)
-            self.guard = Guard(config.guard, state["guard"])
+            self.guard = Guard(config.guard, **state["guard"])
             self.scales.load(state.get("fp8_scales"))       # a trunk of another precision has none
-        return restored, own is None
+        self._check_data(*found, is_switch)
+        return found
 
-    def _check_data(self, checkpoint: Path, manifest: dict, is_switch: bool = False) -> None:
+    def _check_data(self, checkpoint: Path, manifest: dict, is_switch: bool) -> None:
         before = manifest["state"].get("data", self._identity)      # an imported model has none
-        free = {"fp8"} if is_switch else ()
-        if changed := [key for key in self._identity if key not in free and before.get(key) != self._identity[key]]:
-            tokens = manifest["config"]["eval"]["tokens"], self.config.eval.tokens
-            raise UserError(
-                "fp8.recipe=auto chose other layers than this run was begun with, for another GPU, other timings or another "
-                "fp8.kernels: name the recipe and fp8.include/skip, or go on as it was begun" if changed == ["fp8"] else
-                f"eval.tokens={tokens[1]} selects other validation windows than {checkpoint.parent.parent} was begun with: give "
-                f"eval.tokens={tokens[0]}" if changed == ["val"] and tokens[0] != tokens[1] else
-                f"{self.config.data.dir} holds other tokens than {checkpoint.parent.parent} was begun with: restore the shards, "
-                f"or choose another run=")
+        what = {"train": "training tokens than data.dir holds", "val": "validation windows than eval.tokens and data.dir give"}
+        if not is_switch:
+            what["fp8"] = "Linears in FP8 than fp8.recipe=auto chooses here"
+        for key, other in what.items():
+            if before.get(key) != self._identity[key]:
+                raise UserError(f"{checkpoint.parent.parent} was begun with other {other}: restore what its config.json names, "
+                                f"or choose another run=")
 
-    def _open_log(self, restored: tuple[Path, dict] | None, is_branching: bool, damaged: list[str]) -> None:
+    def _open_log(self, cleanup: ExitStack, restored: tuple[Path, dict] | None, damaged: list[str]) -> None:
         config, world, step, total = self.config, self.world, self.progress.step, self._built.counts["params_total"]
         self._meter = Meter(world.device)
-        self._cleanup.callback(self._meter.close)
+        cleanup.callback(self._meter.close)
         write_environment(config.run_dir / "env.json", world.device, ROOT)
         self.log = Log(config, step)
-        self._cleanup.callback(self.log.close)
-        begins = "resuming" if not is_branching else "branching off" if step else "on from"
+        cleanup.callback(self.log.close)
+        begins = "resuming" if self._is_resumed else "branching off" if step else "on from"
         self.log.say("\n".join([
             f"{config.run}: {total:,} parameters, {config.total_steps:,} steps of {config.data.tokens_per_step:,} tokens = "
             f"{config.total_tokens:,} tokens ({config.total_tokens / total:.1f} per parameter)",
@@ -208,9 +192,9 @@ class Run:
             + (f"; trained in {self._switched_from} before its branch point" if self._switched_from else ""),
         ]))
         if restored:
-            self.log.event({"event": "branch" if is_branching else "resume", "step": step})
+            self.log.event({"event": "resume" if self._is_resumed else "branch", "step": step})
         for line in damaged:
-            self.log.event({"event": "bad_checkpoint", "step": step, "reason": line})
+            self._log_event("bad_checkpoint", step, line)
 
     # -------------------------------------------------------------------------------------------- around each step
 
@@ -228,7 +212,6 @@ class Run:
         Validates first, where that is due, and goes back to a checkpoint where the loss is not finite."""
         if self._is_to_validate and not self._is_stopping:
             self._is_to_validate = False
-            self._eval_began = time.perf_counter()
             val = self._validate()
             if val is None:
                 self._is_stopping = True
@@ -250,12 +233,11 @@ class Run:
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of the next micro-batch, (B, T) each, on the device."""
+        config, world = self.config, self.world
         self.at("reading a micro-batch")
         self._batch = next(self._batches)
-        if self._is_stochastic:
-            config, world = self.config, self.world
-            tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
-            fp8.set_position(self.model, tokens, config.seed)
+        tokens = (next(self._micro) * world.size + world.rank) * config.micro_batch * config.model.n_ctx
+        fp8.set_position(self.model, tokens, config.seed)       # of stochastic rounding
         self.at("forward and backward")
         return self._batch
 
@@ -267,13 +249,8 @@ class Run:
         """Whether there is a checkpoint of fewer than `before` steps, a branch's branch point included; by all ranks."""
         self._at_slow("waiting for the save under way")
         self.saver.wait()
-        left = [Path(self.config.start_from or "")] if self._left_before(before) else []
-        return run_on_rank0(self.world, lambda: any(step_of(path) < before for path in checkpoints(self.config.run_dir))
-                            or any((path / "DONE").exists() for path in left))
-
-    def _left_before(self, step: int) -> bool:
-        """Whether this is a branch that has left its trunk before `step`."""
-        return self.config.parent is not None and 0 < self.config.parent[1] < step
+        paths = [*checkpoints(self.config.run_dir), *([Path(self.config.start_from or "")] if self._has_trunk else [])]
+        return run_on_rank0(self.world, lambda: any(step_of(path) < before and (path / "DONE").exists() for path in paths))
 
     def end_step(self, verdict: Verdict, loss: float, grad_norm: float, lr: float, step_scale: float, is_stopping: bool,
                  n_saturated: int = 0) -> None:
@@ -306,7 +283,7 @@ class Run:
             began = time.perf_counter()
             self._probe(step, *self._batch, step_scale)
             progress.probe_seconds += time.perf_counter() - began
-        self._is_save_due |= is_due(config.checkpoint.every, step) or is_due(config.checkpoint.rolling, step)
+        self._is_save_due |= is_regular(config.checkpoint, step)
         # In a row of skips the weights may be what is wrong, no checkpoint to go back to: what is due waits for its end.
         if self._is_save_due and not self.guard.consecutive or step in (*config.checkpoint.at, config.total_steps):
             self._save()        # before the evaluation: a fault there must not cost the steps
@@ -342,9 +319,9 @@ class Run:
         step = self.progress.step
         self._at_slow("saving a checkpoint")
         self.progress.seconds = time.perf_counter() - self._began
-        state = {**asdict(self.progress), "guard": self.guard.state(), "data": self._identity,
-                 "tokenizer_sha256": self.tokenizer.sha256, "origin": self._origin,
-                 "switched_from": self._switched_from}
+        state = asdict(self.progress) | {
+            "guard": self.guard.state(), "data": self._identity, "tokenizer_sha256": self.tokenizer.sha256,
+            "origin": self._origin, "switched_from": self._switched_from}
         if scales := self.scales.state():
             state["fp8_scales"] = scales
         del state["step"]               # the manifest's own
@@ -359,7 +336,7 @@ class Run:
         self._at_slow("going back to a checkpoint")
         found = restore(self.config.run_dir, self._tensors, self.world, lambda line: self._log_event("bad_checkpoint", bad, line),
                         guard.suspect_since)
-        if found is None and self._left_before(guard.suspect_since or 0):
+        if found is None and self._has_trunk:
             found = branch(self.config, self.tokenizer.sha256, self._tensors, self.world)
         if found is None:
             raise MachineError(f"step {bad}: {guard.reason}, and no checkpoint from before to go back to: lower optim.lr")
@@ -407,7 +384,7 @@ class Run:
         self.data.verified()
         self.progress.seconds = time.perf_counter() - self._began
         if self.log:
-            summary = summarise(self, as_trained, in_bf16, eval_s=time.perf_counter() - self._eval_began)
+            summary = summarise(self, as_trained, in_bf16)
             save_sequence_losses(self.config.run_dir / "val_losses.npz", as_trained, in_bf16)
             write_json(self.config.run_dir / "summary.json", summary)
             probes = f", {summary['probe_share']:.1%} of it probes" if summary["probe_s"] else ""
@@ -432,14 +409,20 @@ def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
+def is_regular(policy: CheckpointConfig, step: int) -> bool:
+    return is_due(policy.every, step) or is_due(policy.rolling, step)
+
+
 # ------------------------------------------------------------------------------------------------------ the run's folder
 
 LOCK = ".lock"
 LOCK_TIMEOUT_S = 3.0        # a run that was told to stop and one that is started right after it may overlap for a moment
 
 
-def lock_folder(run_dir: Path) -> TextIO:
-    """Make a run's folder where there is none, and lock it until the returned file is closed or this process dies.
+@contextmanager
+def lock_folder(run_dir: Path) -> Iterator[None]:
+    """Make a run's folder where there is none, and lock it until the block ends or this process dies. A folder in which nothing
+    was written is removed again.
 
     The lock is POSIX's (fcntl.lockf): the kernel drops it with the process, however that dies, and no child inherits it,
     as it would with flock, where a forgotten worker keeps the folder of a dead run locked. Its trap: a process loses it by
@@ -449,32 +432,35 @@ def lock_folder(run_dir: Path) -> TextIO:
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = open(run_dir / LOCK, "a+")       # noqa: SIM115 - the run closes it
+        file = open(run_dir / LOCK, "a+")       # noqa: SIM115 - closed below
     except (FileExistsError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise UserError(f"{error.filename}: {error.strerror}; a run needs a folder {run_dir} that it can make and write to: "
-                        f"choose another out= or run=, or correct the rights") from error
-    end = time.monotonic() + LOCK_TIMEOUT_S
-    while True:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except (BlockingIOError, PermissionError) as error:     # EAGAIN, EACCES: another process has it
+        raise UserError(f"{error.filename}: {error.strerror}; choose another out= or run=, or correct the rights") from error
+    with file:
+        end = time.monotonic() + LOCK_TIMEOUT_S
+        while _is_locked_by_another(file):
             if time.monotonic() > end:
                 file.seek(0)
-                raise UserError(f"{run_dir} is being written by {file.read(200) or 'another process'}: wait for that run, stop "
-                                f"it, or choose another run=") from error
+                raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for that run, stop it, or choose another "
+                                f"run=")
             time.sleep(0.1)
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-                error.filename = str(run_dir)
-                raise
-            print(f"{run_dir}: this file system has no locks ({error.strerror}), so nothing keeps a second run from writing "
-                  f"here: start none")
-            break
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
-    file.flush()
-    return file
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        try:
+            yield
+        finally:
+            if os.listdir(run_dir) == [LOCK]:
+                shutil.rmtree(run_dir)
+
+
+def _is_locked_by_another(file: TextIO) -> bool:
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):      # EAGAIN, EACCES
+        return True
+    except OSError as error:
+        print(f"{file.name}: this file system has no locks ({error.strerror}), so nothing keeps a second run from writing here")
+    return False
 
 
 def is_finished(config: Config) -> bool:
@@ -496,12 +482,11 @@ def refuse_to_start_over(config: Config) -> None:
     """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more.
 
     The first save that was due may have been cut short; the second one has waited for it."""
-    policy, rows = config.checkpoint, metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
+    rows = metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
     steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
-    reached = max(steps, default=0)
-    if sum(step in policy.at or is_due(policy.every, step) or is_due(policy.rolling, step) for step in steps) > 1:
-        raise UserError(f"{config.run_dir} has come to step {reached}, yet no checkpoint of it is left: put its checkpoints/ "
-                          f"back, or delete the folder to start the run anew")
+    if sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
+        raise UserError(f"{config.run_dir} has come to step {max(steps)}, yet no checkpoint of it is left: put its checkpoints/ "
+                        f"back, or delete the folder to start the run anew")
 
 
 # ----------------------------------------------------------------------------------------------------- requests to stop
@@ -537,48 +522,36 @@ class StopRequest:
 
 # -------------------------------------------------------------------------------------------------------- the summary
 
-def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) -> dict:
+def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss) -> dict:
     """The run's record, for scaling/: counts and FLOPs by convention, losses, precision, speed, identities.
 
     Every N and every FLOP count is named by its convention, so that nobody has to guess which one a number follows."""
     config, world, data, counts, layers, guard = run.config, run.world, run.data, run._built.counts, run._built.layers, run.guard
-    wall_s, probe_s = run.progress.seconds, run.progress.probe_seconds
     m, o, steps, tokens = config.model, config.optim, config.total_steps, config.total_tokens
     env = json.loads((config.run_dir / "env.json").read_text())
     rows = read_rows(config.run_dir / "metrics.jsonl")
     name, on_gpu = device_name(world.device), world.device.type == "cuda"
     peak = peak_flops(name) if on_gpu else None
     converted = [layer for layer in layers if layer.reason is None]
-    lr_last = optim.learning_rate(steps - 1, steps, o)
     arms, began = (("as_trained", as_trained), ("bf16", in_bf16)), lineage(config, run._origin)
     return {
         "schema_version": 1, "run_id": config.run, "pair_id": pair_id(config, began["continued_from"]), **began,
         "status": "ok" if guard.consecutive == 0 else "diverged",
-        "git_commit": env["git_commit"], "git_dirty": env["git_dirty"], "cmd": env["command"],
-        "config_sha256": digest(config.to_dict()), "device": name, "n_gpu": world.size,
-        "torch": env["torch"], "torchao": env["torchao"], "cuda": env["cuda"],
-        "t_start": env["t_start"], "t_end": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "seed": config.seed,
-        "repeat": config.repeat, "data_sha256": data.train_sha256, "val_sha256": data.val_sha256,
-        "tokenizer": tokenizer_kind(config.data.tokenizer), "tokenizer_sha256": run.tokenizer.sha256,
-        "vocab_size": m.vocab_size, "vocab_padded": m.vocab_padded, "n_layer": m.n_layer, "n_head": m.n_head,
-        "n_kv_head": m.kv_heads, "n_embd": m.n_embd, "n_ffn": m.n_ffn, "n_ctx": m.n_ctx, "tied": m.tied,
+        **{key: env[key] for key in ("git_commit", "torch", "torchao", "t_start")},
+        "device": name, "n_gpu": world.size, "seed": config.seed, "repeat": config.repeat,
+        "data_sha256": data.train_sha256, "val_sha256": data.val_sha256, "tokenizer_sha256": run.tokenizer.sha256,
+        **{key: getattr(m, key) for key in ("vocab_size", "vocab_padded", "n_layer", "n_head", "n_embd", "n_ffn", "n_ctx")},
         **counts, "params_fp8": sum(layer.params for layer in converted),
-        "steps": steps, "tokens": tokens, "tok_per_param_total": tokens / counts["params_total"],
-        "tok_per_param_nonembed": tokens / counts["params_nonembed"],
-        "tokens_per_step": config.data.tokens_per_step, "micro_batch": config.data.micro_batch,
-        "grad_accum": config.accumulation(world.size), "optimizer": {"adamw": "AdamW", "muon": "Muon"}[o.kind],
-        "beta1": o.beta1, "beta2": o.beta2, "eps": o.eps,
-        "weight_decay": o.weight_decay, "clip": o.clip, "schedule": o.schedule, "lr_peak": o.lr, "lr_last": lr_last,
-        "lr_min": o.lr * o.min_lr_ratio, "warmup_steps": o.warmup_steps(steps),
-        "is_annealed": lr_last < o.lr,      # the schedule has ended, or this would not be written
+        "steps": steps, "tokens": tokens, "tokens_per_step": config.data.tokens_per_step,
+        "optimizer": {"adamw": "AdamW", "muon": "Muon"}[o.kind], "lr_peak": o.lr, "warmup_steps": o.warmup_steps(steps),
+        **{key: getattr(o, key) for key in ("beta1", "beta2", "eps", "weight_decay", "clip", "schedule")},
+        "is_annealed": optim.learning_rate(steps - 1, steps, o) < o.lr,     # the schedule has ended, or this would not be written
         "precision": {
-            "recipe": config.fp8.label, "switched_from": run._switched_from,
+            "recipe": config.fp8.label, "switched_from": run._switched_from, "compile": bool(config.parallel.compile),
             "layers_converted": [layer.name for layer in converted],
             "layers_recipes": {layer.name: layer.recipe for layer in converted},
             "layers_kernels": [layer.name for layer in converted if layer.kernels],
             "layers_skipped": {layer.name: layer.reason for layer in layers if layer.reason is not None},
-            "compute_dtype": "bfloat16", "master_dtype": "float32", "reduce_dtype": "float32",
-            "compile": bool(config.parallel.compile), "compile_unit": config.parallel.compile or None,
         },
         "loss_as_trained": as_trained.loss, "loss_as_trained_se_seq": as_trained.standard_error,
         "loss_bf16": in_bf16.loss, "loss_bf16_se_seq": in_bf16.standard_error,
@@ -586,14 +559,13 @@ def summarise(run: Run, as_trained: ValLoss, in_bf16: ValLoss, eval_s: float) ->
             "weight": data.weights[source], "epochs": data.epochs[source],
             **{f"loss_{arm}": val.source_loss(source) for arm, val in arms},
             **{f"bpb_{arm}": bits_per_byte(val.source_loss(source), data.val(source)) for arm, val in arms},
-            "sequences": len(data.val(source)), "tokens": data.val(source).tokens, "text_bytes": data.val(source).text_bytes,
         } for source in data.sources},
         "train_loss_last": next(row["loss"] for row in reversed(rows) if row["kind"] == "train"),
-        "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks, "moved_on_steps": run.progress.data_offset,
+        "skipped_steps": guard.skipped, "rollbacks": guard.rollbacks,
         **throughput(rows, config.data.tokens_per_step, counts["flops_per_token"], peak[0] * world.size if peak else None),
-        "wall_s": wall_s, "eval_s": eval_s, "probe_s": probe_s, "probe_share": probe_s / wall_s,
+        "wall_s": run.progress.seconds, "probe_s": run.progress.probe_seconds,
+        "probe_share": run.progress.probe_seconds / run.progress.seconds,
         "mem_peak_gib": torch.cuda.max_memory_allocated(world.device) / 2**30 if on_gpu else None,
-        "mem_reserved_gib": torch.cuda.max_memory_reserved(world.device) / 2**30 if on_gpu else None,
     }
 
 

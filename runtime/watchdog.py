@@ -16,16 +16,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 BEAT = 0.5          # seconds between two heartbeats
 LISTEN = 6          # heartbeats in which a rank must be heard of, or it counts as stopped or dead
-STORE_TIMEOUT = 5   # seconds that the store has for an answer: if its host is stopped there is none
+STORE_TIMEOUT = 10  # seconds that the store has for an answer: if its host is stopped there is none
+REPORT_S = 60       # after which the process ends, even if a file system or a pipe blocks its report
 STALLED = "watchdog"    # begins the cause of a rank that its own watchdog has ended, mostly for another's fault
 
 
@@ -36,6 +38,7 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def __init__(self, world, run_dir: Path, timeout: float, start_timeout: float):
         self.world, self.run_dir, self.timeout, self.patience = world, Path(run_dir), timeout, start_timeout
+        self._name = f"rank {world.rank} of {world.size} (host {socket.gethostname()}, pid {os.getpid()})"
         self._place: tuple[int, str, float | None] = (0, "start", None)     # calls of at(), where the loop is, its patience
         self._beat = 0
         self._ended: str | None = None      # why this rank ended, for the others; "" if another rank is to blame
@@ -57,7 +60,7 @@ class Watchdog(contextlib.AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         """Stop watching and publish that this rank has ended by itself."""
         self._closed.set()
-        self._thread.join(timeout=2 * STORE_TIMEOUT)
+        self._thread.join(timeout=10)
         if self._ended is None:
             self._ended = "left" if error is None else f"failed: {type(error).__name__}: {error}"[:300]
         self._publish()
@@ -83,90 +86,68 @@ class Watchdog(contextlib.AbstractContextManager):
 
     def _publish(self) -> None:
         self._beat += 1
-        if self._store is not None:
-            calls, where, _ = self._place
-            try:
-                self._store.set(f"rank{self.world.rank}", json.dumps({
-                    "host": socket.gethostname(), "pid": os.getpid(), "calls": calls, "where": where,
-                    "beat": self._beat, "ended": self._ended}))
-            except Exception:       # gone with its host, or at the job's end; training itself no longer needs it
-                self._store = None
+        calls, where, _ = self._place
+        with contextlib.suppress(Exception):    # the store is gone with its host, or at the job's end
+            if self._store is not None:
+                self._store.set(f"rank{self.world.rank}", json.dumps(
+                    {"name": self._name, "calls": calls, "where": where, "beat": self._beat, "ended": self._ended}))
 
     def _end(self, message: str) -> None:
-        """Report and exit; no store, file system or pipe that blocks may keep the process alive."""
+        """Report and exit."""
+        faulthandler.dump_traceback_later(REPORT_S, exit=True)
         self._ended = message       # so that the others do not take a rank that reports for a dead one
         if self.world.size > 1:
-            culprit = _within(60, lambda: self._culprit(is_stalled=True))
+            culprit = self._culprit(is_stalled=True)
             message += f"; {culprit or 'all ranks are alive and equally far: a collective or the device hangs'}"
             self._ended = message
             self._publish()
-        _within(60, lambda: self._report(message))
-        os._exit(1)
-
-    def _report(self, message: str) -> None:
         print(f"\n{message}", file=sys.stderr, flush=True)
-        faulthandler.dump_traceback(file=2, all_threads=True)
-        if not (self.run_dir / "config.json").exists():     # which marks a run: before it, nothing may be written there
-            return
-        stacks, recorder = self.run_dir / "stacks", self.run_dir / "flight_recorder"
-        stacks.mkdir(exist_ok=True)
-        with open(stacks / f"rank_{self.world.rank}.txt", "w") as file:
-            print(message, file=file, flush=True)
-            faulthandler.dump_traceback(file=file, all_threads=True)
-        for name, dump in (("", "_dump_nccl_trace_json"), ("_gloo", "_dump_fr_trace_json")):    # two recorders
-            with contextlib.suppress(Exception):    # a build without NCCL, or no collective yet
-                trace = getattr(torch._C._distributed_c10d, dump)()
+        faulthandler.dump_traceback(file=2)
+        if (self.run_dir / "config.json").exists():     # which marks a run: before it, nothing may be written there
+            rank, stacks, recorder = self.world.rank, self.run_dir / "stacks", self.run_dir / "flight_recorder"
+            c10d: Any = torch._C._distributed_c10d
+            with contextlib.suppress(Exception):    # a full disk; a build without NCCL
+                stacks.mkdir(exist_ok=True)
+                with open(stacks / f"rank_{rank}.txt", "w") as file:
+                    print(message, file=file, flush=True)
+                    faulthandler.dump_traceback(file=file)
                 recorder.mkdir(exist_ok=True)
-                (recorder / f"rank_{self.world.rank}{name}.json").write_bytes(trace)
+                (recorder / f"rank_{rank}_gloo.json").write_bytes(c10d._dump_fr_trace_json())
+                (recorder / f"rank_{rank}.json").write_bytes(c10d._dump_nccl_trace_json())
+        os._exit(1)
 
     def _culprit(self, is_stalled: bool) -> str | None:
         """The rank to blame, in words: one without heartbeats, else one that ended by itself, else, in a stall, the one that is
         behind; without a stall also one that its watchdog has ended. None where there is none."""
-        signs = []
-        for wait in (0, LISTEN * BEAT):
-            time.sleep(wait)
-            self._publish()
-            signs.append(_within(2 * STORE_TIMEOUT, self._signs))
-            if signs[-1] is None:
-                self._store = None      # the call that waits holds it
-                return (f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun there, or rank 0 if it holds "
-                        f"the store, is gone or stopped")
-        before, now = signs
-
-        def name(rank: int, what: str) -> str:
-            sign = now[rank]
-            return f"rank {rank} of {self.world.size} (host {sign['host']}, pid {sign['pid']}) {what} {sign['where']}"
-
-        others = [rank for rank in range(self.world.size) if rank != self.world.rank]
-        for rank in others:
-            if now[rank]["ended"] is None and now[rank]["beat"] == before[rank]["beat"]:
-                return name(rank, f"has sent no heartbeat for {LISTEN * BEAT:g} s: dead or stopped, last seen at")
-        ended = sorted((now[rank]["ended"].startswith(STALLED), rank) for rank in others if now[rank]["ended"])
-        if ended and not (is_stalled and ended[0][0]):
-            return f"{name(ended[0][1], 'ended first, at')} ({now[ended[0][1]]['ended']})"
-        behind = min(range(self.world.size), key=lambda rank: now[rank]["calls"])
-        if is_stalled and now[behind]["calls"] < max(sign["calls"] for sign in now):
-            return name(behind, "is behind the others, at")
+        try:
+            before = self._signs()
+            time.sleep(LISTEN * BEAT)
+            now = self._signs()
+        except Exception:
+            self._store = None      # a call that waits for ever holds it
+            return (f"the store on host {os.environ['MASTER_ADDR']} does not answer: torchrun there, or rank 0 if it holds the "
+                    f"store, is gone or stopped")
+        others = [(sign, old) for rank, (sign, old) in enumerate(zip(now, before, strict=True)) if rank != self.world.rank]
+        for sign, old in others:
+            if sign["ended"] is None and sign["beat"] == old["beat"]:
+                return (f"{sign['name']} has sent no heartbeat for {LISTEN * BEAT:g} s: dead or stopped, last seen at "
+                        f"{sign['where']}")
+        ended = sorted((sign for sign, _ in others if sign["ended"]), key=lambda sign: sign["ended"].startswith(STALLED))
+        if ended and not (is_stalled and ended[0]["ended"].startswith(STALLED)):
+            return f"{ended[0]['name']} ended first, at {ended[0]['where']} ({ended[0]['ended']})"
+        behind = min(now, key=lambda sign: sign["calls"])
+        if is_stalled and behind["calls"] < max(sign["calls"] for sign in now):
+            return f"{behind['name']} is behind the others, at {behind['where']}"
         return None
 
     def _signs(self) -> list[dict]:
-        """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began."""
+        """What each rank published last, in one call for all: hundreds may ask at once. Each did so when its watchdog began.
+
+        By a thread, as a store whose host is stopped never answers."""
+        self._publish()
         assert self._store
-        return [json.loads(text) for text in self._store.multi_get([f"rank{rank}" for rank in range(self.world.size)])]
-
-
-def _within(seconds: float, action: Callable[[], object]):
-    """What `action` returns, or None where it takes longer or fails: a store whose host is stopped may never answer."""
-    result = []
-
-    def call():
-        with contextlib.suppress(Exception):
-            result.append(action())
-
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return result[0] if result else None
+        asked = ThreadPoolExecutor(1).submit(self._store.multi_get, [f"rank{rank}" for rank in range(self.world.size)])
+        return [json.loads(text) for text in asked.result(STORE_TIMEOUT)]
 
 
 def _client() -> dist.Store:
@@ -174,5 +155,4 @@ def _client() -> dist.Store:
     torch's connection."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
                           timeout=timedelta(seconds=60))      # many ranks connect at once
-    store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
     return dist.PrefixStore(f"watchdog/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)

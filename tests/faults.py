@@ -16,6 +16,8 @@ belongs to the tokens, so a run that goes over the same tokens again meets it ag
     signal_in_step:STEP:RANK:NUMBER     this signal to one rank between backward pass and gradient norm, when earlier steps'
                                 saves are on disk; not after a restart
     slow_steps:SECONDS          each step takes so much longer
+    hang_in_data:STEP:RANK      one rank alone reads the data of this step for ever
+    fail_in_data:STEP:RANK      ... or fails there
     move_data:STEP:BY           from this training step on, the data of BY steps later: what a rollback should amount to
     limit:RESOURCE:N            of a resource of this process, by its number, no more than N
 """
@@ -300,6 +302,19 @@ class Faults:
     def move_data(self, at: float, by: float) -> None:
         batch = Data.batch
         Data.batch = lambda data, step, *rest: batch(data, step + (int(by) if step + 1 >= at else 0), *rest)
+
+    def hang_in_data(self, at: float, on: float) -> None:
+        def sleep_for_ever():
+            time.sleep(600)
+        self.in_data(at, on, sleep_for_ever)
+
+    def fail_in_data(self, at: float, on: float) -> None:
+        self.in_data(at, on, lambda: {}["a damaged shard"])
+
+    def in_data(self, at: float, on: float, call: Callable) -> None:
+        batch = Data.batch
+        if on == self.rank:
+            Data.batch = lambda data, step, *rest: call() if step + 1 == at else batch(data, step, *rest)
 
     def limit(self, what: float, most: float) -> None:
         resource.setrlimit(int(what), (int(most), resource.RLIM_INFINITY))

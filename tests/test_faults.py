@@ -103,7 +103,7 @@ def test_saves_that_fail_are_noted_three_in_a_row_end_the_run_and_room_resumes_i
     first = saved_steps(config)
     said = refused([1], config, "checkpoint.every=1", faults=[f"limit:{resource.RLIMIT_FSIZE}:300_000"])
     assert "3 saves in a row have failed" in said
-    assert saved_steps(config) == first, "the older checkpoints stay"
+    assert saved_steps(config) == first and not leftovers(config), "the older checkpoints stay, and nothing else"
     assert_same(config, whole)
 
 
@@ -186,13 +186,13 @@ def test_two_ranks_then_one_then_two_see_the_same_tokens_and_losses(base):
     assert a[0]["loss"] == pytest.approx(b[0]["loss"], rel=1e-5), "it depends on initialisation and data alone"
     assert [row["loss"] for row in a[:4]] == pytest.approx([row["loss"] for row in b[:4]], rel=1e-4)
     assert [row["grad_norm"] for row in a] == pytest.approx([row["grad_norm"] for row in b], rel=0.1)
-    summaries = [summary(each) for each in (config, calm)]
-    assert summaries[0]["val_sha256"] == summaries[1]["val_sha256"]
-    assert [(s["n_gpu"], s["grad_accum"]) for s in summaries] == [(2, 1), (1, 2)]
+    assert [summary(each)["n_gpu"] for each in (config, calm)] == [2, 1]
 
 
 def test_a_mistake_is_told_and_an_error_of_one_rank_by_it(base, own_data):
     assert "cannot be shared by 2 ranks" in refused([2, 2], replace(base, run="uneven"), "data.micro_batch=8", ranks=2)
+    orphan = replace(base, run="orphan", start_from=f"{base.out}/none/checkpoints/step_00000004")       # which rank 0 looks for
+    assert "is no finished checkpoint" in refused([2, 2], orphan, ranks=2)
     config = replace(base, run="spoilt_data", data=replace(base.data, dir=str(own_data), mixture={"web": 1.0}))
     data = open_data(config, load_tokenizer("byte").sha256)
     row = data.batch(0, 0, 1, 2)[0][0].numpy().astype("<u2").tobytes()     # read by the second of two ranks alone
@@ -272,16 +272,16 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
 
 
 @pytest.mark.parametrize("spoilt, rollbacks, replicas, told", [
-    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:0"], 0, 1, "step 8: validation loss nan"),
+    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan"),
     (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan")])
 def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told):
-    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=2, rollbacks=rollbacks),
+    config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=3, rollbacks=rollbacks),
                      parallel=replace(base.parallel, replicate=replicas))
     assert told in refused([1, 1], config, faults=spoilt, ranks=2)
     weights = json.loads((config.run_dir / "diagnosis.json").read_text())["weights"].values()
     assert sum(weight["not_finite"] for weight in weights) == (1 - rollbacks), "each value counted once"
     assert sum(weight["values"] for weight in weights) == config.model.params_total
-    assert saved_steps(config)
+    assert saved_steps(config)[-1] == (4 if rollbacks else 8), "what is due in a row of skips waits for its end"
 
 
 # -------------------------------------------------------------------------------------------------------------- branches
@@ -321,8 +321,7 @@ def test_a_branch_ends_bit_for_bit_where_the_run_from_scratch_ends(arm):
     a, b = summary(scratch), summary(branch)
     assert (b["parent_run"], b["parent_step"], a["parent_run"], a["parent_step"]) == (trunk.run, FORK, None, None)
     own = {"tok_per_s_median", "tok_per_s_p10", "tok_per_s_p90", "step_s_median", "compile_s", "tflops_median", "wall_s",
-           "eval_s", "probe_s", "probe_share", "t_start", "t_end", "parent_run", "parent_step", "run_id", "cmd", "config_sha256",
-           "git_commit", "git_dirty"}
+           "probe_s", "probe_share", "t_start", "parent_run", "parent_step", "run_id", "git_commit"}
     for key in a.keys() - own:
         assert a[key] == b[key], key
     assert b["probe_s"] < b["wall_s"] < 1e3, "the parent's hours are its own"
@@ -350,7 +349,7 @@ def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path
     renamed = copies["whole"].rename(copies["whole"].with_name("step_00000005"))
     for config, override, told in [
         (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
-        (branch, "eval.tokens=64", "give eval.tokens=320"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
+        (branch, "eval.tokens=64", "other validation windows"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
         (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "step 4 or before"),
         (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),

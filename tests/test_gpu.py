@@ -290,7 +290,7 @@ def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
     weights["model.layers.1.mlp.down.weight"][0, 0] = math.nan
     text = diagnose(model, weights, x, y, 7, "loss nan", tmp_path, True)
     assert "layers.1.mlp.down.weight: 1 of 131,072 values" in text
-    assert "the first output that is not finite is that of layers.1.mlp.down (" in text
+    assert "the first output that is not finite is that of layers.1.mlp.down: " in text
     assert json.loads((tmp_path / "diagnosis.json").read_text())["problems"] == []
 
 

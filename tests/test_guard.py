@@ -70,22 +70,8 @@ def test_a_spike_begins_ten_robust_standard_deviations_above_the_median(loss_sca
     limits = np.exp(np.median(logs, axis=0) + 10 * np.array((loss_sd, norm_sd)))
     for factors, is_spike in (((1 - 1e-9, 1 - 1e-9), False), ((1 + 1e-9, 0), True), ((0, 1 + 1e-9), True)):
         for mode, verdict in (("act", SKIP), ("log", SPIKE), ("off", OK)):
-            guard = Guard(GuardConfig(mode=mode), {"accepted": np.exp(logs).tolist()})
+            guard = Guard(GuardConfig(mode=mode), accepted=np.exp(logs).tolist())
             assert guard.judge(128, *limits * factors, always) is (verdict if is_spike else OK), mode
-
-
-def test_hits_and_false_alarms_on_norms_with_heavy_tails():
-    """Norms as log-AR(1) with t4 noise, 8,000 steps, 60 spikes of 3 to 100 x."""
-    rng, guard, x, hit, false = random.Random(3), Guard(GuardConfig()), 0.0, 0, 0
-    at = set(rng.sample(range(200, 8_000), 60))
-    for step in range(8_000):
-        t4 = rng.gauss(0, 1) / math.sqrt(rng.gammavariate(2, 2) / 4)
-        x = 0.5 * x + 0.04 * t4
-        norm = math.exp(x + (rng.uniform(math.log(3), math.log(100)) if step in at else 0))
-        is_spike = guard.judge(step, 3 * math.exp(rng.gauss(0, 0.02)), norm, always) is SKIP
-        hit += is_spike and step in at
-        false += is_spike and step not in at
-    assert hit >= 59 and false <= 2, (hit, false)
 
 
 @pytest.mark.parametrize("mode, has_checkpoint, verdict, said", [
@@ -140,7 +126,7 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
         loss = math.nan if step % 53 == 0 else loss
         verdict = plain.judge(step, loss, norm, always)
         seen.add(verdict)
-        resumed = Guard(settings, json.loads(json.dumps(resumed.state(), allow_nan=False)))
+        resumed = Guard(settings, **json.loads(json.dumps(resumed.state(), allow_nan=False)))
         assert resumed.judge(step, loss, norm, always) is verdict and resumed.state() == plain.state()
         assert verdict is OK or resumed.reason == plain.reason
         if verdict is STOP:
@@ -155,7 +141,7 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
 
 
 def examine(folder, model, x, y, **spoilt):
-    """What diagnose() says and writes, and the names of what is not finite by kind; spoilt: other moments."""
+    """What diagnose() says and writes, and how many values are not finite, by kind and name; spoilt: other moments."""
     tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()} | spoilt
     text = diagnose(model, tensors, x, y, 41, "loss nan", folder, True)
@@ -178,25 +164,27 @@ def test_a_sound_model_is_called_sound(tmp_path, label, changes):
 
 
 @torch.no_grad()
-def test_weights_moments_and_gradients_that_are_not_finite_and_overflows_are_named(tmp_path):
-    for recipe, spoilt in (("off", 4 * 32), ("tensorwise", 4 * 32 * 192)):      # tensorwise, one NaN spoils all
-        model = build(recipe)[0]
-        model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-        text, _, bad = examine(tmp_path, model, *tokens())
-        assert "layers.1.mlp.gate_up.weight: 1 of 12,288 values" in text and f"layers.1.mlp.gate_up ({spoilt:,} of " in text
-        assert bad["modules"]["layers.1.mlp.gate_up"] == spoilt
-    model = build()[0]
-    model.layers[0].attn.out.weight.fill_(3e38)
-    text, _, bad = examine(tmp_path, model, *tokens())
-    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "layers.0.attn.out" in text
-    model = build()[0]
+@pytest.mark.parametrize("recipe, outputs", [("off", 4 * 32), ("tensorwise", 4 * 32 * 192)])      # tensorwise, one NaN spoils all
+def test_weights_moments_and_gradients_that_are_not_finite_are_named(tmp_path, recipe, outputs):
+    model = build(recipe)[0]
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
     moments = torch.zeros_like(model.wte.weight)
     moments.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
-    _, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
+    model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
+    text, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
+    assert "1 of 14 weights (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text
+    assert f"layers.1.mlp.gate_up: {outputs:,} of " in text and bad["modules"]["layers.1.mlp.gate_up"] == outputs
     assert bad["moments"] == {"wte.weight.exp_avg": 2} and bad["gradients"] == {"layers.0.attn.qkv.weight": 7}
+
+
+@torch.no_grad()
+def test_the_first_output_that_overflows_is_named(tmp_path):
+    model = build()[0]
+    model.layers[0].attn.out.weight.fill_(3e38)
+    text, _, bad = examine(tmp_path, model, *tokens())
+    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "layers.0.attn.out: " in text
 
 
 def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from eval.loss import evaluate
 from runtime import fp8, parallel
-from runtime.checkpoint import latest, load_model, read_manifest
+from runtime.checkpoint import latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
 from runtime.config import FP8Config, ProbeConfig, config_from_dict
 from runtime.data import open_data
@@ -141,10 +141,9 @@ def work(folder: Path) -> None:
     if world.is_main:       # as a kill after step 3 would leave it
         shutil.copytree(whole.run_dir, halves.run_dir)
         back_to(halves, 3)
-    parallel.barrier(world)
+    run_on_rank0(world, lambda: None)
     train.train(halves, world)
     groups = (dist.group.WORLD, *world.mesh.get_all_groups(), world.checkpoint_group)
-    own = torch.tensor([float(world.rank + 1)])
     replicas = replace(world, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
     seen = {"local_size": world.local_size,
             "timeouts": [group._get_backend(world.device).options._timeout.total_seconds() for group in groups],
@@ -157,8 +156,7 @@ def work(folder: Path) -> None:
             "compiled": [descent(whole, world, FP8Config(recipe="tensorwise"), ONE_BLOCK, compile=compiled)
                          for compiled in (False, True)],
             "graphs": counters["stats"]["unique_graphs"],
-            "collected": (parallel.all_concatenate(own, world).tolist(), parallel.all_sum(own, world).tolist()),
-            "recorded": len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])), "same": {}}
+            "same": {}}
     for recipe in SHARDED:
         plain, *others = [step(build(whole, world, FP8Config(recipe=recipe), **way), world) for way in (
             {}, {"recompute": True}, {"reshard": False}, {"recompute": True, "reshard": False})]
@@ -262,10 +260,9 @@ def test_two_compiled_fp8_ranks_agree_with_eager_ones(ranks):
     assert not torch.equal(compiled[:3], eager[:3]) and eager[2, 0] < eager[0, 0] and ranks.graphs == 2
 
 
-def test_collectives_and_their_timeouts(ranks):
-    """A collective that timed out before the watchdog would end the run before the cause is printed."""
-    assert ranks.collected == [[[1.0], [2.0]], [3.0]] and ranks.local_size == 2
-    assert set(ranks.timeouts) == {2 * 777.0} and ranks.recorded > 10
+def test_no_collective_times_out_before_the_watchdog(ranks):
+    """It would end the run before the cause is printed."""
+    assert set(ranks.timeouts) == {2 * 777.0} and ranks.local_size == 2
 
 
 def test_resumed_and_probed_it_is_the_same_bits(ranks):

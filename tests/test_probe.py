@@ -210,7 +210,7 @@ def test_training_is_the_same_bits_with_and_without(tiny, tmp_path, capsys, monk
     state = content["state"]
     seal(checkpoint, content | {"state": state | {"data": state["data"] | {"fp8": "0" * 64}}})
     refused = call_train(capsys, looked, tmp_path)
-    assert refused.returncode == 2 and "fp8.recipe=auto chose other layers" in refused.stderr
+    assert refused.returncode == 2 and "Linears in FP8 than fp8.recipe=auto chooses" in refused.stderr
     seal(checkpoint, content | {"state": state | {"probe_seconds": 1000.0}})
     assert call_train(capsys, looked, tmp_path).returncode == 0 and read(looked.run_dir / "probe.jsonl") == rows
     assert summary(looked)["probe_s"] == 1000

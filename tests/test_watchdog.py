@@ -1,121 +1,68 @@
 """The watchdog: ranks that are stopped, stuck or failed are named; a job that was merely suspended goes on.
 
-A rank that is killed, in train.py itself: tests/test_faults.py."""
+A rank that is killed: tests/test_faults.py; one that is stopped under torchrun, which restarts the job: tests/soak.py."""
 
 import json
-import os
 import re
 import signal
 import time
-from pathlib import Path
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from runtime import watchdog
 from runtime.watchdog import Watchdog
-from tests.faults import FORKS, free_port
+from tests import faults
+from tests.conftest import tiny_config
 
-
-def where_it_is_stuck():
-    time.sleep(600)
-
-
-STOP, FAIL = lambda: signal.raise_signal(signal.SIGSTOP), lambda: {}["a damaged shard"]     # noqa: E731
-# name -> the victim (None: both ranks), what happens to it in step 10
-JOBS = {"stop": (1, STOP), "stuck": (1, where_it_is_stuck), "fail": (1, FAIL), "fail_unseen": (1, FAIL), "stop_keeper": (0, STOP),
-        "suspend": (None, lambda: [time.sleep(0.05) for _ in range(40)])}
-
-
-def rank_of_job(name: str, folder: Path, env: dict[str, str]) -> None:
-    """A training loop in miniature, as a process of its own."""
-    os.environ.update(env)
-    world = SimpleNamespace(rank=int(env["RANK"]), size=2, device=torch.device("cpu"))
-    output = os.open(folder / f"{world.rank}.log", os.O_WRONLY | os.O_CREAT)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    dist.init_process_group("gloo")
-    (folder / "run").mkdir(exist_ok=True)
-    (folder / "run/config.json").touch()
-    with Watchdog(world, folder / "run", timeout=4 if name == "suspend" else 1.5, start_timeout=60) as watch:
-        try:
-            for step in range(40):
-                watch.at("forward", step)
-                time.sleep(0.05)
-                if step == 10 and JOBS[name][0] in (world.rank, None):
-                    (folder / f"ready_{world.rank}").touch()
-                    JOBS[name][1]()
-                watch.at("reduce", step)
-                if step == 10 and name == "fail_unseen":
-                    time.sleep(600)     # as in a read from a GPU that waits for NCCL
-                dist.all_reduce(torch.ones(4))
-                watch.first_step_done()
-        except RuntimeError as error:
-            print(f"explained: {watch.explain(error)}", flush=True)
-            os._exit(1)
-    os._exit(0)
+STOP = f"signal_in_step:5:{{}}:{signal.SIGSTOP:d}"
+JOBS = {        # name -> what happens in step 5 of two ranks, of which rank 0 holds the store
+    "stop": [STOP.format(1)], "stuck": ["hang_in_data:5:1"], "fail": ["fail_in_data:5:1"],
+    "fail_unseen": ["fail_in_data:5:1", "hang_in_data:5:0"], "stop_keeper": [STOP.format(0)], "suspend": ["slow_steps:0.1"]}
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """All jobs at once, since most of their time is spent waiting: name -> folder, pids, (exit code, output) by rank.
-
-    This process holds the stores, as torchrun would; rank 0 does in "stop_keeper"."""
-    root, ended, stores, processes = tmp_path_factory.mktemp("jobs"), {}, [], {}
-    end = time.monotonic() + 90     # a watchdog that does nothing fails these tests rather than keeping them waiting
+def jobs(tmp_path_factory, data_dir):
+    """Two ranks of train.py for each, all at once, since most of their time is spent waiting: name -> exit codes, run."""
+    tiny = tiny_config(data_dir, tmp_path_factory.mktemp("jobs") / "out")
+    timeouts = dict.fromkeys(JOBS, 2) | {"suspend": 4, "fail": 20}      # seconds; a collective that fails is explained first
+    runs = {name: faults.start(replace(tiny, run=name, steps=12), f"parallel.timeout={timeouts[name]}", "data.micro_batch=2",
+                               ranks=2, faults=what) for name, what in JOBS.items()}
     try:
-        for name in JOBS:
-            (root / name).mkdir()
-            env = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "TORCH_FR_BUFFER_SIZE": "100"}
-            if name != "stop_keeper":
-                stores.append(dist.TCPStore("localhost", int(env["MASTER_PORT"]), is_master=True, wait_for_workers=False))
-                env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-            processes[name] = [FORKS.Process(target=rank_of_job, args=(name, root / name, {**env, "RANK": str(rank)}))
-                               for rank in range(2)]
-            for process in processes[name]:
-                process.start()
-        while not all((root / f"suspend/ready_{rank}").exists() for rank in range(2)) and time.monotonic() < end:
-            time.sleep(0.02)
-        time.sleep(1)       # into the pause, of which the watchdog knows by then
-        for sign, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
-            for process in processes["suspend"]:
-                os.kill(process.pid, sign)
+        runs["suspend"].wait_until(2)
+        for number, seconds in ((signal.SIGSTOP, 5), (signal.SIGCONT, 0)):
+            runs["suspend"].signal(number)
             time.sleep(seconds)
-        for name, job in processes.items():
-            for rank, process in enumerate(job):
-                process.join(0 if name.startswith("stop") and rank == JOBS[name][0] else max(0, end - time.monotonic()))
-            ended[name] = SimpleNamespace(folder=root / name / "run", pids=[process.pid for process in job], ranks=[
-                (process.exitcode, (root / name / f"{rank}.log").read_text()) for rank, process in enumerate(job)])
+        faults.wait_for(lambda: all(sum(process.exitcode is None for process in run.processes) == name.startswith("stop")
+                                    for name, run in runs.items()))
     finally:
-        for process in sum(processes.values(), []):
-            process.kill()
-    return ended
+        for run in runs.values():
+            run.kill()
+    return {name: ([process.exitcode for process in run.processes], run) for name, run in runs.items()}
 
 
-@pytest.mark.parametrize("name, ranks, told", [
-    ("stop", [0], "no progress for 1.5 s at step 10, reduce; rank 1 .*no heartbeat for 3 s: dead or stopped, last seen at step"),
-    ("stuck", [0, 1], "rank 1 .* is behind the others, at step 10, forward"),
-    ("fail", [0], "^explained: rank 1 .* ended first, at step 10, forward .failed: KeyError"),
-    ("fail_unseen", [0], "no progress for 1.5 s at step 10, reduce; rank 1 .* ended first, .* KeyError: 'a damaged shard'"),
-    ("stop_keeper", [1], "the store on host localhost does not answer")])
-def test_the_rank_to_blame_is_named_by_the_others_with_exit_code_1(jobs, name, ranks, told):
-    for code, out in [jobs[name].ranks[rank] for rank in ranks]:
-        assert code == 1
-        assert re.search(told, out), out
-        assert name == "stop_keeper" or f"pid {jobs[name].pids[1]})" in out
+@pytest.mark.parametrize("name, codes, told", [
+    ("stop", [1, -signal.SIGKILL], "rank 0: no progress for 2 s at step 5, .*; rank 1 .*no heartbeat for 3 s: dead or stopped"),
+    ("stuck", [1, 1], "rank 0: no progress for 2 s at step 5, forward.*; rank 1 .*is behind the others, at step 5, read"),
+    ("fail", [1, 1], "train.py: rank 1 .*ended first, at step 5, reading a micro-batch .failed: KeyError: 'a damaged shard'"),
+    ("fail_unseen", [1, 1], "rank 0: no progress for 2 s at step 5, .*; rank 1 .*ended first, .* KeyError: 'a damaged shard'"),
+    ("stop_keeper", [-signal.SIGKILL, 1], "rank 1: no progress .*; the store on host 127.0.0.1 does not answer"),
+    ("suspend", [0, 0], "done. validation loss")])
+def test_the_rank_to_blame_is_named_with_exit_code_1_and_a_job_suspended_as_a_whole_goes_on(jobs, name, codes, told):
+    have, run = jobs[name]
+    assert have == codes and re.search(told, run.output), run.output
+    assert f"pid {run.pids[1]})" in run.output or name in ("stop_keeper", "suspend")
+    assert (run.config.run_dir / "stacks").exists() is (name not in ("fail", "suspend"))
 
 
-def test_stacks_and_the_last_collectives_are_written_and_a_job_that_was_suspended_as_a_whole_goes_on(jobs):
-    folder = jobs["stuck"].folder
-    assert "where_it_is_stuck" in (folder / "stacks/rank_1.txt").read_text()
-    assert "all_reduce" in (folder / "stacks/rank_0.txt").read_text()
-    assert "where_it_is_stuck" in jobs["stuck"].ranks[1][1], "on stderr too"
-    entries = json.loads((folder / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
-    assert len(entries) >= 5 and all("reduce" in entry["profiling_name"] for entry in entries)
-    assert jobs["suspend"].ranks == [(0, ""), (0, "")]
-    assert [path.name for path in jobs["suspend"].folder.iterdir()] == ["config.json"], "that one leaves nothing"
+def test_stacks_and_the_last_collectives_are_written(jobs):
+    run = jobs["stuck"][1]
+    for rank, where in enumerate(("train.py", "sleep_for_ever")):
+        assert where in (run.config.run_dir / f"stacks/rank_{rank}.txt").read_text() and where in run.output, "on stderr too"
+    entries = json.loads((run.config.run_dir / "flight_recorder/rank_0_gloo.json").read_text())["entries"]
+    assert len(entries) >= 5 and any("reduce" in entry["profiling_name"] for entry in entries)
 
 
 @pytest.mark.parametrize("is_run", [True, False])
@@ -123,6 +70,7 @@ def test_one_process_a_place_may_last_as_long_as_it_asks_for_and_a_moving_loop_f
     """In this process, with the exit replaced. A folder that is no run yet is left alone."""
     ended = []
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: ended.append(code) or watch._closed.set())
+    monkeypatch.setattr(watchdog.faulthandler, "dump_traceback_later", lambda seconds, exit: None)
     monkeypatch.setattr(watchdog, "BEAT", 0.02)
     if is_run:
         (tmp_path / "config.json").touch()
