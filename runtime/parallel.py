@@ -53,6 +53,9 @@ def start(config: Config) -> World:
     shard = config.parallel.shard or size // config.parallel.replicate
     _check(config, size, shard)
     if device.type == "cuda":
+        if local_rank >= (count := torch.cuda.device_count()):
+            raise UserError(f"torchrun started process {local_rank} on this machine, which has {count} GPUs: give "
+                            f"--nproc_per_node={count}")
         torch.cuda.set_device(device)
     if size == 1:
         return World(0, 0, 1, device)
