@@ -45,9 +45,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.tensor import DTensor
 
 from model import GPT
-from runtime.cli import MachineError, UserError
+from runtime.cli import OUT_OF_MEMORY, MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB, OUT_OF_MEMORY
+from runtime.machine import GIB
 from runtime.optim import check_branch
 from runtime.rows import file_sha256, sync_folder, write_atomically
 from runtime.tokenizer import tokenizer_of

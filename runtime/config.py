@@ -8,7 +8,6 @@ A config file is Python that binds `config = Config(...)`. A derived run imports
 Each mistake becomes one sentence of a UserError with key, value, expectation and remedy.
 """
 
-import difflib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from typing import Any, Literal, get_type_hints
 
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, parse, type_problems
-from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
+from runtime.tokenizer import tokenizer_kind
 
 # ------------------------------------------------------------------------------------------------------------- sections
 
@@ -91,13 +90,13 @@ class FP8Config:
         of the fields, such as tensorwise+kernels+delayed+head or rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
         if self.recipe == "off":
             return "bf16"
-        label: str = self.recipe
+        words: list[str] = [self.recipe]
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default and f.name not in ("recipe", "all_gather"):
-                words = ",".join(value) if isinstance(value, tuple) else value
-                label += "+" + (f.name if value is True else value if f.name == "scaling" else f"{f.name}={words}")
-        return label
+                text = ",".join(value) if isinstance(value, tuple) else value
+                words.append(f.name if value is True else text if f.name == "scaling" else f"{f.name}={text}")
+        return "+".join(words)
 
     @property
     def is_delayed(self) -> bool:
@@ -107,18 +106,15 @@ class FP8Config:
         if self.recipe == "off" and self != FP8Config():
             named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        if self.all_gather and self.recipe not in ("off", *FP8_GATHERED):
-            yield f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}: use one of {', '.join(FP8_GATHERED)}, or false"
-        if self.kernels and self.recipe not in ("off", "auto", *FP8_KERNELS):
-            yield f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use {', '.join(FP8_KERNELS)}, auto, or false"
-        if self.fast_backward and self.recipe not in ("off", "auto", *FP8_SCALED_MM):
-            yield (f"fp8.fast_backward=true is a switch of torch's float8 matmul, which fp8.recipe={self.recipe} does not use: "
-                   f"set it to false, or take one of {', '.join(FP8_SCALED_MM)}, auto")
+        works_with = {"all_gather": FP8_GATHERED, "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
+                      "fast_backward": ("auto", *FP8_SCALED_MM)}
+        for key, recipes in works_with.items():
+            if getattr(self, key) not in (False, "current") and self.recipe not in ("off", *recipes):
+                yield f"fp8.{key} works with fp8.recipe={', '.join(recipes)}, not {self.recipe}: take one of these, or drop it"
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
-        if self.is_delayed and not (self.kernels and self.recipe in FP8_KERNELS):
-            yield (f"fp8.scaling=delayed needs fp8.kernels=true and one of fp8.recipe={', '.join(FP8_KERNELS)}, not "
-                   f"fp8.recipe={self.recipe} with fp8.kernels={str(self.kernels).lower()}: set these, or fp8.scaling=current")
+        if self.is_delayed and not self.kernels:
+            yield "fp8.scaling=delayed needs fp8.kernels=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +150,7 @@ class EvalConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
-    every: int = 10                         # steps between console lines where the output is no terminal
+    every: int = 10                         # steps between console lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +200,7 @@ class Config:
         self.accumulation(1)
 
     def _value_problems(self):
-        """What is impossible in itself."""
-        d, o, p, c = self.data, self.optim, self.parallel, self.checkpoint
+        d, o, c = self.data, self.optim, self.checkpoint
         yield from (*positive(self, *POSITIVE.split()), *self.model.problems(), *self.fp8.problems())
         for (low, high), keys in BOUNDS.items():
             for key in keys.split():
@@ -214,7 +209,7 @@ class Config:
         for key, name in (("run", self.run), *(("data.mixture: the name", name) for name in d.mixture)):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
                 yield f"{key}={name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
-        if min(d.mixture.values(), default=0) <= 0:
+        if min(d.mixture.values(), default=0) <= 1e-6 * sum(d.mixture.values()):       # the order's resolution: data.WEIGHT_STEPS
             yield f"data.mixture={d.mixture} must name a source or more, each with a positive weight, such as fineweb_edu:1"
         if d.micro_batch == "auto" and self.deterministic:
             yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
@@ -222,43 +217,29 @@ class Config:
             yield "fp8.all_gather=true is not tried with optim.kind=muon: set it to false"
         if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
             yield f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is more than the whole run"
-        if not 1 <= p.timeout <= p.start_timeout:
-            yield f"parallel.timeout={p.timeout} must be at least 1 second and at most parallel.start_timeout={p.start_timeout}"
         if c.forever and (not c.every or c.forever % c.every):
             yield f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every}; only saved ones are kept"
-        if (self.steps is None) == (self.tokens_per_param is None):
-            yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
+        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
+            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
         if self.start_from is not None and not self.parent:
             yield (f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
                    f"out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone")
-        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
-            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
+        if (self.steps is None) == (self.tokens_per_param is None):
+            yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
 
     def _cross_problems(self):
-        """What several sections make impossible together: number of steps, tokenizer, FP8 dimensions."""
         m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
                    f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
-        named = [("checkpoint.at", step) for step in self.checkpoint.at] + [("profile", (self.profile_steps or (1,))[0])]
-        for key, step in named:
-            if not 1 <= step <= end:
-                yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
-        if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
-            yield (f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is named "
-                   f"by a path with a slash, such as ./{d.tokenizer}")
-        elif m.vocab_size != (size := VOCAB_SIZE.get(d.tokenizer, m.vocab_size)):       # a folder's is checked when it is read
-            yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
-        if recipe == "off":
-            return
+        if outside := [step for step in self.checkpoint.at if not 1 <= step <= end]:
+            yield f"checkpoint.at asks for step {outside[0]}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
-        sizes = {"model.loss_chunk": chunk or 0}
+        sizes = {"model.loss_chunk": chunk or 0}        # both are summed over by a weight gradient; fp8.select() checks the rest
         if d.micro_batch != "auto":
-            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient
-        if recipe != "auto":        # which leaves such Linears in BF16
-            sizes |= {"model.n_embd": m.n_embd, "model.n_ffn": m.n_ffn, "model.n_kv_head x head size": m.kv_heads * m.head_size}
+            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx
         for key, size in sizes.items():
-            if size % multiple:
+            if recipe != "off" and size % multiple:
                 yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
         if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
             yield f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the head: set fp8.head=false"
@@ -337,8 +318,8 @@ class Config:
 SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
 PARENT = re.compile(r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
-            "parallel.replicate parallel.shard parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever "
-            "checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
+            "parallel.replicate parallel.shard parallel.timeout parallel.start_timeout checkpoint.every checkpoint.keep "
+            "checkpoint.forever checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
 BOUNDS = {      # smallest and largest value of other numbers
     (0, 1): "repeat optim.min_lr_ratio optim.warmup_share optim.decay_share optim.weight_decay",
     (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2 optim.momentum",
@@ -369,15 +350,12 @@ FOREIGN = {
     "model.n_head": "num_heads num_attention_heads",
     "model.n_kv_head": "num_kv_heads num_key_value_heads n_query_groups",
     "model.n_ffn": "intermediate_size ffn_dim hidden_dim ffn_hidden_size",
-    "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions "
-                   "max_position_embeddings",
+    "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions",
     "model.tied": "tie_word_embeddings weight_tying",
-    "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size "
-                                                             "per_device_train_batch_size",
+    "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size",
     "data.tokens_per_step": "total_batch_size",
     "data.tokens_per_step, which counts tokens, not sequences": "global_batch_size",
-    "data.tokens_per_step, from which accumulation follows, given data.micro_batch and the number of ranks":
-        "gradient_accumulation_steps grad_accum_steps gradient_accumulation_iters",
+    "data.tokens_per_step, from which accumulation follows": "gradient_accumulation_steps grad_accum_steps",
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",
@@ -406,8 +384,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     if not os.path.isfile(path):
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
-        raise UserError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        raise UserError(f"there is no config file {path}{nearest(path.stem, [p.stem for p in path.parent.glob('*.py')])}")
     try:
         config = runpy.run_path(str(path)).get("config")
     except UserError:
@@ -448,11 +425,8 @@ def fp8_overrides(label: str) -> list[str]:
 def _meant(key: str) -> str:
     """How the sentence about an unknown key goes on: what another code base's name is here, or else the nearest key."""
     name = key.lower().replace("-", "_").rpartition(".")[2]
-    for ours, theirs in FOREIGN.items():
-        if name in theirs.split():
-            ours, comma, unit = ours.partition(", ")
-            return f"; did you mean {ours!r}{comma}{unit}?"
-    return nearest(key, known_keys())
+    ours = next((ours for ours, theirs in FOREIGN.items() if name in theirs.split()), None)
+    return f"; did you mean {ours}?" if ours else nearest(key, known_keys())
 
 
 def config_from_dict(data: dict) -> Config:
@@ -468,15 +442,15 @@ def config_from_dict(data: dict) -> Config:
 def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises UserError where the folder holds none."""
     path = Path(run_dir) / "config.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8")
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it or start the run anew") from error
-    if isinstance(content, dict) and "architectures" in content:
-        raise UserError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
-                        f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")
+    if "architectures" in content:
+        raise UserError(f"{run_dir} is a model of Hugging Face's and no run: python -m eval.export --from-hf {run_dir} out/RUN "
+                        f"makes one of it; eval.harness scores it as hf:{run_dir} too")
     return config_from_dict(content)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.cli import MachineError
+from runtime.cli import MachineError, memory_error
 from runtime.rows import read_bytes
 
 GIB = 2**30
@@ -49,25 +49,16 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
     return told if asked.returncode == 0 else [None] * len(fields)
 
 
-# ------------------------------------------------------------------------------------------------------ a usable device
-
 def check_device() -> None:
     """Raises MachineError where there is an NVIDIA GPU that this torch cannot use: days on a CPU by mistake.
 
     A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU."""
     import torch
-    visible, there = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus()
-    if torch.cuda.is_available() or visible in ("", "-1") or not there:
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not count_gpus():
         return
-    try:
-        torch.cuda.init()
-        reason = f"it counts no GPU, CUDA_VISIBLE_DEVICES={visible}"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].rstrip(". ")
-    raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} for CUDA {torch.version.cuda} "
-                       f"cannot use any ({reason}): install a build of torch that fits the driver "
-                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' to train on the CPU on "
-                       f"purpose")
+    raise MachineError(f"this machine shows {count_gpus()} NVIDIA GPU(s), but torch {torch.__version__} for CUDA "
+                       f"{torch.version.cuda} cannot use any: install a build of torch that fits the driver "
+                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' for the CPU")
 
 
 def count_gpus() -> int:
@@ -75,45 +66,15 @@ def count_gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")) or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-# What torch, cuBLAS, NCCL, C++ and the kernel (ENOMEM) say when memory is short; the classes of the errors tell less.
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)
-
-
-def memory_error(error: BaseException | None) -> BaseException | None:
-    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None.
-
-    Compiler and checkpoints wrap what they meet in errors of their own."""
-    for _ in range(20):     # causes may form a circle
-        if error is None or isinstance(error, MemoryError) or (
-                isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(str(error))):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def out_of_memory(error: BaseException, config, world) -> str | None:
-    """The sentence for an error that means too little memory: where, what torch says, what helps; None for any other error.
-
-    config: the run's Config. world: its rank, size and device."""
+    """The sentence for an error that means too little memory in the run of `config` on the ranks of `world`, else None."""
     import torch
-    found, where = memory_error(error), str(world.device)
-    if found is None:
+    if (found := memory_error(error)) is None:
         return None
+    peak = ""
     if world.device.type == "cuda":
-        where += f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
+        peak = f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
-    d, m, remedies = config.data, config.model, []
-    # settings that need less memory and change the run's numbers by rounding alone, the cheapest first
-    smaller = [n for n in range(1, d.micro_batch // 2 + 1) if d.tokens_per_step % (n * m.n_ctx * world.size) == 0
-               and (config.fp8.recipe == "off" or n * m.n_ctx % 32 == 0)]      # FP8 multiplies by tiles of 16 or 32 tokens
-    if smaller:
-        remedies.append(f"data.micro_batch={smaller[-1]} (now {d.micro_batch}; a step keeps its tokens)")
-    if not config.parallel.recompute:
-        remedies.append("parallel.recompute=true (about a third more computing)")
-    if (m.loss_chunk or d.micro_batch * m.n_ctx) > 1024:
-        remedies.append(f"model.loss_chunk=1024 (now {m.loss_chunk or 'none'}; logits of so many tokens at a time)")
-    remedies.append(f"more GPUs (now {world.size}): torchrun --nproc_per_node, the weights and moments are shared among them")
-    return f"out of memory on rank {world.rank} ({where}): {said}; what was saved stays. Try {'; or '.join(remedies)}"
+    return (f"out of memory on rank {world.rank} ({world.device}{peak}): {said}; what was saved stays. Try a smaller "
+            f"data.micro_batch (now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third "
+            f"more computing), model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")

@@ -11,29 +11,29 @@ class ProgressLine:
     """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
 
     def __init__(self, name: str, unit: str, is_shown: bool = True):
-        self._name, self._unit, self._is_shown = name, unit, is_shown
-        self._is_live, self._looked = sys.stderr.isatty(), 0.0
-        self._first: tuple[float, float, float] | None = None       # time, units and share at the first look
+        self._name, self._unit, self._is_shown, self._due = name, unit, is_shown, 0.0
+        self._is_live, self._first = sys.stderr.isatty(), (0.0, 0.0, 0.0)       # time, units and share at the first look
 
     def show(self, state: Callable[[], tuple]) -> None:
         """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
         is due."""
         now = time.monotonic()
-        if not self._is_shown or (self._first and now - self._looked < (LIVE_S if self._is_live else LOG_S)):
+        if not self._is_shown or now < self._due:
             return
-        self._looked, (units, share, *words) = now, state()
-        if self._first is None:     # units that were there at the start say nothing of the speed
+        is_first, self._due = not self._due, now + (LIVE_S if self._is_live else LOG_S)
+        units, share, *words = state()
+        if is_first:        # units that were there at the start say nothing of the speed
             self._first = now, units, share
             return
         seconds, gained = now - self._first[0], share - self._first[2]
-        told = ", ".join([f"{si(units)} {self._unit}, {si((units - self._first[1]) / seconds)}/s", *words])
-        told += f", {duration(seconds * (1 - share) / gained)} left" if gained > 0 else ""
+        told = [f"{si(units)} {self._unit}", f"{si((units - self._first[1]) / seconds)}/s", *words]
+        told += [f"{duration(seconds * (1 - share) / gained)} left"] if gained > 0 else []
         self.clear()
-        print(f"{self._name}: {share:.0%}, {told}", end="" if self._is_live else "\n", file=sys.stderr, flush=True)
+        print(f"{self._name}: {share:.0%}, {', '.join(told)}", end="" if self._is_live else "\n", file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Remove the live line, before something else is printed and at the end."""
-        if self._is_live and self._first:
+        if self._is_live and self._due:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 

@@ -15,8 +15,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
-
 
 def read_bytes(path: str | Path) -> bytes:
     """The content of a file; b"" where there is none."""
@@ -24,12 +22,12 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_rows(path: str | Path) -> list:
-    """The values of a file of JSON lines, without damaged lines such as one that a kill cut short; [] where there is none."""
+    """The values of a file of JSON lines, [] where there is none."""
     return parse(read_bytes(path))
 
 
 def parse(content: bytes) -> list:
-    """The values of JSON lines, without those that cannot be read."""
+    """The values of JSON lines, without damaged lines such as one that a kill cut short."""
     values = []
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):
@@ -40,21 +38,6 @@ def parse(content: bytes) -> list:
 def metrics_rows(values: list) -> list[dict]:
     """Those values that are rows of a metrics.jsonl: objects with a kind and a step."""
     return [row for row in values if isinstance(row, dict) and type(row.get("step")) is int and "kind" in row]
-
-
-def kept(rows: list[dict], step: int) -> list[dict]:
-    """The rows that a run resumed from `step` keeps: in file order up to the train row of that step, with what follows at once.
-
-    The steps of train rows ascend, as a rollback relabels; the same step may occur earlier among the undone."""
-    end = max((i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step), default=0)
-    while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
-        end += 1
-    return rows[:end]
-
-
-def undone(rows: list[dict], to_step: int) -> list[dict]:
-    """The rows after a rollback to `to_step`: later steps and validations get the kinds of UNDONE."""
-    return [row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])} for row in rows]
 
 
 def to_line(row: dict) -> bytes:

@@ -202,7 +202,7 @@ def test_an_error_in_the_thread_surfaces_in_its_turn(folder):
     tokens[window[place] * N_CTX + 3] = VOCAB
     tokens.flush()
     seen, threads = [], threading.active_count()
-    with pytest.raises(UserError, match=rf"{path} holds the id {VOCAB} near token") as caught:
+    with pytest.raises(UserError, match=rf"{path.parent} holds the id {VOCAB}, ") as caught:
         for batch in load(folder).stream(0, 6, 0, 1, "cpu"):
             seen.append(batch)
     assert len(seen) == place // 2, "all batches before it were served"
@@ -262,14 +262,11 @@ def test_verification_delays_neither_the_stream_nor_the_exit_and_its_error_is_no
 # -------------------------------------------------------------------------------------------------------------- refusals
 
 def test_more_than_the_data_allows_or_too_little_is_refused(folder):
-    with pytest.raises(UserError, match="'b' the weight 1e-09"):
-        shares({"a": 1.0, "b": 1e-9})
+    assert "positive weight" in refusal(folder, {"a": 1.0, "b": 1e-9})
     said = refusal(folder, steps=40, max_epochs=1.5)        # 64 sequences of b, which has 7 windows
-    assert "512 tokens of b" in said and "has 56: 9.14 epochs" in said and said.count("\n") == 2, "a and c are short as well"
-    assert "set data.max_epochs=9.15, or steps=6 at most" in said
+    assert "512 tokens of b" in said and "has 56 and data.max_epochs=1.5; set it to 9.15," in said and said.count("\n") == 2
     load(folder, {"b": 1.0}, steps=7, sequences=2, max_epochs=2)
-    assert "steps=7 at most" in refusal(folder, {"b": 1.0}, steps=8, sequences=2, max_epochs=2)
-    assert "max_epochs=4.58, or give b less" in refusal(folder, {"b": 1.0}, steps=2, sequences=16, max_epochs=2), "no steps=0"
+    assert "set it to 2.29," in refusal(folder, {"b": 1.0}, steps=8, sequences=2, max_epochs=2)
     write_numbered(folder / "short", (0,), 0, val_windows=0)
     said = refusal(folder, {"short": 1})
     assert "1 train tokens, too few" in said and "1 val tokens, too few" in said
@@ -282,8 +279,6 @@ def test_shards_of_another_tokenizer_and_a_source_that_is_not_there_or_unfinishe
         conftest.write_index(folder / "b", **{**OURS, **changes})
         assert told in refusal(folder)
     assert f"there is no {folder / 'ghost/index.json'} ({folder} holds a, b, c)" in refusal(folder, {"a": 1, "ghost": 1})
-    (folder / "ghost/parts").mkdir(parents=True)
-    assert "ghost is unfinished" in refusal(folder, {"ghost": 1})
 
 
 # ---------------------------------------------------------------------------------------------------------- index.json
@@ -386,7 +381,7 @@ def test_prompts_are_context_and_responses_targets(tmp_path, kind, capsys):
     found = held_out._pick(*texts, 999, "seed", lambda text: text)
     assert len(found) == expected["val"].documents and set(found) <= {p + r for p, r in PAIRS if r.strip()}
     conftest.write_index(tmp_path / "data/chat", is_masked=False)     # a mark is no token id
-    with pytest.raises(UserError, match=r"holds the id \d{10} near token \d+"):
+    with pytest.raises(UserError, match=r"holds the id \d{10}, "):
         read(open_data(config, tok.sha256), 6)
     only_prompts = {split: [np.full(101, MASK)] for split in ("train", "val")}
     conftest.write_shards(tmp_path / "prompts", only_prompts, **OURS, is_masked=True)

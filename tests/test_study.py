@@ -138,10 +138,10 @@ def demo(**more):
 
 
 @pytest.mark.parametrize("changes, told", [
-    (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not a list of numbers"),
+    (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not tuple[float, ...]"),
     (demo(config="configs/gpt50m_fp8.py"), "configs/gpt50m_fp8.py must be in BF16"), ({"sizes": demo()["sizes"][0]}, "sizes"),
-    (demo(seeds=(1.5,)), "seeds=(1.5,) is not a list of whole numbers"), ({"recipes": ("bf16", "fp4")}, "recipe='fp4' is not"),
-    (demo(null_seeds=(1337,)), "null= must not be empty"), ({"params": "all"}, "params='all' is not one of total, nonembed"),
+    (demo(seeds=(1.5,)), "seeds=(1.5,) is not tuple[int, ...]"), ({"recipes": ("bf16", "fp4")}, "recipe='fp4' is not"),
+    (demo(null_seeds=(1337,)), "null= must not be empty"), ({"params": "all"}, "params='all' is not Literal"),
     (demo(null_seeds=(1,)) | {"null": ("deterministic=true",)}, "must be among its seeds"),
     ({"recipes": ("tensorwise+head+kernels",)}, "write it 'tensorwise+kernels+head'"),
     ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"),
