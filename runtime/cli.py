@@ -6,7 +6,6 @@ import math
 import os
 import re
 import sys
-import textwrap
 import types
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -56,7 +55,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
         raise UserError(f"{bare[0]!r} is one word too many: write key=value with one of {', '.join(names)}")
     given = (defaults or {}) | given
     if missing := [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]:
-        raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE, {_meanings(cls).get(missing[0], '--help')}")
+        raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE{field_lines('', cls)[missing[0]].partition('#')[2]}")
     return cls(**given)
 
 
@@ -65,7 +64,7 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
     user's mistake, 1 for the machine's. cls: its options, a dataclass. is_shown: whether this process speaks, one of several."""
     is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
     if is_help or (needed and not arguments):
-        print(help_page(doc, "\n".join(field_lines("", cls))))
+        print(help_page(doc, "\n".join(field_lines("", cls).values())))
         return 0 if is_help else 2
     try:
         said, code = work(read_options(cls, arguments)), 0
@@ -119,20 +118,11 @@ def help_page(doc: str, options: str = "") -> str:
     return doc.strip() + (options and f"\n\noptions:\n{options}")
 
 
-def field_lines(prefix: str, cls) -> list[str]:
-    """Of each field of a dataclass: key, the meaning that stands beside it as a comment, type, default; 118 columns wide."""
-    meanings, hints, lines = _meanings(cls), get_type_hints(cls), []
-    for f in fields(cls):
-        if not is_dataclass(hints[f.name]):
-            default = "required" if f.default is MISSING else repr(f.default)
-            said = f"{meanings.get(f.name, '')} ({_type_name(hints[f.name])}; {default})".lstrip()
-            lines += textwrap.wrap(said, 118, initial_indent=f"  {prefix + f.name:24} ", subsequent_indent=" " * 27)
-    return lines
-
-
-def _meanings(cls) -> dict[str, str]:
-    return {name: text for base in reversed(cls.__mro__[:-1])
-            for name, text in re.findall(r"^ {4}(\w+): [^#\n]*#\s*(.+)$", inspect.getsource(base), re.M)}
+def field_lines(prefix: str, cls) -> dict[str, str]:
+    """Each field of a dataclass -> its line of source: key, type, default and, as a comment, its meaning."""
+    source = "\n".join(inspect.getsource(base) for base in reversed(cls.__mro__[:-1]))
+    lines = {name: f"  {prefix}{name}{rest}" for name, rest in re.findall(r"^ {4}(\w+)(: .*)$", source, re.M)}
+    return {f.name: lines[f.name] for f in fields(cls) if not is_dataclass(f.type)}
 
 
 # --------------------------------------------------------------------------------------------------------------- values

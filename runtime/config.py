@@ -73,9 +73,9 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    recipe: RecipeName = "off"              # how the Linears' matmuls are scaled; auto = per layer, what this GPU gains from
+    recipe: RecipeName = "off"              # how matmuls are scaled: README's table; auto = per layer, what this GPU gains from
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
+    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by past steps' amaxes; kernels only
     fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
     head: bool = False                      # convert the head too; the loss is sensitive to it
     first_bf16: int = 0                     # blocks at the input that stay in BF16
@@ -123,8 +123,8 @@ class ParallelConfig:
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
     recompute: bool = False                 # keep each block's input and attention's output, compute the rest twice
-    compile: bool | Literal["model", "block", "off"] = "model"  # by torch.compile; block starts sooner, several ranks always do
-    timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
+    compile: bool | Literal["model", "block", "off"] = "model"  # block starts sooner, several ranks always do
+    timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
     def __post_init__(self):
@@ -161,7 +161,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    mode: Literal["off", "log", "act"] = "act"      # of spikes: ignored, noted, or skipped; what is not finite is never applied
+    mode: Literal["off", "log", "act"] = "act"      # of spikes: ignored, noted, skipped; what is not finite always is
     window: int = 128                       # accepted steps that a step is compared with
     threshold: float = 10.0                 # a spike lies so many robust standard deviations above their median
     skips: int = 10                         # skipped steps in a row before the run goes back to a checkpoint
@@ -460,6 +460,6 @@ def known_keys() -> list[str]:
 
 
 def help_text() -> str:
-    """Every key with its meaning, type and default by section, as `--help` prints it."""
-    return "\n\n".join("\n".join(field_lines(prefix, cls)) for prefix, cls in {"": Config, **{
-        f"{name}.": section for name, section in SECTIONS.items()}}.items())
+    """Every key with its type, default and meaning by section, as `--help` prints it."""
+    lines = [field_lines("", Config), *(field_lines(f"{name}.", section) for name, section in SECTIONS.items())]
+    return "\n\n".join("\n".join(section.values()) for section in lines)

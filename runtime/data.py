@@ -41,8 +41,7 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
     """Whole numbers in the ratio of the weights, without a common factor; their sum is the period of the mixture.
 
     Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are rounded to shares of
-    2**20 by largest remainder.
-    """
+    2**20 by largest remainder."""
     near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
     scale = math.lcm(*(fraction.denominator for fraction in near.values()))
     counts = {name: int(fraction * scale) for name, fraction in near.items()}
@@ -63,8 +62,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
 
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
-    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that.
-    """
+    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
     n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
     if n == 1:
         return np.zeros(length, np.uint16)
@@ -86,8 +84,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     """The images of `position` under a permutation of range(n) chosen by `key`, int64; O(1) memory.
 
-    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002).
-    """
+    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     digest = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -150,8 +147,7 @@ class Validation:
     Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
     targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per target of the whole split (an estimate where not all
     windows are selected). End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
-    includes the cost of predicting where a document ends.
-    """
+    includes the cost of predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
@@ -186,9 +182,7 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     """The data of a run: all shards of every source in the mixture, checked against their index.json.
 
-    Raises UserError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
-    that would see a source more than data.max_epochs times.
-    """
+    Raises UserError: a missing or damaged file, shards of another tokenizer, too few tokens."""
     indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
     for name in config.data.mixture:
         folder = Path(config.data.dir) / name
@@ -209,8 +203,7 @@ class Data:
 
     Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
     sequences in the run, an array; epochs, how often the run sees each one's training tokens; train_sha256, the identity of the
-    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them.
-    """
+    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them."""
 
     def __init__(self, config: Config, indexes: dict[str, Index]):
         self.config, self.sources = config, sorted(indexes)
@@ -303,8 +296,7 @@ class Data:
         `step` counts from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
-        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary.
-        """
+        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary."""
         size = self.config.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
@@ -314,9 +306,8 @@ class Data:
                device: torch.device) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
-        Steps past the planned ones are served too. A background thread prepares the next two batches; its errors are
-        raised in their turn, damage that verify() found at the next batch. Closing the generator ends the thread.
-        """
+        A background thread prepares the next two batches; its errors are raised in their turn, damage that verify() found at
+        the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
         def prepare(step: int, micro: int):
@@ -355,7 +346,7 @@ class Data:
 
 
 def _on_this_rank(message: str) -> UserError:
-    """With a note, which makes train.py print it on every rank that meets it: other ranks read other shards."""
+    """With a note, by which train.py prints it on every rank that meets it: other ranks read other shards."""
     error = UserError(message)
     error.add_note("met by this rank, perhaps alone")
     return error

@@ -187,18 +187,15 @@ def numbers(row: dict) -> dict[str, float]:
 
 def check_mirrors(config: Config) -> None:
     """Raises UserError where the package of a dashboard in log.to is not installed; before anything is written."""
-    for name in config.log.to:
-        if find_spec(name) is None:
-            raise UserError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out (metrics.jsonl is "
-                            f"written anyway)")
+    if missing := [name for name in config.log.to if find_spec(name) is None]:
+        raise UserError(f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it: metrics.jsonl has all")
 
 
 # ---------------------------------------------------------------------------------------------------- meter, profiler
 
 class Meter:
-    """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py).
-
-    A thread of its own reads them, so that a slow driver delays no step."""
+    """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py), in a thread,
+    so that a slow driver delays no step."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
         self._latest: dict[str, float] = {}
@@ -225,11 +222,8 @@ class Meter:
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for
-    ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler.
-
-    No number changes; the traced steps are slower, the first most. A run that resumes or ends in between traces what it does of
-    them. A trace that cannot be written is reported by say() and ends no run."""
+    """Trace `steps` (first, last; counted from 1), or what this start does of them, once on every rank, to
+    run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
         self.first, self.last = steps or (0, -1)
@@ -246,29 +240,26 @@ class Profiler:
             self._trace.start()
 
     def end(self, step: int) -> None:
-        """After the last step the files are written, which takes seconds for a large model."""
         if step >= self.last:
             self.close()
 
     def close(self) -> None:
-        """Write what has been traced."""
-        trace, self._trace = self._trace, None
-        if trace is None:
+        """Write what has been traced, which takes seconds for a large model."""
+        if (trace := self._trace) is None:
             return
-        self.last = -1      # once is enough
+        self._trace, self.last = None, -1      # once is enough
         try:
             trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
             if self.world.is_main:
                 self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
-        except (OSError, RuntimeError) as error:        # such as a full disk
+        except (OSError, RuntimeError) as error:        # such as a full disk, which ends no run
             self.say(f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------- env.json
 
-PACKAGES = "torchao", "numpy", "triton"
 # Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
 PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
@@ -284,7 +275,8 @@ def environment(device: torch.device, root: Path) -> dict:
         "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        "torch": torch.__version__, **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
+        "torch": torch.__version__, **{name: next((package.version for package in distributions(name=name)), None)
+                                       for name in ("torchao", "numpy", "triton")},
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name.startswith(PREFIXES) and not SECRET.search(name)},
     }
@@ -320,11 +312,10 @@ def peak_flops(device_name: str) -> tuple[float, float | None] | None:
 
 
 def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None) -> dict:
-    """Speed over the train rows of a run, without the warm-up after each start.
+    """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as GPT.counts() defines it.
 
-    flops_per_token as GPT.counts() defines it. mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together,
-    whatever the precision of the matmuls, so that a BF16 and an FP8 run are on one scale; null without a known peak.
-    """
+    mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together, whatever the precision of the matmuls, so that a
+    BF16 and an FP8 run are on one scale; null without a known peak."""
     train = [row for row in rows if row["kind"] == "train"]
     steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
     steady = sorted(steady or [row["step_s"] for row in train])     # a run of three steps has nothing else to show

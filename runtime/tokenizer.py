@@ -150,9 +150,8 @@ def _load_folder(name: str) -> Tokenizer:
     import tokenizers
     file, config = (Path(name) / file for file in FOLDER_FILES[:2])
     if not file.is_file():
-        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder with a tokenizer.json; "
-                        f"that path has no tokenizer.json: transformers' AutoTokenizer.from_pretrained(...)"
-                        f".save_pretrained(...) writes it, also from a tokenizer.model")
+        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but that one has no "
+                        f"tokenizer.json: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
     try:
         rules, roles = file.read_bytes(), json.loads(config.read_bytes())
         fast = tokenizers.Tokenizer.from_buffer(rules)

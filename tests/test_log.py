@@ -100,16 +100,12 @@ def test_rows_are_strict_json_and_a_rollback_relabels_what_it_undid(tiny):
 AFTER_A_ROLLBACK = "train train val train train val undone undone undone_val event train train"
 
 
-@pytest.mark.parametrize("step, kinds", [
-    (6, AFTER_A_ROLLBACK),
-    (5, "train train val train train val undone undone undone_val event train"),
-    (4, "train train val train train val"),     # a checkpoint from before the rollback: it will happen again
-    (3, "train train val train"), (2, "train train val"), (0, "")])
-def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order(tiny, step, kinds):
+@pytest.mark.parametrize("step, n_kept", [(6, 12), (5, 11), (4, 7), (3, 4), (2, 3), (0, 0)])
+def test_a_resume_keeps_the_rows_up_to_its_step_in_file_order(tiny, step, n_kept):
+    """At 4 those from before the rollback: it will happen again."""
     rolled_back(tiny).close()
-    again = open_log(tiny, step)
-    assert again.has_validation(2) == (step >= 2)
-    assert " ".join(kind for kind, in read(tiny, "kind")) == kinds
+    assert open_log(tiny, step).has_validation(2) == (step >= 2)
+    assert [kind for kind, in read(tiny, "kind")] == AFTER_A_ROLLBACK.split()[:n_kept]
 
 
 def test_a_resume_keeps_what_directly_follows_its_step_and_a_step_its_first_validation(tiny):
@@ -133,15 +129,13 @@ def test_a_kill_after_any_byte_leaves_whole_rows_and_damaged_ones_are_left_out(t
     path = tiny.run_dir / "metrics.jsonl"
     whole = path.read_bytes()
     lines = whole.splitlines(True)
-    ends = [i for i, byte in enumerate(whole) if byte == 10]
-    cuts = {end + near for end in ends for near in (-40, -2, -1, 0, 1, 2, 15)}     # at the end of a row and inside one
-    for cut in sorted(cut for cut in cuts if ends[0] <= cut <= len(whole)):
-        complete = whole[:cut].count(b"\n") + (whole[cut:cut + 1] == b"\n")        # only its line end is missing
-        last = max(i for i, line in enumerate(lines[:complete]) if b'"train"' in line)
+    for cut in {*range(0, len(whole), 13), *(at + near for at, byte in enumerate(whole) if byte == 10 for near in (0, 1))}:
         path.write_bytes(whole[:cut])
-        open_log(tiny, resume=json.loads(lines[last])["step"]).close()
+        open_log(tiny, resume=6).close()
+        complete = lines[:whole[:cut + 1].count(b"\n")]      # the last one may lack its line end
+        n_train = max((i for i, line in enumerate(complete, 1) if b'"train"' in line), default=0)
         kept = path.read_bytes().splitlines(True)
-        assert kept == lines[:len(kept)] and last < len(kept) <= complete
+        assert kept == lines[:len(kept)] and n_train <= len(kept) <= len(complete)
     path.write_bytes(b'[1]\nnull\n{"kind": "train"}\n'.join(lines[:2]) + b'{"step": 2}\n\xff\x00\n{\n')
     open_log(tiny, resume=2).close()
     assert path.read_bytes().splitlines(True) == lines[:2]
@@ -154,17 +148,16 @@ def rolled_back_or_killed(config, at):
 
 def test_kill_9_at_any_change_on_disk_leaves_the_file_before_or_after_a_rollback(tiny):
     path, codes = tiny.run_dir / "metrics.jsonl", []
-    before, after = "train train val train train val train train val", AFTER_A_ROLLBACK
     while 0 not in codes:
         process = multiprocessing.get_context("fork").Process(target=rolled_back_or_killed, args=(tiny, len(codes) + 1))
         process.start()
         process.join()
         codes.append(process.exitcode)
-        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        kinds = " ".join(row["kind"] for row in rows)
-        assert before.startswith(kinds) or "event" in kinds and after.startswith(kinds), kinds
+        kinds = " ".join(json.loads(line)["kind"] for line in path.open()) if path.exists() else ""
+        before = "train train val train train val train train val"
+        assert before.startswith(kinds) or "event" in kinds and AFTER_A_ROLLBACK.startswith(kinds), kinds
         path.unlink(missing_ok=True)
-    assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 3 and kinds == after
+    assert set(codes[:-1]) == {-signal.SIGKILL} and len(codes) > 3 and kinds == AFTER_A_ROLLBACK
 
 
 @pytest.mark.parametrize("spare", [0, 10, 300])     # bytes by which a file may grow; 10: part of a row
