@@ -109,8 +109,9 @@ class FP8Config:
         works_with = {"all_gather": FP8_GATHERED, "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
                       "fast_backward": ("auto", *FP8_SCALED_MM)}
         for key, recipes in works_with.items():
-            if getattr(self, key) not in (False, "current") and self.recipe not in ("off", *recipes):
-                yield f"fp8.{key} works with fp8.recipe={', '.join(recipes)}, not {self.recipe}: take one of these, or drop it"
+            value = str(getattr(self, key)).lower()
+            if value not in ("false", "current") and self.recipe not in ("off", *recipes):
+                yield f"fp8.{key}={value} works with {', '.join(recipes)}, not fp8.recipe={self.recipe}: take one, or drop it"
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
         if self.is_delayed and not self.kernels:

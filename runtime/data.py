@@ -170,11 +170,14 @@ class Validation:
 
 def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tensor, torch.Tensor]:
     """x and y of numbered windows, int64 (rows, n_ctx): y is x shifted by one token, NO_TARGET where that is context only."""
-    tokens = np.empty((len(rows), n_ctx + 1), np.int64)
+    tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
         row[:] = windows.read(window)
-    x, y = torch.from_numpy(tokens[:, :-1] & ~int(LOSS_MASK_BIT)), torch.from_numpy(tokens[:, 1:].copy())
-    return x, y.masked_fill_(y >= int(LOSS_MASK_BIT), NO_TARGET)
+    x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+    if any(windows.is_masked for windows, _ in rows):
+        x &= int(~LOSS_MASK_BIT)
+        y[y >= int(LOSS_MASK_BIT)] = NO_TARGET
+    return torch.from_numpy(x), torch.from_numpy(y)
 
 
 # ----------------------------------------------------------------------------------------------------------------- data
