@@ -68,18 +68,17 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
         return 0 if is_help else 2
     try:
         said, code = work(read_options(cls, arguments)), 0
-    except UserError as error:
-        said, code = str(error), 2
+    except (UserError, MachineError) as error:
+        said, code = str(error), 2 if isinstance(error, UserError) else 1
     except BrokenPipeError:     # run_command() ends quietly then
         raise
-    except Exception as error:
-        is_memory = memory_error(error)
-        if not is_memory and not isinstance(error, (OSError, MachineError)):
-            raise
+    except (OSError, MemoryError, RuntimeError) as error:
         said, code = f"{type(error).__name__}: {error}", 1
-        if is_memory:           # told in as many ways as there are allocators
+        if memory_error(error):         # told in as many ways as there are allocators
             said = (f"the memory is full ({str(error).partition(chr(10))[0]:.200}): give a smaller micro_batch= or tokens=, "
                     f"dtype=bfloat16 (where it has them) or a device with more")
+        elif isinstance(error, RuntimeError):
+            raise
     if isinstance(said, int):
         return said
     if said is not None and is_shown:
