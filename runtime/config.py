@@ -194,9 +194,8 @@ class Config:
     start_from: str | None = None           # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
 
     def __post_init__(self):
-        if problems := (type_problems("", self)         # each relies on what those before it have checked
-                        or [p for name in SECTIONS for p in type_problems(f"{name}.", getattr(self, name))]
-                        or list(self._value_problems()) or list(self._cross_problems())):
+        types = [p for name in SECTIONS for p in type_problems(f"{name}.".lstrip("."), getattr(self, name, self))]
+        if problems := types or [*self._value_problems()] or [*self._cross_problems()]:     # each relies on those before it
             raise UserError("\n".join(problems))
         self.accumulation(1)
 
@@ -316,7 +315,7 @@ class Config:
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
 
-SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
+SECTIONS: dict[str, Any] = {"": Config} | {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
 PARENT = re.compile(r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
             "parallel.replicate parallel.shard parallel.timeout parallel.start_timeout checkpoint.every checkpoint.keep "
@@ -409,7 +408,7 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
         if key not in known_keys():
             raise UserError(f"there is no key {key!r}{_meant(key)}")
         section, _, name = key.rpartition(".")
-        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS.get(section, Config))[name])
+        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS[section])[name])
     top = changes.pop("", {})
     if len(top.keys() & {"steps", "tokens_per_param"}) == 1:        # the command line's budget replaces the file's
         top = {"steps": None, "tokens_per_param": None} | top
@@ -456,11 +455,10 @@ def read_config(run_dir: str | Path) -> Config:
 
 
 def known_keys() -> list[str]:
-    return [f"{section}.{f.name}".lstrip(".") for section, cls in {"": Config, **SECTIONS}.items() for f in fields(cls)
+    return [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls)
             if f.name not in SECTIONS]
 
 
 def help_text() -> str:
     """Every key with its type, default and meaning by section, as `--help` prints it."""
-    lines = [field_lines("", Config), *(field_lines(f"{name}.", section) for name, section in SECTIONS.items())]
-    return "\n\n".join("\n".join(section.values()) for section in lines)
+    return "\n\n".join("\n".join(field_lines(f"{name}.".lstrip("."), cls).values()) for name, cls in SECTIONS.items())

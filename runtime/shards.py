@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,15 +30,13 @@ SHARD_TOKENS = 100_000_000      # 200 or 400 MB: few files, yet a damaged one is
 
 # -------------------------------------------------------------------------------------------------------------- reading
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     path: Path
     tokens: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     documents: int
     text_bytes: int         # UTF-8 bytes of the documents; of the responses only where the source is masked
     tokens: int             # the end-of-text tokens included

@@ -35,11 +35,11 @@ WINDOWS = {"a": (20, 11), "b": (7,), "c": (40,)}        # train windows of each 
 
 
 def write_numbered(folder, windows, offset, val_windows=5, **changes):
-    """Shards of consecutive token ids: a window's first id names it. Each shard ends in a part of a window."""
+    """Shards of consecutive token ids: a window's first id names it. The second lacks its last window's target alone."""
     splits, value = {"train": [], "val": []}, offset
     for split, counts in ("train", windows), ("val", (val_windows,)):
         for i, count in enumerate(counts):
-            splits[split].append(np.arange(value, value + count * N_CTX + 1 + i % N_CTX, dtype="<u2"))
+            splits[split].append(np.arange(value, value + count * N_CTX + 1 + i * 7 % N_CTX, dtype="<u2"))
             value += len(splits[split][-1])
     conftest.write_shards(folder, splits, 4, **OURS, **changes)
 
@@ -132,6 +132,7 @@ def test_a_run_resumes_at_any_step_and_reads_on_past_its_plan_as_a_longer_run_do
     assert read(load(folder, seed=7), 1000, 999) == [1008, 2000, 1032, 3208, 1080, 2016, 3040, 1104]
     short, whole = load(folder, mixture, steps=2), read(load(folder, mixture, steps=40), 40)
     assert all(read(short, 40, step) == whole[8 * step:] for step in (0, 1, 2, 7, 39)) and short.planned.sum() == 2 * 8
+    assert np.array_equal(load(folder, mixture, steps=2).locate(np.arange(17)), short.locate(np.arange(17)))
 
 
 def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
@@ -143,7 +144,7 @@ def test_each_epoch_reads_every_window_once_in_a_new_order(folder):
         n, start, every = sum(counts), 1000 * (i + 1), set()
         for j, count in enumerate(counts):      # enumerated from the way write_numbered laid the tokens out
             every |= {start + w * N_CTX for w in range(count)}
-            start += count * N_CTX + 1 + j % N_CTX
+            start += count * N_CTX + 1 + j * 7 % N_CTX
         mine = found[found // 1000 == i + 1].tolist()
         epochs = [mine[e * n:(e + 1) * n] for e in range(len(mine) // n)]
         assert len(epochs) >= 3 and data.epochs[name] == len(mine) / n
@@ -270,7 +271,7 @@ def test_the_index_is_read_as_it_is_written(tmp_path):
     index, by_hand = read_index(tmp_path / "a"), json.loads((tmp_path / "a/index.json").read_text())
     assert {key: getattr(index, key) for key in facts} == facts
     assert [shard.path.name for shard in index.shards] == ["train_00000.bin", "train_00001.bin", "val_00000.bin"]
-    assert (index.dtype, index.is_masked, index.splits["train"].tokens) == ("<u2", False, 31 * N_CTX + 3)
+    assert (index.dtype, index.is_masked, index.splits["train"].tokens) == ("<u2", False, 31 * N_CTX + 9)
     shards.write_index(tmp_path / "a", {key: by_hand[key] for key in by_hand if key not in ("format_version", "dtype", "sha256")})
     assert json.loads((tmp_path / "a/index.json").read_text()) == by_hand and read_index(tmp_path / "a") == index
     by_hand["splits"]["train"]["shards"][0]["file"] = "../b/train_00000.bin"
