@@ -204,8 +204,6 @@ def grid(lines: list[list[str]]) -> str:
     return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
 # What torch, cuBLAS, NCCL, C++ and the kernel (ENOMEM) say when memory is short; the classes of the errors tell less.
 OUT_OF_MEMORY = re.compile(
     r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)

@@ -98,10 +98,6 @@ class FP8Config:
                 words.append(f.name if value is True else text if f.name == "scaling" else f"{f.name}={text}")
         return "+".join(words)
 
-    @property
-    def is_delayed(self) -> bool:
-        return self.scaling == "delayed"
-
     def problems(self):
         if self.recipe == "off" and self != FP8Config():
             named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
@@ -114,7 +110,7 @@ class FP8Config:
                 yield f"fp8.{key}={value} works with {', '.join(recipes)}, not fp8.recipe={self.recipe}: take one, or drop it"
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
-        if self.is_delayed and not self.kernels:
+        if self.scaling == "delayed" and not self.kernels:
             yield "fp8.scaling=delayed needs fp8.kernels=true"
 
 
@@ -308,7 +304,7 @@ class Config:
             free |= {"optim.kind", "optim.momentum"}
         if not self.fp8.fast_backward:
             free.add("fp8.fast_backward")
-        if not self.fp8.is_delayed:
+        if self.fp8.scaling == "current":
             free.add("fp8.scaling")
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,

@@ -28,8 +28,6 @@ LOSS_MASK_BIT = np.uint32(1 << 31)      # set beside the id of a masked source's
 SHARD_TOKENS = 100_000_000      # 200 or 400 MB: few files, yet a damaged one is soon replaced
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
 class Shard(NamedTuple):
     path: Path
     tokens: int
@@ -126,8 +124,6 @@ def shard_damage(shard: Shard) -> str | None:
     problem = "damaged: its sha256 is not the one in index.json" if shard.path.exists() else "missing"
     return f"{shard.path} is {problem}; {_restore(shard.path.parent)}"
 
-
-# -------------------------------------------------------------------------------------------------------------- writing
 
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields; "dtype" may be left out for uint16."""

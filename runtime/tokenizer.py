@@ -108,8 +108,6 @@ def _load_byte(name: str) -> Tokenizer:
                      lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- GPT-2
-
 def _load_gpt2(name: str) -> Tokenizer:
     import tiktoken
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
@@ -142,8 +140,6 @@ def byte_letters() -> dict[int, str]:
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
-
-# --------------------------------------------------------------------------------------------------------------- folders
 
 def _load_folder(name: str) -> Tokenizer:
     """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ def test_pair_id_and_identity_stay_what_they_were(name, pair, identity):
 
 @pytest.mark.parametrize("text, value", [
     ("optim.lr=3e-4", 3e-4), ("--optim.lr=3", 3.0), ("steps=1e3", 1000), ("seed=98765432109876543210", 98765432109876543210),
-    ("model.tied=False", False), ("model.n_kv_head=none", None), ("run=other", "other"), ("checkpoint.at=2,4", (2, 4)),
+    ("model.tied=False", False), ("model.n_kv_head=none", None), ("start_from=none", None), ("checkpoint.at=2,4", (2, 4)),
     ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.skip=[layers.[01].*]", ("layers.[01].*",)),
     ("fp8.skip=(a, b,)", ("a", "b")), ("log.to=", ()), ("log.to=[]", ()),
     ("data.mixture=web:0.8,code:0.2", {"web": 0.8, "code": 0.2}), ("data.micro_batch=auto", "auto"), ("data.micro_batch=8", 8),
@@ -148,8 +149,9 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
     for content, told in (("{ half", "is not JSON"), ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
-    wrong = dataclasses.replace(tiny.model, n_layer="2")        # in a file of Python
-    assert "model.n_layer='2' is not int" in refused(lambda: dataclasses.replace(tiny, model=wrong))
+    for wrong in "2", True, 2.0:        # in a file of Python
+        model = dataclasses.replace(tiny.model, n_layer=wrong)
+        assert f"model.n_layer={wrong!r} is not int" in refused(functools.partial(dataclasses.replace, tiny, model=model))
 
 
 def test_help_tells_every_key(capsys):
