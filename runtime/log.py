@@ -1,7 +1,7 @@
 """Record a run: a row per step in metrics.jsonl, mirrored on the console, W&B and TensorBoard.
 
 Beside the rows: env.json, samples of the GPU (Meter), traces of some steps (Profiler), a run's speed and MFU, the id that a
-BF16 and an FP8 run share. metrics.jsonl (format: runtime/rows.py) is what the project reads; console and dashboards only show it.
+BF16 and an FP8 run share. metrics.jsonl (format: runtime/machine.py) is what the project reads; console and dashboards show it.
 """
 
 import hashlib
@@ -23,11 +23,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from runtime.cli import UserError
+from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, git
-from runtime.progress import duration, si
-from runtime.rows import metrics_rows, parse, read_bytes, read_rows, to_line, write_atomically, write_json
+from runtime.machine import device_name, git, metrics_rows, parse, read_bytes, read_rows, to_line, write_atomically, write_json
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback

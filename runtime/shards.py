@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.rows import file_sha256, new_file
+from runtime.machine import file_sha256, new_file
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's

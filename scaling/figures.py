@@ -26,7 +26,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
 from runtime.cli import UserError, command, run_command
-from runtime.rows import write_atomically
+from runtime.machine import write_atomically
 from scaling.laws import frontier, on_one_ray, ray_of
 from scaling.pairs import KIND, human
 

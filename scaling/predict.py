@@ -20,8 +20,7 @@ import numpy as np
 from scipy.special import fdtri, stdtrit
 
 from runtime.cli import UserError, nearest
-from runtime.machine import git
-from runtime.rows import write_json
+from runtime.machine import git, write_json
 from scaling.intervals import with_bootstrap
 from scaling.laws import COLLAPSED, GAMMAS, ONE_RAY, Points, fit_chinchilla, fit_power, fit_ray
 from scaling.records import CONVENTIONS, read_json, read_study

@@ -25,7 +25,7 @@ from model import GPT
 from runtime.checkpoint import latest, step_of
 from runtime.cli import UserError, nearest, type_problems
 from runtime.config import Config, FP8Config, fp8_overrides, load_config, read_config
-from runtime.rows import write_json
+from runtime.machine import write_json
 from scaling.records import read_json
 
 ROOT = Path(__file__).resolve().parents[1]

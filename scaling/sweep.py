@@ -32,14 +32,13 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, command, grid, nearest, run_command
+from runtime.cli import UserError, command, duration, grid, nearest, run_command, si
 from runtime.config import load_config, positive
 from runtime.data import open_data
 from runtime.log import pair_id, peak_flops
+from runtime.machine import metrics_rows, read_rows
 from runtime.plan import ASSUMED_MFU
-from runtime.progress import duration, si
 from runtime.roofline import modelled_ratio
-from runtime.rows import metrics_rows, read_rows
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER

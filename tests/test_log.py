@@ -1,4 +1,4 @@
-"""runtime/log.py, rows.py, progress.py: rows through resumes, rollbacks, kills and full disks; what mirrors and measures them."""
+"""runtime/log.py, machine.py: rows through resumes, rollbacks, kills and full disks; what mirrors and measures them."""
 
 import gzip
 import json
@@ -19,10 +19,9 @@ import pytest
 import torch
 
 from runtime import log
-from runtime.cli import UserError
+from runtime.cli import UserError, duration, si
 from runtime.config import LogConfig
-from runtime.progress import duration, si
-from runtime.rows import read_rows, write_json
+from runtime.machine import read_rows, write_json
 from tests.changes import on_change
 from tests.faults import wait_for
 
