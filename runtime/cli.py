@@ -173,13 +173,8 @@ def type_problems(prefix: str, value) -> list[str]:
 
 def _mismatch(key: str, value, hint) -> str:
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-    form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
-    meant = nearest(str(value), choices) if len(choices) > 1 else ""
-    return f"{key}={value!r} is not {_type_name(hint)}{form}{meant}"
-
-
-def _type_name(hint) -> str:
-    return inspect.formatannotation(hint).replace("typing.", "")
+    name, form = inspect.formatannotation(hint).replace("typing.", ""), ", written source:weight,..." * (get_origin(hint) is dict)
+    return f"{key}={value!r} is not {name}{form}" + (nearest(str(value), choices) if len(choices) > 1 else "")
 
 
 def _fits(value, hint) -> bool:

@@ -151,13 +151,9 @@ def count_gpus() -> int:
 
 def out_of_memory(error: BaseException, config, world) -> str | None:
     """The sentence for an error that means too little memory in the run of `config` on the ranks of `world`, else None."""
-    import torch
     if (found := memory_error(error)) is None:
         return None
-    peak = ""
-    if world.device.type == "cuda":
-        peak = f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
-    return (f"out of memory on rank {world.rank} ({world.device}{peak}): {said}; what was saved stays. Try a smaller "
-            f"data.micro_batch (now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third "
-            f"more computing), model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")
+    return (f"out of memory on rank {world.rank} ({world.device}): {said}; what was saved stays. Try a smaller data.micro_batch "
+            f"(now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third more computing), "
+            f"model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")

@@ -193,10 +193,9 @@ def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
     assert told in refused(read_options, Options, words.split())
 
 
-VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "inf", "-inf", "1_0", "0x10", "٣", "9" * 5000, "1e18", "true",
-          "False", "none", "[", "]", "[]", "(1,", "{}", "[[1]]", "1,2,3", "1,,2", "a:b", "web:1", "web:0", "web:1e999",
-          "../../etc/passwd", "\x00", "a\nb", "\r\x1b[31m", "é", "\ud800", "x" * 10_000, "layers.[0", "tensorwise", "auto",
-          "byte", "10:15", "out/run/checkpoints/step_00000001", "__import__('os').system('touch canary')", "$(touch canary)"]
+VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "-inf", "1_0", "٣", "9" * 5000, "1e18", "true", "none", "[",
+          "[]", "(1,", "{}", "[[1]]", "1,,2", "a:b", "web:1", "web:0", "web:1e999", "../../etc/passwd", "\x00", "a\nb", "\ud800",
+          "x" * 10_000, "layers.[0", "tensorwise", "auto", "byte", "10:15", "out/run/checkpoints/step_00000001"]
 KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
 
 
