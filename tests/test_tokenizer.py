@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from runtime import tokenizer
-from runtime.cli import UserError
 from runtime.tokenizer import VOCAB_SIZE, load_tokenizer, token_bytes, vocab_bpe
 from tests.conftest import encode_document
 
@@ -103,8 +102,3 @@ def test_the_pieces_are_those_of_tiktokens_own_pattern():
     texts += ["".join(f"a{c} {c}{c}1" for c in map(chr, codes[i::1112])) for i in range(1112)]
     for text in [*texts, "x" + " " * 2_000_000, "\n" * 2_000_000, "a" * 100_000]:
         assert np.array_equal(*(e.encode_to_numpy(text, disallowed_special=()) for e in (own, ours))), text[:200]
-
-
-def test_an_unknown_name_is_refused():
-    with pytest.raises(UserError, match="'gpt3'; there are: gpt2, byte"):
-        load_tokenizer("gpt3")
