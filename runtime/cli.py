@@ -44,6 +44,8 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
             continue
         if key not in names:
             raise UserError(f"there is no key {name!r}{nearest(name, names)}")
+        if key in given:
+            raise UserError(f"{key} is given twice")
         if not equals:
             value = "true" if hints[key] is bool else next(rest, "")
         if not value or (not equals and value.startswith("--")):

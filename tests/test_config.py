@@ -187,7 +187,7 @@ def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, 
 
 @pytest.mark.parametrize("words, told", [
     ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
-    ("x kind=b", "did you mean 'bb'?"), ("x --n --serve", "--n needs a value"),
+    ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
     ("x text=", "--text needs a value"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
 def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
     assert told in refused(read_options, Options, words.split())
