@@ -176,12 +176,13 @@ class Options:
 
 @pytest.mark.parametrize("words, expected", [
     (["out/x"], {}), (["run=out/x"], {}),
-    (["--n", "2", "out/x", "--top-k=none", "--serve"], {"n": 2, "top_k": None, "serve": True}),
+    (["n=2", "out/x"], {"n": 2}), (["--n", "2", "out/x", "--top-k=none", "--serve"], {"n": 2, "top_k": None, "serve": True}),
     (["out/x", "a,b", "c d = 3", "serve=0"], {"names": ("a,b", "c d = 3")}), (["out/x", "names=a,b"], {"names": ("a", "b")}),
     (["out/x", "a=b.txt"], {"names": ("a=b.txt",)}), (["out/x", "text=n=3\nk=v", "kind=bb"], {"text": "n=3\nk=v", "kind": "bb"})])
 def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, expected):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a=b.txt").write_text("")       # a file by that name
+    for name in "a=b.txt", "n=2":       # files by these names; the second is a key first
+        (tmp_path / name).write_text("")
     assert read_options(Options, words) == Options(run="out/x", **expected)
 
 

@@ -170,6 +170,7 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, sp
     assert one.path.read_bytes()[:len(before)] == before and one.path.stat().st_size == len(before) + spare
     with largest_file(10), pytest.raises(OSError, match="File too large"):      # a rollback writes the whole file anew
         go_back(one, 6)
+    assert len(list(tiny.run_dir.iterdir())) == 1, "what has filled the disk is removed"
     for each in one, twin:
         go_back(each, 6)
         each.step(row(7))
@@ -184,9 +185,9 @@ def test_on_a_full_disk_rows_wait_for_room_and_training_goes_on(tiny, capsys, sp
 def test_a_log_file_gets_a_line_now_and_then(tiny, capsys, monkeypatch):
     one = open_log(replace(tiny, steps=1000, log=LogConfig(every=50)))
     for step in range(1, 51):
-        one.step(row(step))
+        one.step(row(step, step_s=0.2 if step <= log.WARM_UP_STEPS else 0.1))
     one.close()
-    assert capsys.readouterr().out.splitlines() == ["tiny  step 1/1000    0%  loss 2.0000  5.12k tok/s  1 min 40 s left",
+    assert capsys.readouterr().out.splitlines() == ["tiny  step 1/1000    0%  loss 2.0000  2.56k tok/s  3 min 20 s left",
                                                     "tiny  step 50/1000    5%  loss 2.0000  5.12k tok/s  1 min 35 s left"]
     assert [duration(s) for s in (45, 200.4, 3599.7, 18_420)] == ["45 s", "3 min 20 s", "1 h 00 min", "5 h 07 min"]
     assert [si(v) for v in (12, 999.4, 999_700, 124e6, 7.1e9, 2e12)] == ["12", "999", "1M", "124M", "7.1B", "2T"]
