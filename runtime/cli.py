@@ -176,7 +176,9 @@ def type_problems(prefix: str, value) -> list[str]:
 def _mismatch(key: str, value, hint) -> str:
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
     name, form = inspect.formatannotation(hint).replace("typing.", ""), ", written source:weight,..." * (get_origin(hint) is dict)
-    return f"{key}={value!r} is not {name}{form}" + (nearest(str(value), choices) if len(choices) > 1 else "")
+    words = value if isinstance(value, tuple) else str(value).split(",")
+    wrong = next((str(word) for word in words if word not in choices), "")
+    return f"{key}={value!r} is not {name}{form}" + (nearest(wrong, choices) if len(choices) > 1 else "")
 
 
 def _fits(value, hint) -> bool:

@@ -90,7 +90,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
     *[(f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling") for how in ("off", "tensorwise", "auto fp8.kernels=true")],
     ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
     ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"),
-    ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"), ("log.to=wandbb", "'wandb'"),
+    ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"), ("log.to=tensorboard,wanb", "'wandb'"),
     ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("data.micro_batch=5", "multiple of 160"),
     ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
     ("parallel.timeout=0", "parallel.timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
