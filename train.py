@@ -76,7 +76,7 @@ def train(config: Config, world: World) -> None:
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0 done (or saved on request), 1 the machine failed us, 2 the user's mistake."""
     if not argv or {"-h", "--help"} & set(argv):
-        print(help_page(__doc__, options=help_text()))
+        print(help_page(__doc__, help_text()))
         return 0 if argv else 2
     world = None
     try:

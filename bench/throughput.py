@@ -38,10 +38,9 @@ from runtime import fp8, parallel
 from runtime.cli import UserError, command, grid, nearest, run_command
 from runtime.config import Config, fp8_overrides, load_config
 from runtime.log import environment, peak_flops
-from runtime.machine import GIB, memory_error, nvidia_smi
+from runtime.machine import GIB, memory_error, nvidia_smi, read_rows, to_line, write_atomically
 from runtime.parallel import World, build
 from runtime.roofline import MICRO_BATCH, TOKENS_PER_STEP
-from runtime.rows import read_rows, to_line, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 SANITY_STEPS = 20

@@ -51,9 +51,8 @@ from runtime import fp8
 from runtime.checkpoint import gather
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import read_config
-from runtime.machine import memory_error
+from runtime.machine import memory_error, write_atomically
 from runtime.parallel import World, finish, own_keys
-from runtime.rows import write_atomically
 
 RATIOS = {"word_perplexity": "exp", "byte_perplexity": "exp", "perplexity": "exp", "bits_per_byte": "bits"}
 PATIENCE = timedelta(hours=24)      # the ranks meet when each has done its part, which may take that long

@@ -14,8 +14,8 @@ from lm_eval.utils import get_rolling_token_windows
 from eval.sample import stream
 from model import GPT, KVCache
 from runtime.checkpoint import gather
+from runtime.cli import ProgressLine
 from runtime.parallel import World
-from runtime.progress import ProgressLine
 from runtime.tokenizer import Tokenizer
 
 # Logits kept at a time, in tokens. A matmul of 128 rows by 50304 hardly uses a CPU's second core (310 us a row), one of 512

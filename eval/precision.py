@@ -27,7 +27,7 @@ from runtime import fp8, probe
 from runtime.cli import UserError, command, grid, run_command
 from runtime.config import Config, read_config
 from runtime.data import Data, open_data
-from runtime.rows import to_line, write_atomically, write_json
+from runtime.machine import to_line, write_atomically, write_json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from runtime import shards
 from runtime.cli import UserError, grid
-from runtime.rows import new_file, read_bytes
+from runtime.machine import new_file, read_bytes
 from runtime.shards import DTYPES, Index, damage, file_sha256, read_index, remove_shards
 
 # A row per document of a piece: blake2b-64 of the text, tokens (end-of-text included), UTF-8 bytes, those of a prompt left

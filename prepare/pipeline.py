@@ -33,7 +33,7 @@ from prepare.assemble import HASH_STEPS, Piece, begun, lay_out, read_piece, show
 from prepare.decontaminate import Grams
 from prepare.sources import BadFile, Source
 from runtime.cli import MachineError, UserError
-from runtime.rows import new_file, write_json
+from runtime.machine import new_file, write_json
 from runtime.shards import DTYPES, LOSS_MASK_BIT, file_sha256, read_index, write_index
 from runtime.tokenizer import Tokenizer, load_tokenizer
 
@@ -280,7 +280,7 @@ def _task(parts: Parts, target: float, job: Job) -> Task:
 
 def tokenise(source: Source, parts: Parts, target: float, job: Job) -> None:
     """Runs the tasks whose pieces hold `target` tokens, as far as they lack."""
-    from runtime.progress import ProgressLine, si
+    from runtime.cli import ProgressLine, si
     line, began, first = ProgressLine(source.name, "tokens"), time.monotonic(), parts.progress()[2]
 
     def state() -> tuple:

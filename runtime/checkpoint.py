@@ -44,9 +44,8 @@ from torch.distributed.tensor import DTensor
 from model import GPT
 from runtime.cli import MachineError, UserError
 from runtime.config import CheckpointConfig, Config, config_from_dict, read_config
-from runtime.machine import GIB
+from runtime.machine import GIB, file_sha256, sync_folder, write_atomically
 from runtime.optim import check_branch
-from runtime.rows import file_sha256, sync_folder, write_atomically
 from runtime.tokenizer import tokenizer_of
 
 FORMAT_VERSION = 3      # 3: the state names runtime/run.py's Progress as it does; 2 is read too

@@ -1,4 +1,4 @@
-"""Read command lines into typed dataclasses, and tell each mistake in one sentence with the nearest name."""
+"""Read command lines into typed dataclasses, tell each mistake in one sentence with the nearest name, show progress."""
 
 import difflib
 import inspect
@@ -6,17 +6,15 @@ import math
 import os
 import re
 import sys
-import textwrap
+import time
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 UNION = (Union, types.UnionType)      # Optional[int], int | None
-# The brackets around a whole list, which are dropped; those of a pattern such as layers.[01].* stay.
-BRACKETS = re.compile(r"\((.*)\)|\{(.*)\}|\[((?:[^][]|\[[^][]*\])*)\]")
-
-EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
+LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines  of progress, live and in a log
 
 
 class UserError(ValueError):
@@ -35,8 +33,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
     A flag is a field of type bool: `--serve` stands for serve=true. Bare words (also files with "=" in their names) fill the
     fields of cls.POSITIONAL (none = no bare word) in order; one of type tuple[str, ...] takes all that are left, commas and all.
     keys: the fields that may be given, none = all. defaults: those that differ from the class's own. Raises UserError."""
-    hints, bare, rest = get_type_hints(cls), [], iter(arguments)
-    texts: dict[str, str] = {}
+    hints, given, bare, rest = get_type_hints(cls), {}, [], iter(arguments)
     names = [f.name for f in fields(cls) if keys is None or f.name in keys]
     for argument in rest:
         name, equals, value = argument.removeprefix("--").partition("=")
@@ -47,16 +44,13 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
             continue
         if key not in names:
             raise UserError(f"there is no key {name!r}{nearest(name, names)}")
+        if key in given:
+            raise UserError(f"{key} is given twice")
         if not equals:
-            value = "true" if hints[key] is bool else next(rest, "--")
-            if value.startswith("--"):
-                raise UserError(f"--{name} needs a value: write {key}=VALUE")
-        if not value:
-            raise UserError(f"{key}= is empty: give it a value, or leave it out")
-        if key in texts:
-            raise UserError(f"{key} is given twice: {texts[key]!r} and {value!r}")
-        texts[key] = value
-    given = {key: parse(key, text, hints[key]) for key, text in texts.items()}
+            value = "true" if hints[key] is bool else next(rest, "")
+        if not value or (not equals and value.startswith("--")):
+            raise UserError(f"--{name} needs a value: write {key}=VALUE")
+        given[key] = parse(key, value, hints[key])
     for key in [key for key in getattr(cls, "POSITIONAL", ()) if key not in given]:
         if bare and hints[key] == tuple[str, ...]:
             given[key], bare = tuple(bare), []
@@ -66,8 +60,7 @@ def read_options(cls, arguments: list[str], keys: set[str] | None = None, defaul
         raise UserError(f"{bare[0]!r} is one word too many: write key=value with one of {', '.join(names)}")
     given = (defaults or {}) | given
     if missing := [f.name for f in fields(cls) if f.name not in given and f.default is MISSING]:
-        meaning = _meanings(cls).get(missing[0], "")
-        raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE{', ' * bool(meaning)}{meaning}")
+        raise UserError(f"{missing[0]} is missing: give {missing[0]}=VALUE{field_lines('', cls)[missing[0]].partition('#')[2]}")
     return cls(**given)
 
 
@@ -76,20 +69,20 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
     user's mistake, 1 for the machine's. cls: its options, a dataclass. is_shown: whether this process speaks, one of several."""
     is_help, needed = {"-h", "--help"} & set(arguments), any(f.default is MISSING for f in fields(cls))
     if is_help or (needed and not arguments):
-        print(help_page(doc, cls))
+        print(help_page(doc, "\n".join(field_lines("", cls).values())))
         return 0 if is_help else 2
-    from runtime.machine import memory_error
     try:
         said, code = work(read_options(cls, arguments)), 0
-    except UserError as error:
-        said, code = str(error), 2
+    except (UserError, MachineError) as error:
+        said, code = str(error), 2 if isinstance(error, UserError) else 1
+    except BrokenPipeError:     # run_command() ends quietly then
+        raise
     except (OSError, MemoryError, RuntimeError) as error:
+        said, code = f"{type(error).__name__}: {error}", 1
         if memory_error(error):         # told in as many ways as there are allocators
-            said, code = (f"the memory is full ({str(error).partition(chr(10))[0][:200]}): give a smaller micro_batch= "
-                          f"or tokens=, dtype=bfloat16 (where it has them) or a device with more"), 1
-        elif isinstance(error, OSError) and not isinstance(error, BrokenPipeError):     # run_command() ends quietly then
-            said, code = f"{type(error).__name__}: {error}", 1
-        else:
+            said = (f"the memory is full ({str(error).partition(chr(10))[0]:.200}): give a smaller micro_batch= or tokens=, "
+                    f"dtype=bfloat16 (where it has them) or a device with more")
+        elif isinstance(error, RuntimeError):
             raise
     if isinstance(said, int):
         return said
@@ -124,58 +117,35 @@ def nearest(word: str, choices: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else every
 
 
-def help_page(doc: str, cls=None, options: str | None = None) -> str:
-    """What --help prints of a command's docstring: usage, what it does, the options, the rest, its examples last.
-
-    Examples are its indented lines that begin with a program. Options are those of the dataclass `cls`, one a line, unless the
-    text given says them (options=) or the docstring does (cls None)."""
-    lines = doc.strip().splitlines()
-    examples = [line for line in lines if EXAMPLE.match(line)]
-    what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
-    program, words = next(found.groups() for found in map(EXAMPLE.match, examples) if found and "python" in found[0])
-    bare = [word for word in words.split("  ")[0].split() if "=" not in word]
-    usage = " ".join(["usage:", program, *bare, "[key=value ...]"])
-    if cls is not None:
-        options = "\n".join(field_lines("", cls))
-    parts = [usage, what, options and f"options:\n{options}", rest.strip("\n"), "\n".join(["examples:", *examples])]
-    return "\n\n".join(filter(None, parts))
+def help_page(doc: str, options: str = "") -> str:
+    """What --help prints: the command's docstring, then its options where the docstring does not say them."""
+    return doc.strip() + (options and f"\n\noptions:\n{options}")
 
 
-def field_lines(prefix: str, cls) -> list[str]:
-    """Of each field of a dataclass: key, the meaning that stands beside it as a comment, type, default; 118 columns wide."""
-    meanings, hints, lines = _meanings(cls), get_type_hints(cls), []
-    for f in fields(cls):
-        if not is_dataclass(hints[f.name]):
-            default = "required" if f.default is MISSING else _show(f.default)
-            said = f"{meanings.get(f.name, '')} ({_type_name(hints[f.name])}; {default})".lstrip()
-            lines += textwrap.wrap(said, 118, initial_indent=f"  {prefix + f.name:24} ", subsequent_indent=" " * 27)
-    return lines
-
-
-def _meanings(cls) -> dict[str, str]:
-    return {name: text for base in reversed(cls.__mro__[:-1])
-            for name, text in re.findall(r"^ {4}(\w+): [^#\n]*#\s*(.+)$", inspect.getsource(base), re.M)}
+def field_lines(prefix: str, cls) -> dict[str, str]:
+    """Each field of a dataclass -> its line of source: key, type, default and, as a comment, its meaning."""
+    source = "\n".join(inspect.getsource(base) for base in reversed(cls.__mro__[:-1]))
+    lines = {name: f"  {prefix}{name}{rest}" for name, rest in re.findall(r"^ {4}(\w+)(: .*)$", source, re.M)}
+    return {f.name: lines[f.name] for f in fields(cls) if not is_dataclass(f.type)}
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the form."""
-    value = text
-    with suppress(ValueError, KeyError):    # what cannot be read stays a text, which the annotation then refuses
-        value = _read(text, hint)
-    if problem := _type_problem(key, value, hint):
-        raise UserError(problem)
-    return value
+    parts = get_args(hint) if get_origin(hint) in UNION else (hint,)
+    for part in sorted(parts, key=lambda part: part is not type(None)):     # "none" is a word, too
+        with suppress(ValueError, KeyError):
+            if _fits(value := _read(text, part), part):
+                return value
+    raise UserError(_mismatch(key, text, hint))
 
 
 def _read(text: str, hint):
-    options = get_args(hint) if get_origin(hint) in UNION else (hint,)
-    if type(None) in options and text.lower() == "none":
-        return None
-    if any(text in get_args(option) for option in options):     # a word beside a number
-        return text
-    hint, origin, inner = options[0], get_origin(options[0]), get_args(options[0])
+    """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says nothing."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if hint is type(None):
+        return {"none": None}[text.lower()]
     if hint is bool:
         return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
     if hint is int and text.lstrip("+-").isdigit():
@@ -185,8 +155,10 @@ def _read(text: str, hint):
         return int(number) if hint is int and number.is_integer() else number       # 1e6 is a whole number
     if origin not in (tuple, dict):
         return text
-    outer = BRACKETS.fullmatch(text.strip())
-    parts = [part.strip() for part in (outer[outer.lastindex or 0] if outer else text).split(",") if part.strip()]
+    text = text.strip()
+    if text[:1] + text[-1:] in ("()", "[]", "{}"):
+        text = text[1:-1]
+    parts = [part.strip() for part in text.split(",") if part.strip()]
     if origin is tuple:
         return tuple(_read(part, inner[0]) for part in parts)
     pairs = [part.rsplit(":", 1) for part in parts]      # fineweb_edu:0.8,python:0.1
@@ -197,23 +169,23 @@ def _read(text: str, hint):
 def type_problems(prefix: str, value) -> list[str]:
     """One sentence for each field of the dataclass `value` whose content does not fit its annotation."""
     hints = get_type_hints(type(value))
-    return [p for f in fields(value) if (p := _type_problem(prefix + f.name, getattr(value, f.name), hints[f.name]))]
+    return [_mismatch(prefix + f.name, getattr(value, f.name), hints[f.name]) for f in fields(value)
+            if not _fits(getattr(value, f.name), hints[f.name])]
 
 
-def _type_problem(key: str, value, hint) -> str | None:
-    if _fits(value, hint):
-        return None
+def _mismatch(key: str, value, hint) -> str:
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-    wrong = next((v for v in value if v not in choices), "") if isinstance(value, tuple) else value
-    form = ", written source:weight,source:weight" if get_origin(hint) is dict else ""
-    return f"{key}={_show(value)} is not {_type_name(hint)}{form}" + (nearest(str(wrong), choices) if len(choices) > 1 else "")
+    name, form = inspect.formatannotation(hint).replace("typing.", ""), ", written source:weight,..." * (get_origin(hint) is dict)
+    words = value if isinstance(value, tuple) else str(value).split(",")
+    wrong = next((str(word) for word in words if word not in choices), "")
+    return f"{key}={value!r} is not {name}{form}" + (nearest(wrong, choices) if len(choices) > 1 else "")
 
 
 def _fits(value, hint) -> bool:
     """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and NaN never as a number."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in UNION:
-        return any(_fits(value, option) for option in inner)
+        return any(_fits(value, part) for part in inner)
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if origin is tuple:
@@ -225,23 +197,6 @@ def _fits(value, hint) -> bool:
     return isinstance(value, hint)
 
 
-def _type_name(hint) -> str:
-    """The annotation in words: "a whole number or none"."""
-    origin, inner = get_origin(hint), get_args(hint)
-    if origin in UNION:
-        return " or ".join("none" if t is type(None) else _type_name(t) for t in inner)
-    if origin is Literal:
-        return "one of " * (len(inner) > 1) + ", ".join(inner)
-    if origin is tuple:
-        return f"a list of {_type_name(inner[0]).removeprefix('a ')}{'' if get_origin(inner[0]) is Literal else 's'}"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "a table of source:weight"}.get(
-        origin or hint, getattr(hint, "__name__", str(hint)))
-
-
-def _show(value) -> str:
-    return "none" if value is None or value == () else repr(value)
-
-
 def grid(lines: list[list[str]]) -> str:
     """Cells as a Markdown table whose columns are aligned, so that it reads in a terminal too; empty columns go."""
     columns = [column for column in zip(*lines, strict=True) if any(column[1:]) or len(lines) == 1]
@@ -249,3 +204,65 @@ def grid(lines: list[list[str]]) -> str:
     rows = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
             for row in zip(*columns, strict=True)]
     return "\n".join([rows[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *rows[1:]])
+
+
+class ProgressLine:
+    """Progress of `name` in `unit`, such as "tokens", on stderr. Work that takes less than an interval shows nothing."""
+
+    def __init__(self, name: str, unit: str, is_shown: bool = True):
+        self._name, self._unit, self._is_shown, self._due = name, unit, is_shown, 0.0
+        self._is_live, self._first = sys.stderr.isatty(), (0.0, 0.0, 0.0)       # time, units and share at the first look
+
+    def show(self, state: Callable[[], tuple]) -> None:
+        """`state()` gives the units so far, the share of the work that is done, 0 to 1, and words to add; called only when a line
+        is due."""
+        now = time.monotonic()
+        if not self._is_shown or now < self._due:
+            return
+        is_first, self._due = not self._due, now + (LIVE_S if self._is_live else LOG_S)
+        units, share, *words = state()
+        if is_first:        # units that were there at the start say nothing of the speed
+            self._first = now, units, share
+            return
+        seconds, gained = now - self._first[0], share - self._first[2]
+        told = [f"{si(units)} {self._unit}", f"{si((units - self._first[1]) / seconds)}/s", *words]
+        told += [f"{duration(seconds * (1 - share) / gained)} left"] if gained > 0 else []
+        self.clear()
+        print(f"{self._name}: {share:.0%}, {', '.join(told)}", end="" if self._is_live else "\n", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Remove the live line, before something else is printed and at the end."""
+        if self._is_live and self._due:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """"45 s", "3 min 20 s", "5 h 07 min"."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {s:02d} s" if minutes else f"{s} s"
+
+
+def si(value: float) -> str:
+    """Three digits and k, M, B or T: "51.2k"."""
+    for scale, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if value >= 0.9995 * scale:     # 999.7k is 1M in three digits
+            return f"{value / scale:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+# What torch, cuBLAS, NCCL, C++ and the kernel (ENOMEM) say when memory is short; the classes of the errors tell less.
+OUT_OF_MEMORY = re.compile(
+    r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)
+
+
+def memory_error(error: BaseException | None) -> BaseException | None:
+    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None.
+
+    Compiler and checkpoints wrap what they meet in errors of their own."""
+    for _ in range(20):     # causes may form a circle
+        if error is None or isinstance(error, MemoryError) or (
+                isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(str(error))):
+            return error
+        error = error.__cause__ or error.__context__
+    return None

@@ -8,7 +8,6 @@ A config file is Python that binds `config = Config(...)`. A derived run imports
 Each mistake becomes one sentence of a UserError with key, value, expectation and remedy.
 """
 
-import difflib
 import json
 import math
 import os
@@ -22,7 +21,7 @@ from typing import Any, Literal, get_type_hints
 
 from model import GPTConfig
 from runtime.cli import UserError, field_lines, nearest, parse, type_problems
-from runtime.tokenizer import VOCAB_SIZE, tokenizer_kind
+from runtime.tokenizer import tokenizer_kind
 
 # ------------------------------------------------------------------------------------------------------------- sections
 
@@ -74,9 +73,9 @@ class OptimConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class FP8Config:
-    recipe: RecipeName = "off"              # how the Linears' matmuls are scaled; auto = per layer, what this GPU gains from
+    recipe: RecipeName = "off"              # how matmuls are scaled: README's table; auto = per layer, what this GPU gains from
     kernels: bool = False                   # our kernels do the casts instead of torchao's: tensorwise family, amax, auto
-    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by amaxes of past steps; kernels only
+    scaling: Literal["current", "delayed"] = "current"  # delayed: activations and gradients by past steps' amaxes; kernels only
     fast_backward: bool = False             # fast accumulation backward too: GPUs only, a CPU's emulation sums in fp32
     head: bool = False                      # convert the head too; the loss is sensitive to it
     first_bf16: int = 0                     # blocks at the input that stay in BF16
@@ -91,34 +90,28 @@ class FP8Config:
         of the fields, such as tensorwise+kernels+delayed+head or rowwise+first_bf16=2+skip=attn.out,layers.0.*"""
         if self.recipe == "off":
             return "bf16"
-        label: str = self.recipe
+        words: list[str] = [self.recipe]
         for f in fields(self):
             value = getattr(self, f.name)
             if value != f.default and f.name not in ("recipe", "all_gather"):
-                words = ",".join(value) if isinstance(value, tuple) else value
-                label += "+" + (f.name if value is True else value if f.name == "scaling" else f"{f.name}={words}")
-        return label
-
-    @property
-    def is_delayed(self) -> bool:
-        return self.scaling == "delayed"
+                text = ",".join(value) if isinstance(value, tuple) else value
+                words.append(f.name if value is True else text if f.name == "scaling" else f"{f.name}={text}")
+        return "+".join(words)
 
     def problems(self):
         if self.recipe == "off" and self != FP8Config():
             named = ", ".join(f"fp8.{f.name}" for f in fields(self) if getattr(self, f.name) != f.default)
             yield f"fp8.recipe=off converts nothing, yet {named} is set: name a recipe or drop it"
-        if self.all_gather and self.recipe not in ("off", *FP8_GATHERED):
-            yield f"fp8.all_gather=true cannot serve fp8.recipe={self.recipe}: use one of {', '.join(FP8_GATHERED)}, or false"
-        if self.kernels and self.recipe not in ("off", "auto", *FP8_KERNELS):
-            yield f"fp8.kernels=true has no kernels for fp8.recipe={self.recipe}: use {', '.join(FP8_KERNELS)}, auto, or false"
-        if self.fast_backward and self.recipe not in ("off", "auto", *FP8_SCALED_MM):
-            yield (f"fp8.fast_backward=true is a switch of torch's float8 matmul, which fp8.recipe={self.recipe} does not use: "
-                   f"set it to false, or take one of {', '.join(FP8_SCALED_MM)}, auto")
+        works_with = {"all_gather": FP8_GATHERED, "kernels": ("auto", *FP8_KERNELS), "scaling": FP8_KERNELS,
+                      "fast_backward": ("auto", *FP8_SCALED_MM)}
+        for key, recipes in works_with.items():
+            value = str(getattr(self, key)).lower()
+            if value not in ("false", "current") and self.recipe not in ("off", *recipes):
+                yield f"fp8.{key}={value} works with {', '.join(recipes)}, not fp8.recipe={self.recipe}: take one, or drop it"
         if self.kernels and self.all_gather:
             yield "fp8.kernels=true casts whole weights, fp8.all_gather=true gathers them as float8: set one of the two to false"
-        if self.is_delayed and not (self.kernels and self.recipe in FP8_KERNELS):
-            yield (f"fp8.scaling=delayed needs fp8.kernels=true and one of fp8.recipe={', '.join(FP8_KERNELS)}, not "
-                   f"fp8.recipe={self.recipe} with fp8.kernels={str(self.kernels).lower()}: set these, or fp8.scaling=current")
+        if self.scaling == "delayed" and not self.kernels:
+            yield "fp8.scaling=delayed needs fp8.kernels=true"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +120,8 @@ class ParallelConfig:
     shard: int | None = None                # ranks that share one copy of the weights (FSDP2); none = all that remain
     reshard: bool = True                    # several ranks: drop a block's gathered weights between forward and backward
     recompute: bool = False                 # keep each block's input and attention's output, compute the rest twice
-    compile: bool | Literal["model", "block", "off"] = "model"  # by torch.compile; block starts sooner, several ranks always do
-    timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where it stood
+    compile: bool | Literal["model", "block", "off"] = "model"  # block starts sooner, several ranks always do
+    timeout: float = 300.0                  # seconds that a step may stand still before the job ends and says where
     start_timeout: float = 1800.0           # the same until the first step is done (compilation, loading), and for a save
 
     def __post_init__(self):
@@ -154,7 +147,7 @@ class EvalConfig:
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
     to: tuple[Literal["wandb", "tensorboard"], ...] = ()    # mirrors of metrics.jsonl, which is always written
-    every: int = 10                         # steps between console lines where the output is no terminal
+    every: int = 10                         # steps between console lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +158,7 @@ class ProbeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    mode: Literal["off", "log", "act"] = "act"      # of spikes: ignored, noted, or skipped; what is not finite is never applied
+    mode: Literal["off", "log", "act"] = "act"      # of spikes: ignored, noted, skipped; what is not finite always is
     window: int = 128                       # accepted steps that a step is compared with
     threshold: float = 10.0                 # a spike lies so many robust standard deviations above their median
     skips: int = 10                         # skipped steps in a row before the run goes back to a checkpoint
@@ -197,15 +190,13 @@ class Config:
     start_from: str | None = None           # a branch: another run's out/<run>/checkpoints/step_<step>; out/<run>: its weights
 
     def __post_init__(self):
-        if problems := (type_problems("", self)         # each relies on what those before it have checked
-                        or [p for name in SECTIONS for p in type_problems(f"{name}.", getattr(self, name))]
-                        or list(self._value_problems()) or list(self._cross_problems())):
+        types = [p for name in SECTIONS for p in type_problems(f"{name}.".lstrip("."), getattr(self, name, self))]
+        if problems := types or [*self._value_problems()] or [*self._cross_problems()]:     # each relies on those before it
             raise UserError("\n".join(problems))
         self.accumulation(1)
 
     def _value_problems(self):
-        """What is impossible in itself."""
-        d, o, p, c = self.data, self.optim, self.parallel, self.checkpoint
+        d, o, c = self.data, self.optim, self.checkpoint
         yield from (*positive(self, *POSITIVE.split()), *self.model.problems(), *self.fp8.problems())
         for (low, high), keys in BOUNDS.items():
             for key in keys.split():
@@ -214,7 +205,7 @@ class Config:
         for key, name in (("run", self.run), *(("data.mixture: the name", name) for name in d.mixture)):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
                 yield f"{key}={name!r} must be one folder name, of letters, digits, '_', '-' and '.'"
-        if min(d.mixture.values(), default=0) <= 0:
+        if min(d.mixture.values(), default=0) <= 1e-6 * sum(d.mixture.values()):       # the order's resolution: data.WEIGHT_STEPS
             yield f"data.mixture={d.mixture} must name a source or more, each with a positive weight, such as fineweb_edu:1"
         if d.micro_batch == "auto" and self.deterministic:
             yield "data.micro_batch=auto is decided by a clock, which deterministic=true cannot have: give a number"
@@ -222,43 +213,29 @@ class Config:
             yield "fp8.all_gather=true is not tried with optim.kind=muon: set it to false"
         if o.schedule == "wsd" and o.warmup_share + o.decay_share > 1:
             yield f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is more than the whole run"
-        if not 1 <= p.timeout <= p.start_timeout:
-            yield f"parallel.timeout={p.timeout} must be at least 1 second and at most parallel.start_timeout={p.start_timeout}"
         if c.forever and (not c.every or c.forever % c.every):
             yield f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every}; only saved ones are kept"
-        if (self.steps is None) == (self.tokens_per_param is None):
-            yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
+        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
+            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
         if self.start_from is not None and not self.parent:
             yield (f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
                    f"out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone")
-        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
-            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
+        if (self.steps is None) == (self.tokens_per_param is None):
+            yield f"steps={self.steps} and tokens_per_param={self.tokens_per_param}: give exactly one of the two"
 
     def _cross_problems(self):
-        """What several sections make impossible together: number of steps, tokenizer, FP8 dimensions."""
         m, d, recipe, end = self.model, self.data, self.fp8.recipe, self.total_steps
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
                    f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
-        named = [("checkpoint.at", step) for step in self.checkpoint.at] + [("profile", (self.profile_steps or (1,))[0])]
-        for key, step in named:
-            if not 1 <= step <= end:
-                yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
-        if d.tokenizer not in VOCAB_SIZE and "/" not in d.tokenizer:
-            yield (f"data.tokenizer={d.tokenizer!r} is none of {', '.join(VOCAB_SIZE)}; a folder with a tokenizer.json is named "
-                   f"by a path with a slash, such as ./{d.tokenizer}")
-        elif m.vocab_size != (size := VOCAB_SIZE.get(d.tokenizer, m.vocab_size)):       # a folder's is checked when it is read
-            yield f"model.vocab_size={m.vocab_size} does not fit data.tokenizer={d.tokenizer}: set model.vocab_size={size}"
-        if recipe == "off":
-            return
+        if outside := [step for step in self.checkpoint.at if not 1 <= step <= end]:
+            yield f"checkpoint.at asks for step {outside[0]}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
-        sizes = {"model.loss_chunk": chunk or 0}
+        sizes = {"model.loss_chunk": chunk or 0}        # both are summed over by a weight gradient; fp8.select() checks the rest
         if d.micro_batch != "auto":
-            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx       # summed over by the weight gradient
-        if recipe != "auto":        # which leaves such Linears in BF16
-            sizes |= {"model.n_embd": m.n_embd, "model.n_ffn": m.n_ffn, "model.n_kv_head x head size": m.kv_heads * m.head_size}
+            sizes["data.micro_batch x model.n_ctx"] = d.micro_batch * m.n_ctx
         for key, size in sizes.items():
-            if size % multiple:
+            if recipe != "off" and size % multiple:
                 yield f"{key}={size} is no multiple of {multiple}, which fp8.recipe={recipe} needs: change it, or fp8.recipe=off"
         if chunk and recipe in ("nvfp4", "nvfp4_hadamard"):
             yield f"model.loss_chunk would repeat fp8.recipe={recipe}'s noise in each chunk of the head: set fp8.head=false"
@@ -327,18 +304,18 @@ class Config:
             free |= {"optim.kind", "optim.momentum"}
         if not self.fp8.fast_backward:
             free.add("fp8.fast_backward")
-        if not self.fp8.is_delayed:
+        if self.fp8.scaling == "current":
             free.add("fp8.scaling")
         return {k: v for k, v in keys.items() if k not in free} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
 
-SECTIONS: dict[str, Any] = {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
+SECTIONS: dict[str, Any] = {"": Config} | {name: cls for name, cls in get_type_hints(Config).items() if is_dataclass(cls)}
 PARENT = re.compile(r"(?:^|/)(?!checkpoints|step_)([A-Za-z0-9][A-Za-z0-9_.-]*)(?:/checkpoints/step_(\d{8}))?/?$")
 POSITIVE = ("steps tokens_per_param data.tokens_per_step data.micro_batch data.max_epochs optim.lr optim.eps optim.clip "
-            "parallel.replicate parallel.shard parallel.start_timeout checkpoint.every checkpoint.keep checkpoint.forever "
-            "checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
+            "parallel.replicate parallel.shard parallel.timeout parallel.start_timeout checkpoint.every checkpoint.keep "
+            "checkpoint.forever checkpoint.rolling eval.every eval.tokens log.every probe.every probe.tokens guard.skips")
 BOUNDS = {      # smallest and largest value of other numbers
     (0, 1): "repeat optim.min_lr_ratio optim.warmup_share optim.decay_share optim.weight_decay",
     (0, math.nextafter(1, 0)): "optim.beta1 optim.beta2 optim.momentum",
@@ -369,15 +346,12 @@ FOREIGN = {
     "model.n_head": "num_heads num_attention_heads",
     "model.n_kv_head": "num_kv_heads num_key_value_heads n_query_groups",
     "model.n_ffn": "intermediate_size ffn_dim hidden_dim ffn_hidden_size",
-    "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions "
-                   "max_position_embeddings",
+    "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions",
     "model.tied": "tie_word_embeddings weight_tying",
-    "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size "
-                                                             "per_device_train_batch_size",
+    "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size",
     "data.tokens_per_step": "total_batch_size",
     "data.tokens_per_step, which counts tokens, not sequences": "global_batch_size",
-    "data.tokens_per_step, from which accumulation follows, given data.micro_batch and the number of ranks":
-        "gradient_accumulation_steps grad_accum_steps gradient_accumulation_iters",
+    "data.tokens_per_step, from which accumulation follows": "gradient_accumulation_steps grad_accum_steps",
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",
@@ -406,8 +380,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     if not os.path.isfile(path):
-        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
-        raise UserError(f"there is no config file {path}" + (f"; did you mean {path.parent / near[0]}?" if near else ""))
+        raise UserError(f"there is no config file {path}{nearest(path.stem, [p.stem for p in path.parent.glob('*.py')])}")
     try:
         config = runpy.run_path(str(path)).get("config")
     except UserError:
@@ -431,7 +404,7 @@ def apply_overrides(config: Config, overrides: Sequence[str]) -> Config:
         if key not in known_keys():
             raise UserError(f"there is no key {key!r}{_meant(key)}")
         section, _, name = key.rpartition(".")
-        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS.get(section, Config))[name])
+        changes.setdefault(section, {})[name] = parse(key, value, get_type_hints(SECTIONS[section])[name])
     top = changes.pop("", {})
     if len(top.keys() & {"steps", "tokens_per_param"}) == 1:        # the command line's budget replaces the file's
         top = {"steps": None, "tokens_per_param": None} | top
@@ -448,11 +421,8 @@ def fp8_overrides(label: str) -> list[str]:
 def _meant(key: str) -> str:
     """How the sentence about an unknown key goes on: what another code base's name is here, or else the nearest key."""
     name = key.lower().replace("-", "_").rpartition(".")[2]
-    for ours, theirs in FOREIGN.items():
-        if name in theirs.split():
-            ours, comma, unit = ours.partition(", ")
-            return f"; did you mean {ours!r}{comma}{unit}?"
-    return nearest(key, known_keys())
+    ours = next((ours for ours, theirs in FOREIGN.items() if name in theirs.split()), None)
+    return f"; did you mean {ours}?" if ours else nearest(key, known_keys())
 
 
 def config_from_dict(data: dict) -> Config:
@@ -468,24 +438,23 @@ def config_from_dict(data: dict) -> Config:
 def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises UserError where the folder holds none."""
     path = Path(run_dir) / "config.json"
+    if not path.exists():
+        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8")
     try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8") from error
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not JSON ({error}): restore it or start the run anew") from error
-    if isinstance(content, dict) and "architectures" in content:
-        raise UserError(f"{run_dir} is a model in Hugging Face's layout and no run: python -m eval.export --from-hf {run_dir} "
-                        f"out/RUN makes one of it; eval.harness scores it as hf:{run_dir} too")
+    if "architectures" in content:
+        raise UserError(f"{run_dir} is a model of Hugging Face's and no run: python -m eval.export --from-hf {run_dir} out/RUN "
+                        f"makes one of it; eval.harness scores it as hf:{run_dir} too")
     return config_from_dict(content)
 
 
 def known_keys() -> list[str]:
-    return [f"{section}.{f.name}".lstrip(".") for section, cls in {"": Config, **SECTIONS}.items() for f in fields(cls)
+    return [f"{section}.{f.name}".lstrip(".") for section, cls in SECTIONS.items() for f in fields(cls)
             if f.name not in SECTIONS]
 
 
 def help_text() -> str:
-    """Every key with its meaning, type and default by section, as `--help` prints it."""
-    return "\n\n".join("\n".join(field_lines(prefix, cls)) for prefix, cls in {"": Config, **{
-        f"{name}.": section for name, section in SECTIONS.items()}}.items())
+    """Every key with its type, default and meaning by section, as `--help` prints it."""
+    return "\n\n".join("\n".join(field_lines(f"{name}.".lstrip("."), cls).values()) for name, cls in SECTIONS.items())

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from hashlib import blake2b, sha256
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 
 import numpy as np
@@ -41,8 +41,7 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
     """Whole numbers in the ratio of the weights, without a common factor; their sum is the period of the mixture.
 
     Exact for weights that are fractions with a denominator up to 1000 (0.07, 1/3, 80); others are rounded to shares of
-    2**20 by largest remainder. Raises UserError for a weight that rounds to nothing.
-    """
+    2**20 by largest remainder."""
     near = {name: Fraction(weight).limit_denominator(1000) for name, weight in mixture.items()}
     scale = math.lcm(*(fraction.denominator for fraction in near.values()))
     counts = {name: int(fraction * scale) for name, fraction in near.items()}
@@ -54,9 +53,6 @@ def shares(mixture: dict[str, float]) -> dict[str, int]:
         by_remainder = sorted(quotas, key=lambda name: counts[name] - quotas[name])
         for name in by_remainder[:WEIGHT_STEPS - sum(counts.values())]:
             counts[name] += 1
-        if rounded_off := [name for name, count in counts.items() if not count]:
-            raise UserError(f"data.mixture gives {rounded_off[0]!r} the weight {mixture[rounded_off[0]]}, less than a millionth "
-                            f"of the total: leave the source out or give it more")
     common = math.gcd(*counts.values())
     return {name: count // common for name, count in counts.items()}
 
@@ -66,8 +62,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
 
     Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980): with n sources of share a of P, the
     x-th sequence (from 0) of a source may come once K a / P - x >= 1 / (2n - 2), where K counts from 1; of those that
-    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that.
-    """
+    may, the one is taken whose deviation would reach 1 - 1 / (2n - 2) first. No prefix deviates by more than that."""
     n, period, c = len(counts), sum(counts), 2 * len(counts) - 2
     if n == 1:
         return np.zeros(length, np.uint16)
@@ -89,8 +84,7 @@ def schedule(counts: list[int], length: int) -> np.ndarray:
 def permute(position: np.ndarray, n: int, key: bytes) -> np.ndarray:
     """The images of `position` under a permutation of range(n) chosen by `key`, int64; O(1) memory.
 
-    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002).
-    """
+    A Feistel network over the next even power of two, walked until the value is below n again (Black and Rogaway 2002)."""
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
     digest = blake2b(key, digest_size=8 * FEISTEL_ROUNDS).digest()
@@ -128,29 +122,23 @@ class Windows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def read(self, window: int, row: np.ndarray) -> None:
-        """Copy the n_ctx + 1 tokens of one window into `row` (uint32), LOSS_MASK_BIT where it is set.
+    def raw(self, window: int) -> np.ndarray:
+        """The n_ctx + 1 tokens of a window as they lie on disk."""
+        shard = int(np.searchsorted(self.ends, window, "right")) - 1
+        start = (window - int(self.ends[shard])) * self.n_ctx
+        return self.tokens[shard][start:start + self.n_ctx + 1]
 
-        Raises UserError for an id outside the vocabulary."""
-        shard, start = self._find(window)
-        row[:] = self.tokens[shard][start:start + self.n_ctx + 1]
-        largest = (row & ~LOSS_MASK_BIT if self.is_masked else row).max()
-        if largest >= self.vocab_size:
-            path = self.shards[shard].path
-            raise _on_this_rank(f"{path} holds the id {largest} near token {start}, but its tokenizer has {self.vocab_size}: the "
-                                f"file is damaged; list all damage with `python prepare_data.py --verify {path.parent}`")
+    def read(self, window: int) -> np.ndarray:
+        """The same, checked. Raises UserError for an id outside the vocabulary."""
+        row = self.raw(window)
+        if (largest := (row & ~LOSS_MASK_BIT if self.is_masked else row).max()) >= self.vocab_size:
+            folder = self.shards[0].path.parent
+            raise _on_this_rank(f"{folder} holds the id {largest}, its tokenizer {self.vocab_size} ids: a shard is damaged; "
+                                f"`python prepare_data.py --verify {folder}` names it")
+        return row
 
     def targets(self, window: int) -> int:
-        """The number of targets in a window."""
-        if not self.is_masked:
-            return self.n_ctx       # without reading the shard
-        shard, start = self._find(window)
-        return int(np.count_nonzero(self.tokens[shard][start + 1:start + self.n_ctx + 1] < LOSS_MASK_BIT))
-
-    def _find(self, window: int) -> tuple[int, int]:
-        """The number of its shard, and its first token there."""
-        shard = int(np.searchsorted(self.ends, window, "right")) - 1
-        return shard, (window - int(self.ends[shard])) * self.n_ctx
+        return int(np.count_nonzero(self.raw(window)[1:] < LOSS_MASK_BIT)) if self.is_masked else self.n_ctx
 
 
 class Validation:
@@ -159,8 +147,7 @@ class Validation:
     Attributes: n_ctx; selection, the numbers of the windows; targets of each window, (windows,) int64; tokens, the sum of
     targets; text_bytes, their UTF-8 bytes: tokens x the mean bytes per target of the whole split (an estimate where not all
     windows are selected). End-of-text tokens count as tokens of no bytes, so bits per byte = summed nats / ln 2 / text_bytes
-    includes the cost of predicting where a document ends.
-    """
+    includes the cost of predicting where a document ends."""
 
     def __init__(self, index: Index, n_ctx: int, tokens_at_most: int):
         windows, split, self.n_ctx = Windows(index, "val", n_ctx), index.splits["val"], n_ctx
@@ -185,7 +172,7 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
     """x and y of numbered windows, int64 (rows, n_ctx): y is x shifted by one token, NO_TARGET where that is context only."""
     tokens = np.empty((len(rows), n_ctx + 1), np.uint32)
     for row, (windows, window) in zip(tokens, rows, strict=True):
-        windows.read(window, row)
+        row[:] = windows.read(window)
     x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
     if any(windows.is_masked for windows, _ in rows):
         x &= int(~LOSS_MASK_BIT)
@@ -198,9 +185,7 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
     """The data of a run: all shards of every source in the mixture, checked against their index.json.
 
-    Raises UserError: a missing or damaged file, shards of another tokenizer, a source too short for one window, a run
-    that would see a source more than data.max_epochs times.
-    """
+    Raises UserError: a missing or damaged file, shards of another tokenizer, too few tokens."""
     indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
     for name in config.data.mixture:
         folder = Path(config.data.dir) / name
@@ -221,8 +206,7 @@ class Data:
 
     Attributes: sources, their names; weights, each one's share of the mixture as rounded, together 1; planned, each one's
     sequences in the run, an array; epochs, how often the run sees each one's training tokens; train_sha256, the identity of the
-    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them.
-    """
+    training tokens on disk, whatever the mixture; val_sha256, of the validation tokens and the windows selected from them."""
 
     def __init__(self, config: Config, indexes: dict[str, Index]):
         self.config, self.sources = config, sorted(indexes)
@@ -231,9 +215,11 @@ class Data:
         self.n_sequences = config.total_steps * self.sequences_per_step     # of the whole run
         counts = shares({name: config.data.mixture[name] for name in self.sources})
         self._counts, self._period = np.array(list(counts.values())), sum(counts.values())
-        self._order = self._plan_order(self.n_sequences)
+        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
+        self._order = lru_cache(maxsize=2)(self._plan_order)
         whole, rest = divmod(self.n_sequences, self._period)
-        self.planned = whole * self._counts + np.bincount(self._order[0][:rest], minlength=len(self.sources))
+        first = self._order(self.n_sequences)[0][:rest]
+        self.planned = whole * self._counts + np.bincount(first, minlength=len(self.sources))
         self._train = [Windows(index, "train", self.n_ctx) for index in self.indexes]
         self._there = np.array([len(windows) for windows in self._train])
         self._val = {name: Validation(indexes[name], self.n_ctx, config.eval.tokens) for name in self.sources}
@@ -243,7 +229,6 @@ class Data:
         self.epochs = dict(zip(self.sources, (self.planned / self._there).tolist(), strict=True))
         self.train_sha256 = self._identity("train")
         self.val_sha256 = self._identity("val", [[name, self.n_ctx, val.selection.tolist()] for name, val in self._val.items()])
-        self._rows = lru_cache(maxsize=2)(self._locate_step)    # a step at a time: one call costs as much as hundreds
         self._hashed: Future = Future()     # verify() ends it
 
     def _plan_order(self, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -261,14 +246,11 @@ class Data:
         for split, targets in ("train", there), ("val", self._val[name].tokens):
             if not targets:
                 yield (f"{folder} has {self.indexes[s].splits[split].tokens} {split} tokens, too few for one window of "
-                       f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or a larger "
-                       f"val_share=, or raise eval.tokens")
+                       f"model.n_ctx={self.n_ctx} tokens and a target, or prompts alone: prepare more text, or raise val_share=")
         if there and planned > limit * there:
-            steps = int(limit * there) * self._period // int(self._counts[s]) // self.sequences_per_step
-            yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,}: "
-                   f"{planned / there:.2f} epochs, and data.max_epochs={limit:g}; set data.max_epochs="
-                   f"{math.ceil(100 * planned / there) / 100:g}{f', or steps={steps} at most' * (steps > 0)}, or give {name} "
-                   f"less of data.mixture, or prepare more text")
+            yield (f"this run plans {planned * self.n_ctx:,} tokens of {name}, but {folder} has {there * self.n_ctx:,} and "
+                   f"data.max_epochs={limit:g}; set it to {math.ceil(100 * planned / there) / 100:g}, or give fewer steps, or "
+                   f"{name} less of data.mixture, or prepare more text")
 
     def _identity(self, split: str, *more) -> str:
         files = [[name, [[shard.path.name, shard.tokens, shard.sha256] for shard in index.splits[split].shards]]
@@ -290,9 +272,10 @@ class Data:
 
         A run that left steps out reads on past its plan: mixture and epochs go on as in a longer run."""
         period, position = np.divmod(sequences, self._period)
-        table, ordinal = self._order        # read and replaced as one: the stream's thread and targets() ask at the same time
-        if position.max() >= len(table):
-            table, ordinal = self._order = self._plan_order(2 * int(position.max()))
+        length = self.n_sequences
+        while length <= position.max():
+            length *= 2
+        table, ordinal = self._order(length)
         source = table[position].astype(np.int64)
         epoch, place = np.divmod(period * self._counts[source] + ordinal[position], self._there[source])
         window = np.empty(len(sequences), np.int64)
@@ -308,7 +291,7 @@ class Data:
     def targets(self, step: int) -> int:
         """Targets in a step's sequences, over all ranks: tokens_per_step where no source is masked, 0 or more where one is."""
         if not any(index.is_masked for index in self.indexes):
-            return self.config.data.tokens_per_step
+            return self.config.data.tokens_per_step     # without reading the shards
         return sum(windows.targets(window) for windows, window in self._rows(step))
 
     def batch(self, step: int, micro: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,8 +299,7 @@ class Data:
         `step` counts from 0.
 
         A step's sequences are dealt micro-batch by micro-batch and, within one, rank by rank, so all ranks together
-        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary.
-        """
+        read the same sequences in a step however many they are. Raises UserError for an id outside the vocabulary."""
         size = self.config.micro_batch
         place = (micro * world_size + rank) * size
         assert 0 <= rank < world_size and 0 <= place <= self.sequences_per_step - size
@@ -327,16 +309,14 @@ class Data:
                device: torch.device) -> Generator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of steps start_step to stop_step (exclusive), in order, on the device.
 
-        Steps past the planned ones are served too. A background thread prepares the next two batches; its errors are
-        raised in their turn, damage that verify() found at the next batch. Closing the generator ends the thread.
-        """
+        A background thread prepares the next two batches; its errors are raised in their turn, damage that verify() found at
+        the next batch. Closing the generator ends the thread."""
         is_cuda = torch.device(device).type == "cuda"
 
         def prepare(step: int, micro: int):
             return [t.pin_memory() if is_cuda else t for t in self.batch(step, micro, rank, world_size)]
 
-        accumulation = self.config.accumulation(world_size)
-        order = ((step, micro) for step in range(start_step, stop_step) for micro in range(accumulation))
+        order = product(range(start_step, stop_step), range(self.config.accumulation(world_size)))
         with ThreadPoolExecutor(1, "data") as thread:
             ahead = deque(thread.submit(prepare, *place) for place in islice(order, 2))
             while ahead:
@@ -347,11 +327,8 @@ class Data:
                 yield x.to(device, non_blocking=is_cuda), y.to(device, non_blocking=is_cuda)
 
     def verify(self, rank: int, size: int) -> None:
-        """Begin to hash this rank's share of all shards, training and validation, in the background.
-
-        Ranks that read the same disk share the work: `rank` of `size` of them. File sizes, checked at open, show a truncated
-        shard; only the hash shows a flipped bit, and most ids in such a file are still valid.
-        """
+        """Begin to hash this rank's share of all shards, training and validation, in the background: `rank` of the `size` ranks
+        that read the same disk. Only the hash shows a flipped bit; most ids in such a file are still valid."""
         every = [shard for index in self.indexes for shard in index.shards]
         mine = sorted(every, key=lambda shard: -shard.tokens)[rank::size]
 
@@ -363,8 +340,7 @@ class Data:
             except BaseException as error:      # also MemoryError, say: a shard that was not hashed must not pass as sound
                 self._hashed.set_exception(error)
 
-        # A thread of our own, not a pool's: it is a daemon, which does not keep an interrupted run from exiting. hashlib
-        # releases the interpreter's lock, so the training thread hardly waits.
+        # Not a pool's thread: a daemon does not keep an interrupted run from exiting. hashlib releases the interpreter's lock.
         threading.Thread(target=hash_mine, name="verify", daemon=True).start()
 
     def verified(self) -> None:
@@ -373,7 +349,7 @@ class Data:
 
 
 def _on_this_rank(message: str) -> UserError:
-    """With a note, which makes train.py print it on every rank that meets it: other ranks read other shards."""
+    """With a note, by which train.py prints it on every rank that meets it: other ranks read other shards."""
     error = UserError(message)
     error.add_note("met by this rank, perhaps alone")
     return error

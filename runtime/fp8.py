@@ -424,7 +424,8 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         if layer.recipe is None:
             continue
         if layer.kernels:
-            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward), config.is_delayed)
+            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward),
+                         config.scaling == "delayed")
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
             module: Any = model.get_submodule(layer.name)

@@ -1,11 +1,10 @@
 """Record a run: a row per step in metrics.jsonl, mirrored on the console, W&B and TensorBoard.
 
 Beside the rows: env.json, samples of the GPU (Meter), traces of some steps (Profiler), a run's speed and MFU, the id that a
-BF16 and an FP8 run share. metrics.jsonl (format: runtime/rows.py) is what the project reads; console and dashboards only show it.
+BF16 and an FP8 run share. metrics.jsonl (format: runtime/machine.py) is what the project reads; console and dashboards show it.
 """
 
 import hashlib
-import io
 import json
 import os
 import platform
@@ -24,49 +23,44 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerAction, profile
 
-from runtime.cli import UserError
+from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, git
-from runtime.progress import duration, si
-from runtime.rows import kept, metrics_rows, parse, read_bytes, read_rows, to_line, undone, write_atomically, write_json
+from runtime.machine import device_name, git, metrics_rows, parse, read_bytes, read_rows, to_line, write_atomically, write_json
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
+UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
 
 
 class Log:
     """Write one run's rows; only rank 0 has one. Starting it at `resume_step` drops the rows of later steps.
 
-    A branch's rows begin after its first step; those before are its parent's (parent_run in summary.json). Neither a full disk
-    nor a dashboard that is down ends a run: rows wait in memory for room, as does the relabelling of a rollback, which needs
-    room for a second copy of the file; a dashboard that raises is dropped. Raises OSError where a start finds no room."""
+    A branch's rows begin after its first step; those before are its parent's (parent_run in summary.json). On a full disk rows
+    wait in memory and training goes on; a dashboard that raises is dropped. Raises OSError where a start or a rollback, which
+    write the file anew, find no room."""
 
     def __init__(self, config: Config, resume_step: int):
         self.config, self.path = config, config.run_dir / "metrics.jsonl"
-        self._is_terminal, self._is_line_open, self._is_waiting = sys.stdout.isatty(), False, False
-        self._file: io.FileIO | None = None     # stays open: on NFS each close sends the row to the server while the GPUs wait
         self._steps = 0         # since this start
         self._seconds: deque[float] = deque(maxlen=50)      # of the latest steps after the warm-up
-        self._replace(kept(metrics_rows(read_rows(self.path)), resume_step))
-        self._write()
+        self._unwritten, self._is_waiting = b"", False
+        # Stays open: on NFS each close sends the row to the server while the GPUs wait.
+        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
+        self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
         self._dashboards = {name: DASHBOARDS[name]() for name in config.log.to}
         self._show("open", config, resume_step)
 
     def step(self, row: dict) -> None:
-        """A training step: its row, and every log.every steps a line on the console (on a terminal always, in place)."""
+        """A training step: its row, and every log.every steps a line on the console."""
         self._steps += 1
         self._append({"kind": "train", **row, "since_start": self._steps})
         if self._steps > WARM_UP_STEPS:
             self._seconds.append(row["step_s"])
         step, total, seconds = row["step"], self.config.total_steps, self._seconds or [row["step_s"]]
-        step_s = sum(seconds) / len(seconds)
-        line = (f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {row['loss']:.4f}  "
-                f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"
-                + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
-        if self._is_terminal:
-            self._print(f"\r\x1b[2K{line}", end="")
-            self._is_line_open = True
-        elif step == total or step % self.config.log.every == 0 or self._steps == 1:
-            self._print(line)
+        if step == total or step % self.config.log.every == 0 or self._steps == 1:
+            step_s = sum(seconds) / len(seconds)
+            self.say(f"{self.config.run}  step {step}/{total}  {step / total:4.0%}  loss {row['loss']:.4f}  "
+                     f"{si(self.config.data.tokens_per_step / step_s)} tok/s  {duration((total - step) * step_s)} left"
+                     + ("" if row["verdict"] == "OK" else f"  {row['verdict']}"))
 
     def validation(self, row: dict) -> None:
         """A validation. A step keeps its first row: the last step is validated again where a kill came before summary.json."""
@@ -83,25 +77,23 @@ class Log:
         """Anything else: {"event": name, "step": step, ...}."""
         self._append({"kind": "event", **row})
 
-    def roll_back(self, to_step: int, row: dict) -> None:
-        """Relabel the rows after `to_step` as undone and add the event `row`, in one atomic change of the file."""
-        on_disk = b"" if self._is_new else read_bytes(self.path)
-        self._replace(undone(metrics_rows(parse(on_disk + self._unwritten)), to_step))
+    def roll_back(self, to_step: int, event: dict) -> None:
+        """Relabel the rows after `to_step` as undone and add the event, in one atomic change of the file."""
+        rows = metrics_rows(parse(read_bytes(self.path) + self._unwritten))
+        rows = [row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])} for row in rows]
+        self._rewrite([*rows, {"kind": "event", **event}])
         self._show("roll_back", to_step)
-        self.event(row)
+        self._show("write", {"kind": "event", **event})
 
     def say(self, text: str) -> None:
-        """Print lines that stay."""
-        self._print("\n" * self._is_line_open + text)
-        self._is_line_open = False
+        with suppress(OSError):     # a terminal that is gone, a full disk under the log
+            print(text, flush=True)
 
     def close(self) -> None:
         self._flush()
         if self._unwritten:
             self.say(f"{self.path}: the last rows are lost, there was no room for them")
-        elif self._is_line_open:
-            self._print("")
-        self._close_file()
+        self._file.close()
         self._show("close")
 
     def _append(self, row: dict) -> None:
@@ -109,27 +101,17 @@ class Log:
         self._flush()
         self._show("write", row)
 
-    def _replace(self, rows: list[dict]) -> None:
-        """Let the file hold `rows` alone from the next _write() that succeeds; until then it stays as it is."""
-        self._is_new, self._unwritten = True, b"".join(map(to_line, rows))
-        self._validated = {row["step"] for row in rows if row["kind"] == "val"}
-
-    def _write(self) -> None:
-        if self._is_new:
-            write_atomically(self.path, self._unwritten)
-            self._close_file()
-            self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
-            self._is_new, self._unwritten = False, b""
-        while self._file and self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten):]
-
-    def _close_file(self) -> None:
-        if self._file:
-            self._file.close()
+    def _rewrite(self, rows: list[dict]) -> None:
+        """Let the file hold `rows` alone."""
+        write_atomically(self.path, b"".join(map(to_line, rows)))
+        self._file.close()
+        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115
+        self._unwritten, self._validated = b"", {row["step"] for row in rows if row["kind"] == "val"}
 
     def _flush(self) -> None:
         try:
-            self._write()
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten):]
             self._is_waiting = False
         except OSError as error:
             if not self._is_waiting:
@@ -144,9 +126,15 @@ class Log:
                 del self._dashboards[name]
                 self.say(f"log.to={name}: {type(error).__name__}: {error}; from here on only metrics.jsonl is written")
 
-    def _print(self, text: str, end: str = "\n") -> None:
-        with suppress(OSError):     # a terminal that is gone, a full disk under the log
-            print(text, end=end, flush=True)
+
+def kept(rows: list[dict], step: int) -> list[dict]:
+    """The rows that a run resumed from `step` keeps: in file order up to the train row of that step, with what follows at once.
+
+    The steps of train rows ascend, as a rollback relabels; the same step may occur earlier among the undone."""
+    end = max((i for i, row in enumerate(rows, 1) if row["kind"] == "train" and row["step"] <= step), default=0)
+    while end < len(rows) and rows[end]["kind"] in ("val", "event") and rows[end]["step"] == step:
+        end += 1
+    return rows[:end]
 
 
 # ----------------------------------------------------------------------------------------------------------- dashboards
@@ -197,18 +185,15 @@ def numbers(row: dict) -> dict[str, float]:
 
 def check_mirrors(config: Config) -> None:
     """Raises UserError where the package of a dashboard in log.to is not installed; before anything is written."""
-    for name in config.log.to:
-        if find_spec(name) is None:
-            raise UserError(f"log.to={name} needs the package {name}: pip install {name}, or leave it out (metrics.jsonl is "
-                            f"written anyway)")
+    if missing := [name for name in config.log.to if find_spec(name) is None]:
+        raise UserError(f"log.to={missing[0]} needs its package: pip install {missing[0]}, or drop it: metrics.jsonl has all")
 
 
 # ---------------------------------------------------------------------------------------------------- meter, profiler
 
 class Meter:
-    """Sample memory, utilisation and power of this process's GPU by NVML (pip install nvidia-ml-py), without ever raising.
-
-    A thread of its own reads them once a period, so that a slow driver delays no step. NVML's own average is over 1/6 to 1 s."""
+    """Sample memory, utilisation and power of this process's GPU once a second by NVML (pip install nvidia-ml-py), in a thread,
+    so that a slow driver delays no step."""
 
     def __init__(self, device: torch.device, period: float = 1.0):
         self._latest: dict[str, float] = {}
@@ -235,11 +220,8 @@ class Meter:
 
 
 class Profiler:
-    """Trace `steps` (first, last; counted from 1) once on every rank, to run_dir/profile/trace_rank<r>.pt.trace.json.gz, for
-    ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler.
-
-    No number changes; the traced steps are slower, the first most. A run that resumes or ends in between traces what it does of
-    them. A trace that cannot be written is reported by say() and ends no run."""
+    """Trace `steps` (first, last; counted from 1), or what this start does of them, once on every rank, to
+    run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
         self.first, self.last = steps or (0, -1)
@@ -247,44 +229,35 @@ class Profiler:
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
-        """Before the step."""
         if self._trace is not None:
             self._trace.step_num = step - 1     # a rollback goes back
             self._trace.step()
         elif self.first <= step <= self.last:
-            trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
-            trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
-            try:
-                trace.start()
-                self._trace = trace
-            except Exception as error:      # a second profiler, a driver without CUPTI
-                self.last = -1
-                self.say(f"profile: rank {self.world.rank} traces nothing: {type(error).__name__}: {error}")
+            self._trace = profile(schedule=lambda n: ProfilerAction.RECORD, record_shapes=True)
+            self._trace.step_num = self.first = step      # begins a range ProfilerStep#<step>, by which TensorBoard tells steps
+            self._trace.start()
 
     def end(self, step: int) -> None:
-        """After the step; after the last one the files are written, which takes seconds for a large model."""
         if step >= self.last:
             self.close()
 
     def close(self) -> None:
-        """Write what has been traced."""
-        trace, self._trace = self._trace, None
-        if trace is None:
+        """Write what has been traced, which takes seconds for a large model."""
+        if (trace := self._trace) is None:
             return
-        self.last = -1      # once is enough
+        self._trace, self.last = None, -1      # once is enough
         try:
             trace.stop()
             self.folder.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(self.folder / f"trace_rank{self.world.rank}.pt.trace.json.gz"))
             if self.world.is_main:
                 self.say(f"profile: steps {self.first} to {trace.step_num} -> {self.folder}/ (open in ui.perfetto.dev)")
-        except (OSError, RuntimeError) as error:        # such as a full disk
+        except (OSError, RuntimeError) as error:        # such as a full disk, which ends no run
             self.say(f"profile: rank {self.world.rank} wrote no trace: {type(error).__name__}: {error}")
 
 
 # ------------------------------------------------------------------------------------------------------------- env.json
 
-PACKAGES = "torchao", "numpy", "triton"
 # Environment variables that env.json holds: those of these prefixes whose name does not suggest a secret.
 PREFIXES = ("CUDA_", "CUBLAS_", "PYTORCH_", "TORCH", "NCCL_", "GLOO_", "OMP_", "MKL_", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
             "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT", "PYTHONHASHSEED", "WANDB_MODE")
@@ -300,7 +273,8 @@ def environment(device: torch.device, root: Path) -> dict:
         "git_dirty": bool(git(root, "status", "--porcelain")), "git_diff": git(root, "diff", "HEAD"),
         "python": platform.python_version(), "platform": platform.platform(), "device": device_name(device),
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(),
-        "torch": torch.__version__, **{name: next((d.version for d in distributions(name=name)), None) for name in PACKAGES},
+        "torch": torch.__version__, **{name: next((package.version for package in distributions(name=name)), None)
+                                       for name in ("torchao", "numpy", "triton")},
         "variables": {name: value for name, value in sorted(os.environ.items())
                       if name.startswith(PREFIXES) and not SECRET.search(name)},
     }
@@ -336,11 +310,10 @@ def peak_flops(device_name: str) -> tuple[float, float | None] | None:
 
 
 def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, peak_bf16: float | None) -> dict:
-    """Speed over the train rows of a run, without the warm-up after each start.
+    """Speed over the train rows of a run, without the warm-up after each start. flops_per_token as GPT.counts() defines it.
 
-    flops_per_token as GPT.counts() defines it. mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together,
-    whatever the precision of the matmuls, so that a BF16 and an FP8 run are on one scale; null without a known peak.
-    """
+    mfu_bf16 divides by `peak_bf16`, the dense BF16 peak of all GPUs together, whatever the precision of the matmuls, so that a
+    BF16 and an FP8 run are on one scale; null without a known peak."""
     train = [row for row in rows if row["kind"] == "train"]
     steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
     steady = sorted(steady or [row["step_s"] for row in train])     # a run of three steps has nothing else to show

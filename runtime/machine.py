@@ -1,20 +1,103 @@
-"""Ask the machine: git, the device's name, why torch cannot use a GPU, whether an error means too little memory.
+"""What the file system and the machine are asked for: files that a kill leaves whole, git, devices, memory.
 
-torch is imported by the functions that need it: scaling/ asks git on machines without it.
+Rows of metrics.jsonl, in the order in which things happened:
+
+    {"kind": "train", "step", "loss", "verdict", ...}       a training step; "val": a validation after it
+    {"kind": "undone", ...}, {"kind": "undone_val", ...}    the same, undone by a rollback
+    {"kind": "event", "event": name, "step", ...}           anything else: a resume, a rollback, a failed save
+
+torch is imported by the functions that need it: scaling/ reads rows and asks git on machines without it.
 """
 
+import hashlib
+import json
 import os
 import platform
 import re
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
-from runtime.cli import MachineError
-from runtime.rows import read_bytes
+from runtime.cli import MachineError, memory_error
 
 GIB = 2**30
+
+
+def read_bytes(path: str | Path) -> bytes:
+    """The content of a file; b"" where there is none."""
+    return Path(path).read_bytes() if os.path.exists(path) else b""
+
+
+def read_rows(path: str | Path) -> list:
+    """The values of a file of JSON lines, [] where there is none."""
+    return parse(read_bytes(path))
+
+
+def parse(content: bytes) -> list:
+    """The values of JSON lines, without damaged lines such as one that a kill cut short."""
+    values = []
+    for line in content.splitlines():
+        with suppress(ValueError, RecursionError):
+            values.append(json.loads(line))
+    return values
+
+
+def metrics_rows(values: list) -> list[dict]:
+    """Those values that are rows of a metrics.jsonl: objects with a kind and a step."""
+    return [row for row in values if isinstance(row, dict) and type(row.get("step")) is int and "kind" in row]
+
+
+def to_line(row: dict) -> bytes:
+    """A row as a line of strict JSON; NaN and infinities, which JSON lacks, become null."""
+    strict = json.loads(json.dumps(row), parse_constant=lambda name: None)
+    return (json.dumps(strict) + "\n").encode()
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write to, piece by piece, which replaces `path` once all of it is on disk; after an error nothing is left,
+    and the error names the file, which a full disk does not say."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())     # a rename can outlive a power cut that the file's content does not
+        os.replace(temporary, path)
+    except OSError as error:
+        if error.errno and not error.filename:      # one of words alone would lose them
+            error.filename = str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)       # it may have filled the disk
+    sync_folder(path.parent)        # the caller may delete next what the file was made of
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace a file: afterwards it holds all of `content` or, after a kill, power cut or error, what it held before."""
+    with new_file(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Write strict JSON atomically. Raises ValueError for a NaN in it, which would be a bug of ours."""
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
 def git(folder: Path, *words: str) -> str | None:
@@ -49,25 +132,16 @@ def nvidia_smi(*fields: str, work: Callable = lambda: time.sleep(0.05)) -> list[
     return told if asked.returncode == 0 else [None] * len(fields)
 
 
-# ------------------------------------------------------------------------------------------------------ a usable device
-
 def check_device() -> None:
     """Raises MachineError where there is an NVIDIA GPU that this torch cannot use: days on a CPU by mistake.
 
     A machine without a GPU, and one whose GPUs CUDA_VISIBLE_DEVICES="" hides, train on the CPU."""
     import torch
-    visible, there = os.environ.get("CUDA_VISIBLE_DEVICES"), count_gpus()
-    if torch.cuda.is_available() or visible in ("", "-1") or not there:
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not count_gpus():
         return
-    try:
-        torch.cuda.init()
-        reason = f"it counts no GPU, CUDA_VISIBLE_DEVICES={visible}"
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition("\n")[0].rstrip(". ")
-    raise MachineError(f"this machine shows {there} NVIDIA GPU(s), but torch {torch.__version__} for CUDA {torch.version.cuda} "
-                       f"cannot use any ({reason}): install a build of torch that fits the driver "
-                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' to train on the CPU on "
-                       f"purpose")
+    raise MachineError(f"this machine shows {count_gpus()} NVIDIA GPU(s), but torch {torch.__version__} for CUDA "
+                       f"{torch.version.cuda} cannot use any: install a build of torch that fits the driver "
+                       f"(https://pytorch.org/get-started), correct CUDA_VISIBLE_DEVICES, or set it to '' for the CPU")
 
 
 def count_gpus() -> int:
@@ -75,45 +149,11 @@ def count_gpus() -> int:
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*")) or list(Path("/dev").glob("nvidia[0-9]*")))
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-# What torch, cuBLAS, NCCL, C++ and the kernel (ENOMEM) say when memory is short; the classes of the errors tell less.
-OUT_OF_MEMORY = re.compile(
-    r"out of memory|DefaultCPUAllocator|can't allocate memory|Cannot allocate memory|std::bad_alloc|ALLOC_FAILED", re.I)
-
-
-def memory_error(error: BaseException | None) -> BaseException | None:
-    """The error that means too little memory on GPU or CPU, among `error` and those it was raised from; else None.
-
-    Compiler and checkpoints wrap what they meet in errors of their own."""
-    for _ in range(20):     # causes may form a circle
-        if error is None or isinstance(error, MemoryError) or (
-                isinstance(error, RuntimeError | OSError) and OUT_OF_MEMORY.search(str(error))):
-            return error
-        error = error.__cause__ or error.__context__
-    return None
-
-
 def out_of_memory(error: BaseException, config, world) -> str | None:
-    """The sentence for an error that means too little memory: where, what torch says, what helps; None for any other error.
-
-    config: the run's Config. world: its rank, size and device."""
-    import torch
-    found, where = memory_error(error), str(world.device)
-    if found is None:
+    """The sentence for an error that means too little memory in the run of `config` on the ranks of `world`, else None."""
+    if (found := memory_error(error)) is None:
         return None
-    if world.device.type == "cuda":
-        where += f", {torch.cuda.max_memory_allocated(world.device) / GIB:.2f} GiB of tensors at the peak"
     said = str(found).partition("\n")[0].partition(" If reserved")[0].rstrip(". ") or type(found).__name__
-    d, m, remedies = config.data, config.model, []
-    # settings that need less memory and change the run's numbers by rounding alone, the cheapest first
-    smaller = [n for n in range(1, d.micro_batch // 2 + 1) if d.tokens_per_step % (n * m.n_ctx * world.size) == 0
-               and (config.fp8.recipe == "off" or n * m.n_ctx % 32 == 0)]      # FP8 multiplies by tiles of 16 or 32 tokens
-    if smaller:
-        remedies.append(f"data.micro_batch={smaller[-1]} (now {d.micro_batch}; a step keeps its tokens)")
-    if not config.parallel.recompute:
-        remedies.append("parallel.recompute=true (about a third more computing)")
-    if (m.loss_chunk or d.micro_batch * m.n_ctx) > 1024:
-        remedies.append(f"model.loss_chunk=1024 (now {m.loss_chunk or 'none'}; logits of so many tokens at a time)")
-    remedies.append(f"more GPUs (now {world.size}): torchrun --nproc_per_node, the weights and moments are shared among them")
-    return f"out of memory on rank {world.rank} ({where}): {said}; what was saved stays. Try {'; or '.join(remedies)}"
+    return (f"out of memory on rank {world.rank} ({world.device}): {said}; what was saved stays. Try a smaller data.micro_batch "
+            f"(now {config.data.micro_batch}; a step keeps its tokens), parallel.recompute=true (about a third more computing), "
+            f"model.loss_chunk=1024 (logits of so many tokens at a time) or more GPUs (now {world.size})")

@@ -31,7 +31,7 @@ import torch.nn as nn
 
 from model import GPT, Attention, rotate
 from runtime.fp8 import FORMATS, Operand, Recipe, fake_quantise, is_wrapped, noise_of, scale_of, unwrap, zero_gradients
-from runtime.rows import to_line
+from runtime.machine import to_line
 
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")

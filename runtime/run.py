@@ -32,10 +32,9 @@ from runtime.config import CheckpointConfig, Config, config_from_dict, read_conf
 from runtime.data import open_data
 from runtime.guard import Guard, Verdict, diagnose
 from runtime.log import Log, Meter, Profiler, digest, pair_id, peak_flops, throughput, validation_losses, write_environment
-from runtime.machine import device_name, out_of_memory
+from runtime.machine import device_name, metrics_rows, out_of_memory, read_rows, write_json
 from runtime.parallel import World, build
 from runtime.probe import Probe
-from runtime.rows import metrics_rows, read_rows, write_json
 from runtime.tokenizer import keep_tokenizer, load_tokenizer, tokenizer_of
 from runtime.watchdog import Watchdog
 

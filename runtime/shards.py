@@ -15,11 +15,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from runtime.cli import UserError
-from runtime.rows import file_sha256, new_file
+from runtime.machine import file_sha256, new_file
 
 FORMAT_VERSION = 2
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}     # index.json's "dtype" -> NumPy's
@@ -27,17 +28,13 @@ LOSS_MASK_BIT = np.uint32(1 << 31)      # set beside the id of a masked source's
 SHARD_TOKENS = 100_000_000      # 200 or 400 MB: few files, yet a damaged one is soon replaced
 
 
-# -------------------------------------------------------------------------------------------------------------- reading
-
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     path: Path
     tokens: int
     sha256: str
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     documents: int
     text_bytes: int         # UTF-8 bytes of the documents; of the responses only where the source is masked
     tokens: int             # the end-of-text tokens included
@@ -79,13 +76,11 @@ def read_index(folder: Path) -> Index:
 
     Raises UserError naming the file, what was expected and the command to run.
     """
-    path, out, again = folder / "index.json", folder.parent, f"or delete {folder} and run `python prepare_data.py` again"
+    path, out = folder / "index.json", folder.parent
     if not path.exists():
         known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
-        raise UserError(f"there is no {path} ({out} holds {known}): " + (
-            f"{folder} is unfinished, the command that began it goes on with it" if (folder / "parts").is_dir() else
-            f"make it with `python prepare_data.py SOURCE out={out}`, where SOURCE is {folder.name} itself, demo for the demo's "
-            f"sources, or local FILE... name={folder.name} for text of your own"))
+        raise UserError(f"there is no {path} ({out} holds {known}): make it with `python prepare_data.py {folder.name} "
+                        f"out={out}` (demo for the demo's sources, local FILE... name={folder.name} for text of your own)")
     try:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != _index_sha256(raw) or raw.pop("format_version") != FORMAT_VERSION:
@@ -93,13 +88,17 @@ def read_index(folder: Path) -> Index:
         splits = {name: _split(folder, raw["splits"][name]) for name in ("train", "val")}
         index = Index(**raw | {"dtype": DTYPES[raw["dtype"]], "splits": splits})
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} is damaged and cannot be read ({error!r}): restore it, {again}") from error
+        raise UserError(f"{path} is damaged and cannot be read ({error!r}): {_restore(folder)}") from error
     for shard in index.shards:
         size, promised = shard.path.stat().st_size if shard.path.is_file() else 0, np.dtype(index.dtype).itemsize * shard.tokens
         if size != promised:
             raise UserError(f"{shard.path} {f'has {size} bytes' if size else 'is missing'}, but {path} promises {promised} "
-                            f"bytes: list all damage with `python prepare_data.py --verify {folder}`, then restore it, {again}")
+                            f"bytes: {_restore(folder)}")
     return index
+
+
+def _restore(folder: Path) -> str:
+    return f"restore it, or delete {folder} and run `python prepare_data.py` again"
 
 
 def _split(folder: Path, raw: dict) -> Split:
@@ -123,10 +122,8 @@ def shard_damage(shard: Shard) -> str | None:
     if shard.path.is_file() and file_sha256(shard.path) == shard.sha256:
         return None
     problem = "damaged: its sha256 is not the one in index.json" if shard.path.exists() else "missing"
-    return f"{shard.path} is {problem}; restore it, or delete {shard.path.parent} and run `python prepare_data.py` again"
+    return f"{shard.path} is {problem}; {_restore(shard.path.parent)}"
 
-
-# -------------------------------------------------------------------------------------------------------------- writing
 
 def write_index(folder: Path, index: dict) -> None:
     """Write index.json, the last file of a source. `index`: Index's fields; "dtype" may be left out for uint16."""

@@ -10,7 +10,6 @@ import lzma
 import re
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -33,9 +32,11 @@ END_OF_TEXT = "<|endoftext|>"
 # pieces of tiktoken's own copy, which it tries one after the other, in 0.6 of the time of encoding.
 GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$)|\s+(?!\S)|\s"
 
-# tiktoken 0.14 keeps a record per character of a run of white space that text follows, and fails at a million of them.
-LONG_RUN = 500_000
-WHITE_SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"     # its \s; Python's holds four more
+# tiktoken 0.14 keeps a record per character of a run of white space that text follows, and fails at a million of them: such a
+# run is cut before its last character, where the pattern begins a new piece anyway.
+WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"      # its \s; Python's holds four more
+LONG_RUN_LENGTH = 500_000
+LONG_RUN = re.compile(f"(?={WHITE_SPACE}(?!{WHITE_SPACE})(?!$))(?<={WHITE_SPACE}{{{LONG_RUN_LENGTH}}})")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def clean(text: str) -> str:
 def load_tokenizer(name: str) -> Tokenizer:
     """Of this name, "gpt2" or "byte", or in this folder.
 
-    Raises UserError: no such tokenizer, a damaged merges file, a folder that cannot be read or names no end of text."""
+    Raises UserError: no such tokenizer, a folder that cannot be read or names no end of text."""
     return {"gpt2": _load_gpt2, "byte": _load_byte}.get(name, _load_folder)(name)
 
 
@@ -107,8 +108,6 @@ def _load_byte(name: str) -> Tokenizer:
                      lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"))
 
 
-# ---------------------------------------------------------------------------------------------------------------- GPT-2
-
 def _load_gpt2(name: str) -> Tokenizer:
     import tiktoken
     ranks = {token: rank for rank, token in enumerate(token_bytes())}
@@ -116,19 +115,10 @@ def _load_gpt2(name: str) -> Tokenizer:
                              explicit_n_vocab=VOCAB_SIZE["gpt2"])
 
     def encode(text: str) -> np.ndarray:
-        return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in _cut(text)])
+        parts = LONG_RUN.split(text) if len(text) > LONG_RUN_LENGTH else [text]
+        return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in parts])
 
     return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
-
-
-def _cut(text: str) -> list[str]:
-    """The text in parts that give the ids of the whole: a run of white space that is too long for tiktoken is cut before its
-    last character, where the pattern begins a new piece anyway."""
-    if len(text) < LONG_RUN:
-        return [text]
-    runs = (match.span() for match in re.finditer(f"[{WHITE_SPACE}]{{2,}}", text))
-    cuts = [0, *(end - 1 for start, end in runs if end - start >= LONG_RUN and end < len(text)), len(text)]
-    return [text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
 
 
 def token_bytes() -> list[bytes]:
@@ -139,12 +129,8 @@ def token_bytes() -> list[bytes]:
 
 
 def vocab_bpe() -> bytes:
-    """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable characters. Raises UserError where the
-    file is damaged."""
-    with suppress(lzma.LZMAError, EOFError):
-        if sha256(content := lzma.decompress(MERGES_FILE.read_bytes())).hexdigest() == VOCAB_BPE_SHA256:
-            return content
-    raise UserError(f"{MERGES_FILE} is damaged: restore it with `git checkout {MERGES_FILE.name}` in its folder")
+    """OpenAI's vocab.bpe: a heading, then one merge a line, bytes written as printable characters."""
+    return lzma.decompress(MERGES_FILE.read_bytes())        # which holds a checksum
 
 
 def byte_letters() -> dict[int, str]:
@@ -155,16 +141,13 @@ def byte_letters() -> dict[int, str]:
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
-# --------------------------------------------------------------------------------------------------------------- folders
-
 def _load_folder(name: str) -> Tokenizer:
     """Of tokenizer_config.json only the tokens that end and begin a text are read: no code, no template."""
     import tokenizers
     file, config = (Path(name) / file for file in FOLDER_FILES[:2])
     if not file.is_file():
-        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder with a tokenizer.json; "
-                        f"that path has no tokenizer.json: transformers' AutoTokenizer.from_pretrained(...)"
-                        f".save_pretrained(...) writes it, also from a tokenizer.model")
+        raise UserError(f"there is no tokenizer {name!r}; there are: {', '.join(VOCAB_SIZE)}, a folder, but that one has no "
+                        f"tokenizer.json: transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) writes it")
     try:
         rules, roles = file.read_bytes(), json.loads(config.read_bytes())
         fast = tokenizers.Tokenizer.from_buffer(rules)

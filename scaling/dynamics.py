@@ -19,9 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from runtime.cli import UserError, grid
-from runtime.progress import si
-from runtime.rows import metrics_rows, read_rows
+from runtime.cli import UserError, grid, si
+from runtime.machine import metrics_rows, read_rows
 from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, steps_axis, write_files
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project

@@ -27,7 +27,7 @@ from matplotlib.ticker import FuncFormatter, LogFormatterSciNotation, LogLocator
 from scipy.stats import binned_statistic
 
 from runtime.cli import UserError, command, run_command
-from runtime.rows import write_atomically
+from runtime.machine import write_atomically
 from scaling.laws import on_one_ray, ray_of
 from scaling.pairs import KIND, human
 

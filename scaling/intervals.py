@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from runtime.progress import si as human
+from runtime.cli import si as human
 from scaling.laws import DELTA, SINGULAR, Fit, Points, back, descend, fit_form, judged, log_law, natural, with_covariance
 
 CLUSTERS = 20               # trajectories from which on the bootstrap covers 95 % about as often as it says

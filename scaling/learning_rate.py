@@ -23,8 +23,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-from runtime.cli import UserError, command, grid, run_command
-from runtime.progress import si
+from runtime.cli import UserError, command, grid, run_command, si
 from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
 from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
 

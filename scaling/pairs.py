@@ -19,7 +19,7 @@ from scipy.stats import chi2, linregress, norm
 from scipy.stats import t as student
 
 from runtime.cli import UserError
-from runtime.progress import si as human
+from runtime.cli import si as human
 from scaling.intervals import with_bootstrap
 from scaling.laws import ONE_RAY, Points, fit_law
 from scaling.records import Record, check_comparable, listed, read_json, read_study

@@ -19,11 +19,10 @@ from scipy.optimize import minimize_scalar
 
 from model import GPT
 from runtime import fp8
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import UserError, command, grid, run_command, si
 from runtime.config import fp8_overrides, load_config, positive
 from runtime.log import peak_flops
 from runtime.plan import ASSUMED_MFU
-from runtime.progress import si
 from runtime.roofline import modelled_ratio
 from scaling.pairs import EPOCH, Surface
 from scaling.records import read_json, read_runs, usable, without_repeats

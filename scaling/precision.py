@@ -24,8 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FixedLocator, LogLocator, NullFormatter, NullLocator
 
-from runtime.cli import UserError, command, grid, run_command
-from runtime.progress import si
+from runtime.cli import UserError, command, grid, run_command, si
 from scaling import pairs
 from scaling.figures import RC, STYLES, as_json, counts_axis, settle, sheet, styles, write_with
 from scaling.records import check_comparable, counted_as, law_folder, read_runs, usable

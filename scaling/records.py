@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.cli import UserError, type_problems
-from runtime.rows import metrics_rows, read_rows
+from runtime.machine import metrics_rows, read_rows
 
 SCHEMA_VERSION = 1
 LAW_FOLDER = "law"          # beside the runs: where fit.py leaves its law.json

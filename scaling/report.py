@@ -24,8 +24,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from runtime.cli import UserError, command, run_command
-from runtime.progress import si
+from runtime.cli import UserError, command, run_command, si
 from scaling import learning_rate, precision
 from scaling.dynamics import History, read_history, running_mean, window_of
 from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with

@@ -34,14 +34,13 @@ if __name__ == "__main__":
 import torch
 
 from runtime.checkpoint import latest, step_of
-from runtime.cli import UserError, command, grid, nearest, run_command
+from runtime.cli import UserError, command, duration, grid, nearest, run_command, si
 from runtime.config import load_config, positive, read_config
 from runtime.data import open_data
 from runtime.log import peak_flops
+from runtime.machine import metrics_rows, read_rows, write_json
 from runtime.plan import ASSUMED_MFU
-from runtime.progress import duration, si
 from runtime.roofline import modelled_ratio
-from runtime.rows import metrics_rows, read_rows, write_json
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
 from scaling.records import LAW_FOLDER, listed, read_json

@@ -52,7 +52,7 @@ import train
 from runtime.checkpoint import TensorReader
 from runtime.config import Config
 from runtime.data import Data
-from runtime.rows import read_rows
+from runtime.machine import read_rows
 from runtime.run import Run as TrainingRun
 from tests.changes import on_change
 from tests.conftest import write_config

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from dataclasses import dataclass
@@ -61,9 +62,9 @@ def test_pair_id_and_identity_stay_what_they_were(name, pair, identity):
 
 @pytest.mark.parametrize("text, value", [
     ("optim.lr=3e-4", 3e-4), ("--optim.lr=3", 3.0), ("steps=1e3", 1000), ("seed=98765432109876543210", 98765432109876543210),
-    ("model.tied=False", False), ("model.n_kv_head=none", None), ("run=other", "other"), ("checkpoint.at=2,4", (2, 4)),
-    ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.skip=[ab],[cd]", ("[ab]", "[cd]")),
-    ("fp8.skip=[layers.[01].*]", ("layers.[01].*",)), ("fp8.skip=(a, b,)", ("a", "b")), ("log.to=", ()), ("log.to=[]", ()),
+    ("model.tied=False", False), ("model.n_kv_head=none", None), ("start_from=none", None), ("checkpoint.at=2,4", (2, 4)),
+    ("fp8.skip=layers.*.attn.out,mlp.down", ("layers.*.attn.out", "mlp.down")), ("fp8.skip=[layers.[01].*]", ("layers.[01].*",)),
+    ("fp8.skip=(a, b,)", ("a", "b")), ("log.to=", ()), ("log.to=[]", ()),
     ("data.mixture=web:0.8,code:0.2", {"web": 0.8, "code": 0.2}), ("data.micro_batch=auto", "auto"), ("data.micro_batch=8", 8),
     ("start_from=o/r/checkpoints/step_00000002", "o/r/checkpoints/step_00000002")])
 def test_overrides_are_parsed_by_annotation(tiny, text, value):
@@ -72,17 +73,16 @@ def test_overrides_are_parsed_by_annotation(tiny, text, value):
     assert found == value and type(found) is type(value)
 
 
-FP8_HEAD = "fp8.recipe=tensorwise fp8.head=true "
-COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
+COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compile=true "
 
 
 @pytest.mark.parametrize("overrides, told", [      # told: words that the sentence must hold; None: it is allowed
     ("optim.lrr=3", "'optim.lrr'.*'optim.lr'"), ("xyzzy=3", "'xyzzy'.*--help"), ("n_layer=3", "'n_layer'.*'model.n_layer'"),
-    ("optim.n_layer=3", "'optim.n_layer'.*'model.n_layer'"), ("optim.learning_rate=3", "'optim.learning_rate'.*'optim.lr'"),
-    ("--max-seq-len=3", "'max-seq-len'.*'model.n_ctx'"), ("global_batch_size=3", "size'.*'data.tokens_per_step'"),
+    ("optim.n_layer=3", "'optim.n_layer'.*'model.n_layer'"), ("optim.learning_rate=3", "'optim.learning_rate'.*optim.lr"),
+    ("--max-seq-len=3", "'max-seq-len'.*model.n_ctx"), ("global_batch_size=3", "size'.*data.tokens_per_step, which"),
     ("tokens_per_param=2", None), ("optim.lr", "optim.lr"), ("optim.lr=fast", "optim.lr='fast'"),
-    ("optim.lr=nan", "optim.lr=nan"), ("steps=0", "steps=0"),
-    ("model.n_layer=2.5", "whole number"), ("model.tied=maybe", "true or false"), ("optim.beta2=1", "optim.beta2=1.0"),
+    ("optim.lr=nan", "optim.lr='nan' is not float"), ("steps=0", "steps=0"),
+    ("model.n_layer=2.5", "is not int"), ("model.tied=maybe", "is not bool"), ("optim.beta2=1", "optim.beta2=1.0"),
     ("optim.schedule=wsd optim.warmup_share=0.9", "optim.warmup_share"), ("data.mixture=../x:1", "'../x'"),
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
@@ -90,23 +90,19 @@ COMPILED = FP8_HEAD + "fp8.kernels=true parallel.compile=true "
     *[(f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling") for how in ("off", "tensorwise", "auto fp8.kernels=true")],
     ("fp8.recipe=rowwise fp8.all_gather=true", "fp8.all_gather"), ("fp8.recipe=mxfp8 fp8.kernels=true", "fp8.kernels"),
     ("fp8.recipe=tensorwise fp8.kernels=true fp8.all_gather=true", "one of the two"),
-    ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"), ("log.to=wandbb", "'wandb'"),
-    ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("model.vocab_size=50257", "model.vocab_size=257"),
-    ("data.tokenizer=bite", "gpt2, byte"), ("data.micro_batch=5", "multiple of 160"), ("data.micro_batch=Auto", "'Auto'"),
+    ("fp8.recipe=tensorwise fp8.all_gather=true optim.kind=muon", "not tried with optim.kind=muon"),
+    ("log.to=tensorboard,wanb", "'wandb'"),
+    ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("data.micro_batch=5", "multiple of 160"),
     ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
-    ("parallel.timeout=3600", "parallel.start_timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
-    *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="), ("profile=7:9", "1 to 6"),
+    ("parallel.timeout=0", "parallel.timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
+    *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="),
     ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=o/r/checkpoints/step_2", "is no checkpoint"),
     ("tokens_per_param=none", "exactly one"), ("optim.lr=-1 checkpoint.keep=0", "(?s)optim.lr=-1.*checkpoint.keep=0"),    # both
-    ("fp8.recipe=tensorwise model.n_ffn=72 model.n_embd=40", "(?s)model.n_embd=40 .* 16.*model.n_ffn=72 .* 16"),
-    ("fp8.recipe=mxfp8 model.n_ffn=80", "model.n_ffn=80 .* 32"), ("fp8.recipe=blockwise", "model.n_embd=32 .* 128, which"),
-    ("fp8.recipe=auto model.n_ffn=72", None),
-    (FP8_HEAD + "model.loss_chunk=100", "model.loss_chunk=100 .* 16"), ("model.loss_chunk=100", None),
+    ("fp8.recipe=blockwise data.micro_batch=2", "micro_batch x model.n_ctx=64 is no multiple of 128, which"),
+    (COMPILED + "model.loss_chunk=100", "model.loss_chunk=100 .* 16"), ("model.loss_chunk=100", None),
     # 96 at n_ctx 64, 4 sequences: 10 times the head's gradient, compiled by torch 2.13 on a CPU. What is advised must be allowed.
     (COMPILED + "model.loss_chunk=48", "take 32, or none"),
-    (COMPILED + "model.n_ctx=8 data.micro_batch=16 model.loss_chunk=20", "take 16, or none"),
-    (FP8_HEAD + "parallel.compile=true model.loss_chunk=48", None),
-    (FP8_HEAD + "fp8.kernels=true parallel.compile=false model.loss_chunk=48", None),
+    *[(COMPILED + f"model.loss_chunk=48 {other}", None) for other in ("fp8.kernels=false", "parallel.compile=false")],
     *[(COMPILED + f"model.loss_chunk={chunk}", None) for chunk in (16, 32, 64, "none")]])
 def test_what_cannot_be_is_refused_in_a_sentence(tiny, overrides, told):
     if told is None:
@@ -138,12 +134,12 @@ def test_identity_holds_what_the_weights_depend_on_and_nothing_else(tiny):
 
 @pytest.mark.parametrize("body, told", [
     ("config = 3", "config = Config(...)"), ("import nonsense_not_there", "'nonsense_not_there'"), ("config = [", "SyntaxError"),
-    ("C.OptimConfig(learning_rate=3)", "'optim.lr'"), ("C.OptimConfig()", "'lr'"), ("\0", "Error")])
+    ("C.OptimConfig(learning_rate=3)", "optim.lr"), ("C.OptimConfig()", "'lr'"), ("\0", "Error")])
 def test_mistakes_in_a_file_get_a_sentence(tmp_path, body, told):
     (tmp_path / "mine.py").write_text(f"import runtime.config as C\n{body}")
     said = refused(load_config, tmp_path / "mine.py")
     assert said.startswith(f"{tmp_path}/mine.py ") and told in said
-    assert refused(load_config, tmp_path / "mint.py").endswith(f"did you mean {tmp_path}/mine.py?")
+    assert refused(load_config, tmp_path / "mint.py").endswith("did you mean 'mine'?")
 
 
 def test_config_json_is_read_back_or_refused(tiny, tmp_path):
@@ -154,13 +150,14 @@ def test_config_json_is_read_back_or_refused(tiny, tmp_path):
     for content, told in (("{ half", "is not JSON"), ('{"architectures": ["LlamaForCausalLM"]}', f"--from-hf {tmp_path} ")):
         (tmp_path / "config.json").write_text(content)
         assert told in refused(read_config, tmp_path)
-    for section, wrong in (("fp8", {}), ("model", dataclasses.replace(tiny.model, n_layer="2"))):       # in a file of Python
-        assert section in refused(lambda: dataclasses.replace(tiny, **{section: wrong}))      # noqa: B023
+    for wrong in "2", True, 2.0:        # in a file of Python
+        model = dataclasses.replace(tiny.model, n_layer=wrong)
+        assert f"model.n_layer={wrong!r} is not int" in refused(functools.partial(dataclasses.replace, tiny, model=model))
 
 
 def test_help_tells_every_key(capsys):
     lines = [line for line in room.help_text().splitlines() if line[:3].strip()]        # those that go on are indented further
-    assert [line.split()[0] for line in lines] == known_keys() and all(len(line.split(maxsplit=1)[1]) > 9 for line in lines)
+    assert [line.split(":")[0].strip() for line in lines] == known_keys() and all("  # " in line for line in lines)
     assert [train.main(line) for line in (["--help"], ["configs/demo_s_bf16.py", "steps=1", "-h"], [])] == [0, 0, 2]
     assert capsys.readouterr().out.count(room.help_text()) == 3
 
@@ -180,27 +177,27 @@ class Options:
 
 @pytest.mark.parametrize("words, expected", [
     (["out/x"], {}), (["run=out/x"], {}),
-    (["--n", "2", "out/x", "--top-k=none", "--serve"], {"n": 2, "top_k": None, "serve": True}),
+    (["n=2", "out/x"], {"n": 2}), (["--n", "2", "out/x", "--top-k=none", "--serve"], {"n": 2, "top_k": None, "serve": True}),
     (["out/x", "a,b", "c d = 3", "serve=0"], {"names": ("a,b", "c d = 3")}), (["out/x", "names=a,b"], {"names": ("a", "b")}),
     (["out/x", "a=b.txt"], {"names": ("a=b.txt",)}), (["out/x", "text=n=3\nk=v", "kind=bb"], {"text": "n=3\nk=v", "kind": "bb"})])
 def test_a_command_line_is_read_in_every_spelling(tmp_path, monkeypatch, words, expected):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a=b.txt").write_text("")       # a file by that name
+    for name in "a=b.txt", "n=2":       # files by these names; the second is a key first
+        (tmp_path / name).write_text("")
     assert read_options(Options, words) == Options(run="out/x", **expected)
 
 
 @pytest.mark.parametrize("words, told", [
     ("n=2", "run is missing"), ("x n=two", "n='two'"), ("x topk=3", "did you mean 'top_k'?"), ("x --qq", "there are: n, run"),
     ("x kind=b", "did you mean 'bb'?"), ("x n=1 n=2", "n is given twice"), ("x --n --serve", "--n needs a value"),
-    ("x text=", "text= is empty"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
+    ("x text=", "--text needs a value"), ("x names=y z", "'z' is one word too many"), ("x a=b", "there is no key 'a'")])
 def test_a_mistake_on_a_command_line_gets_a_sentence(words, told):
     assert told in refused(read_options, Options, words.split())
 
 
-VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "inf", "-inf", "1_0", "0x10", "٣", "9" * 5000, "1e18", "true",
-          "False", "none", "[", "]", "[]", "(1,", "{}", "[[1]]", "1,2,3", "1,,2", "a:b", "web:1", "web:0", "web:1e999",
-          "../../etc/passwd", "\x00", "a\nb", "\r\x1b[31m", "é", "\ud800", "x" * 10_000, "layers.[0", "tensorwise", "auto",
-          "byte", "10:15", "out/run/checkpoints/step_00000001", "__import__('os').system('touch canary')", "$(touch canary)"]
+VALUES = ["", "0", "1", "-1", "2", "3.5", "1e3", "1e400", "nan", "-inf", "1_0", "٣", "9" * 5000, "1e18", "true", "none", "[",
+          "[]", "(1,", "{}", "[[1]]", "1,,2", "a:b", "web:1", "web:0", "web:1e999", "../../etc/passwd", "\x00", "a\nb", "\ud800",
+          "x" * 10_000, "layers.[0", "tensorwise", "auto", "byte", "10:15", "out/run/checkpoints/step_00000001"]
 KEYS = ["", ".", "model", "model.", ".lr", "optim.lr.x", "optim.__class__", "model.params_total", "OPTIM.LR", "\x00", "é"]
 
 
@@ -220,4 +217,4 @@ def test_no_value_of_any_key_is_a_traceback_and_no_number_but_the_seed_is_negati
             with contextlib.suppress(UserError):
                 json.dumps(apply_overrides(tiny, [f"{key}={value}"]).to_dict(), allow_nan=False)        # what every run writes
                 accepted[value].append(key)
-    assert accepted["-1"] == ["seed", "out", "data.dir"]
+    assert accepted["-1"] == ["seed", "out", "data.dir", "data.tokenizer"]

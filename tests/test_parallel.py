@@ -29,8 +29,8 @@ from runtime.checkpoint import latest, load_model, read_manifest, run_on_rank0
 from runtime.cli import UserError
 from runtime.config import FP8Config, ProbeConfig, config_from_dict
 from runtime.data import open_data
+from runtime.machine import read_rows
 from runtime.probe import Probe
-from runtime.rows import read_rows
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT, call_train, with_recipe, write_config
 from tests.faults import back_to, record, rows, summary

@@ -15,10 +15,10 @@ from model import GPT
 from runtime import plan, roofline
 from runtime.cli import MachineError, UserError
 from runtime.config import FP8Config, load_config
+from runtime.machine import read_bytes, write_json
 from runtime.parallel import World
 from runtime.plan import candidates, resolve_micro_batch, search, try_one
 from runtime.roofline import CASTS, GPUS, MICRO_BATCH, Casts, Moved, Shape, linears, matmul_seconds, modelled_ratio, step
-from runtime.rows import read_bytes, write_json
 from tests.conftest import ROOT, call_train, with_recipe
 from tests.faults import children, wait_for
 

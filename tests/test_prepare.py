@@ -20,7 +20,7 @@ import pytest
 
 from prepare import assemble, harvest, pipeline, sources
 from prepare_data import main
-from runtime import progress, shards
+from runtime import cli, shards
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import ROOT
 from tests.text_files import DOCUMENTS, PACK, jsonl, parquet, refused, some_documents
@@ -430,7 +430,7 @@ def test_a_finished_folder_is_left_alone_and_not_overwritten(tmp_path, capsys):
 
 
 def test_progress_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress, "LOG_S", 0.0)
+    monkeypatch.setattr(cli, "LOG_S", 0.0)
     monkeypatch.setattr(pipeline, "TELL_S", 0.0)
     assert local(write(tmp_path / "a.jsonl", some_documents(300)), out=tmp_path) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mine: ")]

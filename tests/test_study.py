@@ -103,7 +103,7 @@ def demo(**more):
 
 
 @pytest.mark.parametrize("changes, told", [
-    (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not a list of numbers"),
+    (demo(config="configs/none_bf16.py"), "there is no config file"), ({"tokens_per_param": 5}, "is not tuple[float, ...]"),
     (demo(config="configs/gpt50m_fp8.py"), "gpt50m_fp8.py must be in BF16"), ({"recipes": ("fp4",)}, "recipe='fp4' is not"),
     ({"recipes": ("tensorwise+head+kernels",)}, "write it 'tensorwise+kernels+head'"),
     ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"), ({"switch": ("mxfp8>bf16",)}, "such as tensorwise>bf16"),

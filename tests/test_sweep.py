@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import train
+from runtime.cli import duration
 from runtime.config import load_config
-from runtime.progress import duration
+from runtime.machine import read_rows
 from runtime.roofline import modelled_ratio
-from runtime.rows import read_rows
 from scaling import sweep
 from scaling.predict import digest
 from scaling.study import expand

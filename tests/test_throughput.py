@@ -15,8 +15,7 @@ from model import GPT
 from runtime import parallel
 from runtime.cli import UserError
 from runtime.config import load_config
-from runtime.machine import nvidia_smi
-from runtime.rows import read_bytes, read_rows
+from runtime.machine import nvidia_smi, read_bytes, read_rows
 from tests.conftest import ROOT
 from tests.faults import children, wait_for
 
