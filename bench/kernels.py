@@ -283,7 +283,7 @@ def time_casts(kernels, device: torch.device) -> int:
 
 def _cast(kernels, x, format, q, qt):
     scale = torch.tensor(torch.finfo(format).max / 8, device=x.device)
-    return lambda: kernels.cast_both(x, scale, format, q, qt), fp8.cast(x, scale, format)
+    return lambda: kernels.cast_both(x, scale, q, qt), fp8.cast(x, scale, format)
 
 
 def _loss_grad(kernels, logits, format, q, qt):

@@ -104,16 +104,24 @@ def hostile(M, K, dtype=torch.bfloat16):
 # ---------------------------------------------------------------------------------------------------- kernels, interpreted
 
 @pytest.mark.parametrize("M, K, format, dtype, tile", [
-    (16, 112, E4M3, torch.bfloat16, (32, 16, 4, 2)), (48, 80, E5M2, torch.bfloat16, (32, 16, 4, 2)),
-    (112, 16, E5M2, torch.float32, (32, 16, 4, 2)), (176, 48, E4M3, torch.float32, (32, 16, 4, 4)),     # 6 tiles of rows
-    (144, 272, E4M3, torch.bfloat16, None)])        # the tile in use, no multiples of it
-def test_both_layouts_hold_torchs_values(kernels, M, K, format, dtype, tile):
-    x, tile = hostile(M, K, dtype), kernels.Tile(*tile) if tile else kernels.CAST_TILE
+    (16, 112, E4M3, torch.bfloat16, (32, 16, 2)), (48, 80, E5M2, torch.bfloat16, (32, 16, 2)),
+    (112, 16, E5M2, torch.float32, (32, 16, 2)), (176, 48, E4M3, torch.float32, (32, 16, 4)),     # 6 tiles of rows
+    (144, 272, E4M3, torch.bfloat16, ())])        # the tile in use, no multiples of it
+def test_both_layouts_hold_torchs_values(kernels, monkeypatch, M, K, format, dtype, tile):
+    x = hostile(M, K, dtype)
+    set_tile(monkeypatch, kernels, *tile)
     for scale, rows in ((torch.tensor(1.0), True), (torch.tensor(0.37), False)):
         q, qt = outputs(M, K, format, rows)
-        kernels.cast_both(x, scale, format, q, qt, tile)
+        kernels.cast_both(x, scale, q, qt)
         want = quantised(x, scale, format)
         assert (not rows or same(q, want)) and same(qt, want.t().contiguous())
+
+
+def set_tile(monkeypatch, kernels, *sizes):
+    for name, size in zip(('ROWS', 'CAST_COLUMNS', 'GROUP'), sizes, strict=False):
+        monkeypatch.setattr(kernels, name, size)
+    if sizes:
+        monkeypatch.setattr(kernels, 'GRAD_COLUMNS', sizes[1])
 
 
 def entropy_case(M=48, V=80):
@@ -140,22 +148,23 @@ def is_near(a, b):
     return bool(apart.max() <= 1 and (apart > 0).float().mean() < 1e-3)
 
 
-@pytest.mark.parametrize("M, V, tile", [(48, 80, (32, 16, 4, 2)), (144, 208, None)])
-def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, M, V, tile):
-    case, tile = entropy_case(M, V), kernels.Tile(*tile) if tile else kernels.GRAD_TILE
+@pytest.mark.parametrize("M, V, tile", [(48, 80, (32, 16, 2)), (144, 208, ())])
+def test_the_cross_entropys_gradient_is_that_of_its_definition(kernels, monkeypatch, M, V, tile):
+    case = entropy_case(M, V)
+    set_tile(monkeypatch, kernels, *tile)
     q, qt = outputs(M, V, E5M2)
-    kernels.cross_entropy_grad(*case, q, qt, tile)
+    kernels.cross_entropy_grad(*case, q, qt)
     assert is_near(q, entropy_grad(*case)) and same(qt, q.t().contiguous())
     assert not q[[3, 15]].float().any() and not q[5].float().any()
     assert q.float()[0, 0] < 0 < q.float()[0, 1] and q.float()[1, V - 1] < 0
     only = outputs(M, V, E5M2, rows=False)[1]
-    kernels.cross_entropy_grad(*case, None, only, tile)
+    kernels.cross_entropy_grad(*case, None, only)
     assert same(only, qt)
     logits, _, targets, grad, scale = case      # what is broken stays broken, except in ignored rows
     logits[2, 7] = logits[3, 7] = float("nan")
     logits[4, 9], grad[8] = float("inf"), float("inf")
     logits[6, 1] = -float("inf")       # a masked token, legal
-    kernels.cross_entropy_grad(logits, torch.logsumexp(logits.float(), 1), targets, grad, scale, q, qt, tile)
+    kernels.cross_entropy_grad(logits, torch.logsumexp(logits.float(), 1), targets, grad, scale, q, qt)
     values = q.float()
     assert values[2].isnan().all() and not values[3].any() and values[4, 9].isnan()
     assert values[6].isfinite().all() and values[6, 1] == 0
@@ -202,7 +211,7 @@ def test_they_compile_for_an_h100(source, format, rows, launched):
     if rows == "loss":
         module.cross_entropy_grad(*entropy_case(48, 80), q, qt)
     else:
-        module.cast_both(torch.zeros(48, 80, dtype=source), torch.tensor(1.0), format, q, qt)
+        module.cast_both(torch.zeros(48, 80, dtype=source), torch.tensor(1.0), q, qt)
     binary, = binaries
     instruction = {E4M3: "cvt.rn.satfinite.e4m3x2.f32", E5M2: "cvt.rn.satfinite.e5m2x2.f32"}[format]
     assert binary.asm["cubin"] and instruction in binary.asm["ptx"]
