@@ -424,7 +424,8 @@ def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bo
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module) is not Linear and getattr(module, "recipe", None) is not BF16
+    is_bf16 = type(module) is Linear or isinstance(module, KernelLinear) and module.recipe.weight.format is None
+    return isinstance(module, nn.Linear) and not is_bf16
 
 
 # ------------------------------------------------------------------------------- Linears emulated, and torchao's prototypes
@@ -556,7 +557,7 @@ class KernelLinear(nn.Linear):
 
     def forward(self, x):
         rows, copies = x.reshape(-1, x.shape[-1]), self.copies()        # (M, K)
-        if torch.is_grad_enabled() or self.recipe is BF16:
+        if torch.is_grad_enabled() or self.recipe.weight.format is None:
             y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, self.total, self.x_scale, self.x_amax, self.g_scale,
                                    self.g_amax)
         else:                                   # no matmul will need a transpose: any number of rows
@@ -620,7 +621,7 @@ def refresh_weight_copies(model: nn.Module) -> None:
         precompute_float8_dynamic_scale_for_fsdp(model)
     # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
     is_sharded = isinstance(model, FSDPModule)      # FSDP2 frees gathered weights: of KernelLinears only the scales stay
-    fp8, bf16 = ([m for m in _kernel_linears(model) if (m.recipe is BF16) == is_bf16] for is_bf16 in (False, True))
+    fp8, bf16 = ([m for m in _kernel_linears(model) if (m.recipe.weight.format is None) == is_bf16] for is_bf16 in (False, True))
     for m in fp8 + bf16:
         m.version = m.weight._version
     if fp8:
@@ -714,7 +715,7 @@ class KernelMatmul(torch.autograd.Function):
     def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
         x = x.contiguous()
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        if recipe is BF16:
+        if recipe.weight.format is None:
             ctx.save_for_backward(x, None, None, q, None, total, None, None)
             return x @ q.t()
         xq, xt, x_inverse = _quantised(x, recipe.input, recipe.input_for_weight_grad.format is not None, x_scale, x_amax)
@@ -726,7 +727,7 @@ class KernelMatmul(torch.autograd.Function):
     def backward(ctx, g):
         kept, x_inverse, w, copy, scale, total, g_scale, g_amax = ctx.saved_tensors
         recipe, g, is_bf16_grad = ctx.recipe, g.contiguous(), ctx.recipe.grad_for_weight_grad.format is None
-        if recipe is BF16:
+        if recipe.weight.format is None:
             grad_x = g @ copy
         else:
             weight = _weight(w, copy, scale, recipe.weight_for_input_grad, transposed=True)

@@ -49,10 +49,10 @@ class MuonAdamW:
         self.config = config
         parts = muon_parts(model)
         self.is_sharded = isinstance(next(iter(parts)), DTensor)
-        owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()],
-                      dist.get_world_size() if self.is_sharded else 1)
-        self.owners = dict(sorted(zip(parts, owners, strict=True), key=lambda item: item[1]))      # matrix -> rank
-        self.parts: dict[Any, tuple[int, ...]] = {p: parts[p] for p in self.owners}
+        ranks = dist.get_world_size() if self.is_sharded else 1
+        owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
+        self.owned = [[p for p, owner in zip(parts, owners, strict=True) if owner == rank] for rank in range(ranks)]
+        self.parts: dict[Any, tuple[int, ...]] = {p: parts[p] for p in chain.from_iterable(self.owned)}
         self.adamw = _adamw([p for p in model.parameters() if p not in parts], config)
         self.muon: dict[str, Any] = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
@@ -80,15 +80,14 @@ class MuonAdamW:
         me, ranks, any_of_them = dist.get_rank(), range(dist.get_world_size()), next(iter(self.parts))
         n = any_of_them.device_mesh.size(-1)        # ranks of a replica, which follow one another
         near, heights = ranks[me // n * n:][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}     # as FSDP2 cuts
-        sizes = [[heights[p] * p.shape[1] for p, owner in self.owners.items() if owner == rank] for rank in ranks]
+        sizes = [[heights[p] * p.shape[1] for p in owned] for owned in self.owned]
         counts = list(map(sum, sizes))
         flat = torch.cat([F.pad(m, (0, 0, 0, height - len(m))).flatten()        # by owner, as self.parts is
                           for m, height in zip(momenta, heights.values(), strict=True)])
         mine = flat.new_empty(n, counts[me])
         dist.all_to_all_single(mine.view(-1), flat[sum(counts[:near[0]]):sum(counts[:near[-1] + 1])],
                                [counts[me] * (rank in near) for rank in ranks], [counts[rank] * (rank in near) for rank in ranks])
-        owned = [p for p, owner in self.owners.items() if owner == me]
-        for p, shards in zip(owned, mine.split(sizes[me], dim=1), strict=True):
+        for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
             whole = shards.reshape(-1, p.shape[1])
             whole[:p.shape[0]] = _by_parts(whole[:p.shape[0]], self.parts[p])
             shards.copy_(whole.view(n, -1))

@@ -122,15 +122,13 @@ def quantised(x, operand, dim, noise=None):
             scale = LARGEST[format] / amax.clamp(min=1e-12)
         scale = scale.float().expand_as(tiles).reshape(x.shape)
         return rounded((x.float() * scale).double(), format, noise) / scale.double(), scale[:, ::scaling[1]].double()
-    x = x.double()
     if isinstance(scaling, int):
-        scale = torch.full((1, 1), 2.0**scaling, dtype=torch.float64)
-        return rounded(x * scale, format) / scale, scale
-    amax = x.abs().amax(dim, keepdim=True) if scaling == "row" else x.abs().max().view(1, 1)
-    scale = (LARGEST[format] / amax.clamp(min=1e-12)).float().double()
-    if scaling in ("row", "power"):
-        scale = 2.0 ** scale.log2().floor()
-    return rounded((x.float() * scale.float()).double(), format) / scale, scale
+        scale = torch.tensor([[2.0**scaling]])
+    else:
+        amax = x.double().abs().amax(dim, keepdim=True) if scaling == "row" else x.double().abs().max().view(1, 1)
+        scale = (LARGEST[format] / amax.clamp(min=1e-12)).float()
+        scale = scale if scaling == "tensor" else 2.0 ** scale.log2().floor()
+    return rounded((x.float() * scale).double(), format) / scale.double(), scale.double()
 
 
 # How y = x w' rounds its input and weight, the input gradient g w its gradient and weight, the weight gradient g' x both.
@@ -257,12 +255,11 @@ def test_a_label_tells_every_setting_that_numbers_depend_on(field):
 
 def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_and_has_no_effect_on_a_cpu(tiny, monkeypatch):
     plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)) for is_fast in (False, True))
+    assert fast.identity() == plain.identity() | {"fp8.fast_backward": True}
     assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
-    assert fast.identity() == plain.identity() | {"fp8.fast_backward": True} and fast.fp8.label == "tensorwise+fast_backward"
     x, w, g = operands("random")
     assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
-    assert parallel.set_torch_flags(plain, ALONE, []) == []
-    assert "no effect here, a CPU's emulation" in parallel.set_torch_flags(fast, ALONE, [])[0]
+    assert ["no effect here" in line for line in parallel.set_torch_flags(fast, ALONE, [])] == [True]
     for recipe, backward in itertools.product(RECIPES[:5], (False, True)):
         holder, seen = linear(w, recipe + "+fast_backward" * backward, "cuda"), []
         monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
