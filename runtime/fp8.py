@@ -222,12 +222,10 @@ def cast(x: torch.Tensor, scale: torch.Tensor, format: Any) -> torch.Tensor:
 
 def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
               fast: bool = False) -> torch.Tensor:
-    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major.
+    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major; inverses broadcast.
 
-    The inverses of the scales broadcast to a and b. On a GPU torch's float8 matmul, with `fast` accumulation or without. On a
-    CPU the dequantised values in fp32: torch's own float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with
-    AMX, hundreds of times slower.
-    """
+    On a GPU torch's float8 matmul, accumulating `fast` or not. On a CPU the dequantised values in fp32: torch's own float8
+    matmul runs in oneDNN's scalar reference loop on Intel CPUs with AMX, hundreds of times slower."""
     if a.device.type == "cpu":
         return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -277,10 +275,8 @@ class Layer:
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name that `auto` looks up.
 
-    Raises UserError where config contradicts itself, where a pattern matches nothing (a typo there once quantised a head for
-    months: torchtitan#4008), where a chosen Linear's dimensions do not suit FP8 matmuls, or where nothing is left to convert;
-    only `auto` may convert nothing, and table() then says so.
-    """
+    Raises UserError where config contradicts itself, a pattern matches nothing (a typo there once quantised a head for months:
+    torchtitan#4008), dimensions do not suit FP8 matmuls, or nothing is left to convert, which only `auto` may do."""
     for problem in config.problems():
         raise UserError(problem)
     linears = {name: (m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -306,8 +302,8 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
         ) if is_so), None)
         if timings is not None and reason is None:
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
-            reason, (recipe, suffix, _) = None if chosen else why, (chosen or "").partition(WITH_KERNELS)
-            kernels = bool(suffix)
+            recipe, suffix, _ = (chosen or "").partition(WITH_KERNELS)
+            reason, kernels = None if chosen else why, bool(suffix)
         if reason is None and any(n % RECIPES[recipe].multiple for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                             f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
@@ -410,16 +406,13 @@ def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bo
         import torchao.float8 as float8
     finally:
         logging.disable(logging.NOTSET)
-    if recipe == "amax":
-        config = float8.Float8LinearConfig(round_scales_to_power_of_2=True)
-    elif recipe == "tensorwise_gw_hp":
-        x, g = (float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED) for _ in range(2))   # it changes each
-        config = float8.Float8LinearConfig(cast_config_input_for_grad_weight=x, cast_config_grad_output_for_grad_weight=g)
-    else:
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    off = {f"cast_config_{operand}_for_grad_weight": float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED)
+           for operand in ("input", "grad_output")}     # one each: torchao changes them
+    changes = {"amax": {"round_scales_to_power_of_2": True}, "tensorwise_gw_hp": off}.get(recipe, {})
+    config = float8.Float8LinearConfig.from_recipe_name(recipe if recipe.startswith("rowwise") else "tensorwise")
     backward = float8.Float8GemmConfig(use_fast_accum=settings.fast_backward)
     return float8.convert_to_float8_training(module, config=replace(
-        config, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate, gemm_config_grad_input=backward,
+        config, **changes, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate, gemm_config_grad_input=backward,
         gemm_config_grad_weight=backward))
 
 
@@ -901,9 +894,8 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 holds gathered: a forward pass without a backward one leaves the root's gathered, and with
-    parallel.reshard=false every block's. Call it before changing shards between two passes: the next forward pass would use
-    the old weights."""
+    """Free the weights that FSDP2 holds gathered, as a forward pass alone leaves the root's and with parallel.reshard=false every
+    block's: before shards are changed, or the next forward pass would use the old weights."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -919,11 +911,8 @@ class GatheredLinear(nn.Linear):
 
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled.
-
-    Both arms of a comparison are measured this way, so that a gap between them is a gap between their weights. The
-    class is swapped, not the module: names, Parameters, sharding and hooks stay as they are.
-    """
+    """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between
+    two arms measured so is one between their weights. Classes are swapped: names, Parameters, sharding and hooks stay."""
     classes: dict[Any, type] = {module: type(module) for module in model.modules() if _is_converted(module)}
     reshard(model)      # gathered weights have lost their fp32 shards
     for module in classes:
