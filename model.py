@@ -324,8 +324,7 @@ class GPT(nn.Module):
             "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul,
             "params_embed_tok": embed, "params_head": embed,
             "flops_per_token_6n_total": 6 * total, "flops_per_token_6n_nonembed": 6 * nonembed,
-            "flops_per_token_6n_matmul": 6 * matmul, "flops_per_token_attn": attention,
-            "flops_per_token_attn_causal": attention // 2,
-            "flops_per_token": 6 * matmul + attention,
-            "flops_per_token_causal": 6 * matmul + attention // 2,
+            "flops_per_token_6n_matmul": 6 * matmul,
+            "flops_per_token_attn": attention, "flops_per_token_attn_causal": attention // 2,
+            "flops_per_token": 6 * matmul + attention, "flops_per_token_causal": 6 * matmul + attention // 2,
         }

@@ -65,20 +65,23 @@ class Operand:
     tile: tuple[int, int] = (1, 1)      # of "tile" and "block", along the dimension that stays and that which is summed over
     is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
 
+    @property
+    def serves_both(self) -> bool:
+        """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
+        return self.scaling in ("tensor", "constant") or self.tile[0] == self.tile[1] > 1
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """The operands of y = x w' (input, weight), of input gradient = g w (grad, weight_for_input_grad) and of
-    weight gradient = g' x (grad_for_weight_grad, input_for_weight_grad)."""
+    """The operands of y = x w' (input, weight), input gradient = g w (grad, weight), weight gradient = g' x (grad, input)."""
     name: str
     input: Operand
     weight: Operand
     grad: Operand
-    weight_for_input_grad: Operand
-    input_for_weight_grad: Operand
-    grad_for_weight_grad: Operand
-    is_rotated: bool = False        # the operands of the weight gradient, by _rotated()
-    fast_backward: bool = False     # the backward matmuls accumulate fast, as the forward one does; on a GPU
+    weight_again: Operand | None = None     # of the input gradient, where it is another
+    has_bf16_weight_grad: bool = False      # both operands of the weight gradient stay in BF16
+    is_rotated: bool = False                # they go through _rotated()
+    fast_backward: bool = False             # the backward matmuls accumulate fast, as the forward one does; on a GPU
 
     @property
     def multiple(self) -> int:
@@ -86,12 +89,6 @@ class Recipe:
         return max(16, *self.input.tile)
 
 
-def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Any) -> Recipe:
-    """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
-    return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
-
-
-_BF16 = Operand(None)
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW = Operand(E4M3, "row", power_of_2=True)
@@ -99,26 +96,26 @@ _MX = Operand(E4M3, "block", tile=(1, 32))      # OCP Microscaling specification
 _ROW_128, _SQUARE_128 = Operand(E4M3, "tile", tile=(1, 128)), Operand(E4M3, "tile", tile=(128, 128))
 _ROW_16, _SQUARE_16 = Operand(E2M1, "tile", tile=(1, 16)), Operand(E2M1, "tile", tile=(16, 16))
 _ROW_16_GRAD = replace(_ROW_16, is_stochastic=True)
-_GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
 # Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
 # loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
-_CSCALE = tuple(Operand(format, "constant", exponent=exponent) for format, exponent in ((E4M3, 0), (E4M3, 6), (E5M2, 8)))
+_ONE, _UP, _UP_GRAD = Operand(E4M3, "constant"), Operand(E4M3, "constant", exponent=6), Operand(E5M2, "constant", exponent=8)
 
 RECIPES = {recipe.name: recipe for recipe in (
-    _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
-    _uniform("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, **_GW_HP),
-    _uniform("rowwise", _ROW, _ROW, _ROW),
-    _uniform("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_for_input_grad=_TENSOR_2, **_GW_HP),
-    _uniform("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
-    _uniform("cscale", *_CSCALE),
-    _uniform("mxfp8", _MX, _MX, _MX),
-    _uniform("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
-    _uniform("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
-    _uniform("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
-    _uniform("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
-    _uniform("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
+    Recipe("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
+    Recipe("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, has_bf16_weight_grad=True),
+    Recipe("rowwise", _ROW, _ROW, _ROW),
+    Recipe("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_again=_TENSOR_2, has_bf16_weight_grad=True),
+    Recipe("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
+    Recipe("cscale", _ONE, _UP, _UP_GRAD),
+    Recipe("mxfp8", _MX, _MX, _MX),
+    Recipe("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
+    Recipe("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
+    Recipe("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
+    Recipe("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
+    Recipe("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
 )}
-BF16 = _uniform("bf16", _BF16, _BF16, _BF16)        # of KernelLinears that FP8 leaves alone
+# Of KernelLinears that FP8 leaves alone.
+BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
@@ -126,8 +123,7 @@ def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
     scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
     if recipe.grad.scaling != "constant":
         return recipe
-    grad = replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale)))
-    return replace(recipe, grad=grad, grad_for_weight_grad=grad)
+    return replace(recipe, grad=replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale))))
 
 
 # ------------------------------------------------------------------------------------------------------- the rounding
@@ -453,9 +449,9 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
+        ctx.reuses_x = recipe.input.serves_both and not recipe.has_bf16_weight_grad
         # On a GPU w is kept, not its fp32 image: FSDP2 frees w between the passes, an image would stay.
-        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad) and x.device.type == "cpu"
+        ctx.reuses_w = recipe.weight.serves_both and recipe.weight_again is None and x.device.type == "cpu"
         ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position, salt)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
@@ -463,26 +459,23 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        rotated = _rotated if recipe.is_rotated else lambda t: t
         has_noise = recipe.grad.is_stochastic and position is not None
         noise = [noise_at(g.shape, position, salt + more) if has_noise else None for more in (0, 2**60)]
-        qx = x if ctx.reuses_x else _emulated(rotated(x), recipe.input_for_weight_grad, dtype, 0)
-        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
+        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
         qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
-        if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
-            qg_w = _emulated(rotated(g), recipe.grad_for_weight_grad, dtype, 0, noise[1])
-        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None, None, None
+        if recipe.has_bf16_weight_grad:
+            qg_w = g
+        elif not recipe.grad.serves_both:
+            qg_w = _emulated(_rotated(g) if recipe.is_rotated else g, recipe.grad, dtype, 0, noise[1])
+        if not (recipe.has_bf16_weight_grad or ctx.reuses_x):
+            x = _emulated(_rotated(x) if recipe.is_rotated else x, recipe.input, dtype, 0)
+        return (qg @ qw).to(dtype), (qg_w.t() @ x).to(dtype).to(ctx.w_dtype), None, None, None
 
 
 def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, noise: torch.Tensor | None = None):
     """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
-    is_fp32 = operand.format is not None and (x.device.type == "cpu" or operand.scaling == "tile")
-    return fake_quantise(x, operand, dim, noise).to(torch.float32 if is_fp32 else dtype)
-
-
-def _serves_both(one: Operand, other: Operand) -> bool:
-    """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
-    return one == other and (one.scaling in ("tensor", "constant") or one.tile[0] == one.tile[1] > 1)
+    q = fake_quantise(x, operand, dim, noise)
+    return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
 
 
 # Hadamard's matrix (Sylvester's construction) with fixed random signs, orthogonal.
@@ -586,7 +579,7 @@ def keep_gradients(model: GPT) -> None:
 
     Not the head, which may be called in pieces and shares its weight; not under FSDP2, which reduces what a pass returns."""
     for m in _kernel_linears(model.layers):
-        if m.recipe.grad_for_weight_grad.format is None:
+        if m.recipe.has_bf16_weight_grad:
             m.total = torch.empty_like(m.weight)
     zero_gradients(model)
 
@@ -711,7 +704,7 @@ class KernelMatmul(torch.autograd.Function):
         if recipe.weight.format is None:
             ctx.save_for_backward(x, None, None, q, None, total, None, None)
             return x @ q.t()
-        xq, xt, x_inverse = _quantised(x, recipe.input, recipe.input_for_weight_grad.format is not None, x_scale, x_amax)
+        xq, xt, x_inverse = _quantised(x, recipe.input, not recipe.has_bf16_weight_grad, x_scale, x_amax)
         # Without lasting copies w itself is kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
         ctx.save_for_backward(x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
         return scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
@@ -719,14 +712,14 @@ class KernelMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         kept, x_inverse, w, copy, scale, total, g_scale, g_amax = ctx.saved_tensors
-        recipe, g, is_bf16_grad = ctx.recipe, g.contiguous(), ctx.recipe.grad_for_weight_grad.format is None
+        recipe, g = ctx.recipe, g.contiguous()
         if recipe.weight.format is None:
             grad_x = g @ copy
         else:
-            weight = _weight(w, copy, scale, recipe.weight_for_input_grad, transposed=True)
-            gq, gt, g_inverse = _quantised(g, recipe.grad, not is_bf16_grad, g_scale, g_amax)
+            weight = _weight(w, copy, scale, recipe.weight, transposed=True)
+            gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
             grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
-        if not is_bf16_grad:
+        if not recipe.has_bf16_weight_grad:
             grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
         elif total is None:
             grad_w = mm(g.t(), kept, ctx.w_dtype)
@@ -756,7 +749,7 @@ class HeadLoss(torch.autograd.Function):
         grad = grad.contiguous()
         scale = scale_of(grad, recipe.grad)     # of a bound: reads (M,) instead of (M, V)
         gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
-        g_inverse, weight = scale.reciprocal(), _weight(w, qt, w_scale, recipe.weight_for_input_grad, transposed=True)
+        g_inverse, weight = scale.reciprocal(), _weight(w, qt, w_scale, recipe.weight, transposed=True)
         grad_h = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
         return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, recipe.fast_backward), *(None,) * 7
 
@@ -784,7 +777,7 @@ cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 def _has_loss_in_one_piece(model: nn.Module, module: Any) -> bool:
     """Whether the KernelLinear `module` of `model` is a head whose gradient HeadLoss computes."""
     recipe: Recipe = module.recipe
-    return isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None
+    return isinstance(model, GPT) and module is model.head and not recipe.has_bf16_weight_grad
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

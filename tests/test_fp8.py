@@ -164,6 +164,7 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
     probes measure with, rounds as the matmuls do."""
     recipe = fp8.by_name(label).recipe
     r, q = fp8.RECIPES[recipe], fp8.fake_quantise
+    x_again, g_again = 2 * [fp8.Operand(None)] if r.has_bf16_weight_grad else (r.input, r.grad)
     turned = fp8._rotated if r.is_rotated else lambda t: t
     for kind in KINDS:
         x, w, g = operands(kind, *((256, 384, 128) if r.multiple == 128 else ()))
@@ -176,9 +177,8 @@ def test_the_three_matmuls_are_those_of_explicit_quantisation(label):
         if label in ("tensorwise+kernels", "amax+kernels"):
             assert distance(got[2], want[2]) < 1e-5, kind
         fake = (q(x, r.input).double() @ q(w, r.weight).double().T,
-                q(g, r.grad, noise=noise[0]).double() @ q(w, r.weight_for_input_grad, 0).double(),
-                q(turned(g), r.grad_for_weight_grad, 0, noise[1]).double().T
-                @ q(turned(x), r.input_for_weight_grad, 0).double())
+                q(g, r.grad, noise=noise[0]).double() @ q(w, r.weight_again or r.weight, 0).double(),
+                q(turned(g), g_again, 0, noise[1]).double().T @ q(turned(x), x_again, 0).double())
         assert all(d < 1e-6 for d in map(distance, fake, want)), kind
 
 
