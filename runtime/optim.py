@@ -88,9 +88,8 @@ class MuonAdamW:
         dist.all_to_all_single(mine.view(-1), flat[sum(counts[:near[0]]):sum(counts[:near[-1] + 1])],
                                [counts[me] * (rank in near) for rank in ranks], [counts[rank] * (rank in near) for rank in ranks])
         for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
-            whole = shards.reshape(-1, p.shape[1])
-            whole[:p.shape[0]] = _by_parts(whole[:p.shape[0]], self.parts[p])
-            shards.copy_(whole.view(n, -1))
+            result = _by_parts(shards.reshape(-1, p.shape[1])[:p.shape[0]], self.parts[p])
+            shards.copy_(F.pad(result, (0, 0, 0, n * heights[p] - len(result))).view(n, -1))
         dist.all_to_all_single(flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks))
         return [part[:m.numel()].view_as(m) for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)]
 

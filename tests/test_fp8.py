@@ -295,7 +295,11 @@ def test_stochastic_rounding_is_right_in_the_mean_where_nearest_is_not():
     assert noise.min() >= 0 and noise.max() < 1 and abs(noise.std() - 12**-0.5) < 2e-3
     assert abs(np.corrcoef(noise[1:].flatten(), noise[:-1].flatten())[0, 1]) < 0.01
     assert torch.equal(noise[100:200], noise_at((100, 64), torch.tensor(100), 5)), "a token keeps its noise in any batch"
-    assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6)), "each layer has its own"
+    assert not torch.equal(noise[:100], noise_at((100, 64), torch.tensor(0), 6)), "each salt has its own"
+    models = [build("nvfp4")[0] for _ in range(2)]
+    for seed, model in enumerate(models):
+        fp8.set_position(model, 0, seed)
+    assert len({m.salt.item() for model in models for m in model.modules() if hasattr(m, "salt")}) == 16, "of layer and seed"
 
 
 def test_a_run_of_nvfp4_has_noise_of_its_own_for_every_token_resumes_bit_by_bit_and_learns_compiled_too(
