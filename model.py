@@ -11,7 +11,7 @@ decides to run in another precision, and the BF16 and FP8 arms of a comparison c
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 import torch
@@ -62,15 +62,8 @@ class GPTConfig:
 
     def problems(self) -> list[str]:
         """One sentence for each size that no model can have; an empty list is a sound configuration."""
-        out = []
-        for name in ("n_layer", "n_head", "n_embd", "n_ffn", "n_ctx", "vocab_size", "vocab_multiple", "n_kv_head", "loss_chunk"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= 2**24:
-                out.append(f"model.{name}={value} must be between 1 and {2**24}")
-        for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq", "rope_high_freq", "rope_original_ctx"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                out.append(f"model.{name}={value} must be a positive, finite number")
+        out = [f"model.{f.name}={value} must be a positive, finite number" for f in fields(self)
+               if type(value := getattr(self, f.name)) in (int, float) and not 0 < value < math.inf]
         if out:
             return out
         if self.n_embd % self.n_head:
@@ -143,8 +136,7 @@ class Attention(nn.Module):
         self.H, self.K, self.D = config.n_head, config.kv_heads, config.head_size
         self.qkv = Linear(config.n_embd, (self.H + 2 * self.K) * self.D)    # one matmul: FP8 pays on wide outputs
         self.out = Linear(self.H * self.D, config.n_embd)
-        self.q_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.D, config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = (RMSNorm(self.D, config.norm_eps) if config.qk_norm else None for _ in "qk")
 
     def forward(self, x, cos, sin, cache=None):
         B, T, _ = x.shape
@@ -201,7 +193,7 @@ class KVCache:
 
     def append(self, layer, k, v):
         if layer in self._kv:
-            k, v = torch.cat((self._kv[layer][0], k), dim=2), torch.cat((self._kv[layer][1], v), dim=2)
+            k, v = (torch.cat(pair, dim=2) for pair in zip(self._kv[layer], (k, v), strict=True))
         self._kv[layer] = (k, v)
         return k, v
 
@@ -214,10 +206,7 @@ class KVCache:
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) int64 -> logits (B, T, V), or with targets the cross-entropy of each sequence (B,) in nats.
-
-    Raises ValueError where config.problems() finds an impossible size.
-    """
+    """Tokens (B, T) int64 -> logits (B, T, V), or with targets the cross-entropy of each sequence (B,) in nats."""
     cos: torch.Tensor
     sin: torch.Tensor
 
@@ -231,8 +220,8 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
         self.head = Linear(config.n_embd, config.vocab_padded)
-        self.register_buffer("cos", torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
+        for table in "cos", "sin":
+            self.register_buffer(table, torch.empty(config.n_ctx, config.head_size // 2), persistent=False)
         self.tie()
 
     def tie(self):
@@ -328,16 +317,14 @@ class GPT(nn.Module):
         c = self.config
         total = sum(p.numel() for p in self.parameters())
         matmul = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        embed, head = self.wte.weight.numel(), self.head.weight.numel()
+        embed = self.wte.weight.numel()     # as the head's
         assert total == c.params_total, f"{total} parameters in the modules, {c.params_total} by the formula"
-        nonembed = total - (embed if c.tied else embed + head)
-        attention = 12 * c.n_layer * c.n_head * c.head_size * c.n_ctx
+        nonembed, attention = total - embed * (1 if c.tied else 2), 12 * c.n_layer * c.n_head * c.head_size * c.n_ctx
         return {
             "params_total": total, "params_nonembed": nonembed, "params_matmul": matmul,
-            "params_embed_tok": embed, "params_head": head,
+            "params_embed_tok": embed, "params_head": embed,
             "flops_per_token_6n_total": 6 * total, "flops_per_token_6n_nonembed": 6 * nonembed,
-            "flops_per_token_6n_matmul": 6 * matmul, "flops_per_token_attn": attention,
-            "flops_per_token_attn_causal": attention // 2,
-            "flops_per_token": 6 * matmul + attention,
-            "flops_per_token_causal": 6 * matmul + attention // 2,
+            "flops_per_token_6n_matmul": 6 * matmul,
+            "flops_per_token_attn": attention, "flops_per_token_attn_causal": attention // 2,
+            "flops_per_token": 6 * matmul + attention, "flops_per_token_causal": 6 * matmul + attention // 2,
         }

@@ -1,22 +1,15 @@
 """FP8: the recipes, their rounding, which Linears they convert, and the Linears that multiply by them.
 
 FP8 is a property of the run, not of the model: converting changes how a Linear multiplies, while its name, its fp32 weight
-and hence every checkpoint stay the same. README.md has the table of recipes; RECIPES below is what it is made of.
+and hence every checkpoint stay the same. docs/fp8.md has the recipes and their sources; RECIPES below is what they are made of.
 
-E4M3, E5M2: FP8 formats for deep learning (2209.05433). An operand is multiplied by its scale and rounded to the format,
-saturating; the matmul's result is divided by the scales. All but cscale scale by the operand's current largest magnitude
-(dynamic scaling); with fp8.scaling=delayed by those of past steps, see DelayedScales. amax and cscale: Training and inference
-of large language models using 8-bit floating point (2309.17224).
+An operand is multiplied by its scale and rounded to its format, saturating; the matmul's result is divided by the scales. All
+but cscale scale by the operand's current largest magnitude; with fp8.scaling=delayed by those of past steps, see DelayedScales.
 
-On a GPU torchao computes the first five, or with fp8.kernels=true the Linears on our own kernels below compute tensorwise,
-tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. mxfp8 runs on Blackwell through torchao; other GPUs
-emulate its numerics in BF16. blockwise (DeepSeek-V3, 2412.19437) runs on Hopper through torchao's prototype; elsewhere it is
-emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU every recipe is emulated: operands rounded,
-dequantised, multiplied in fp32. The numerics are real, the speed is not.
-
-nvfp4, of four bits, is the arm that a study of FP8 must be able to see (docs/fp8.md). Its block scales are E4M3, with one
-fp32 scale per tensor; gradients are rounded stochastically, see noise_at(). nvfp4_hadamard multiplies every 16 tokens of both
-operands of the weight gradient by a Hadamard matrix with random signs: the product stays, an outlier is spread over its block.
+On a GPU torchao computes the first five recipes, or with fp8.kernels=true the KernelLinears below compute tensorwise,
+tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. torchao's prototypes have mxfp8 on Blackwell and
+blockwise on Hopper; on other GPUs these are emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU
+every recipe is emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
 
 With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
 of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().
@@ -42,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
 from runtime.cli import UserError, parse
-from runtime.config import FP8_KERNELS, WITH_KERNELS, FP8Config, fp8_overrides
+from runtime.config import FP8_KERNELS, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
 E4M3, E5M2, E2M1 = torch.float8_e4m3fn, torch.float8_e5m2, "e2m1"       # torch has no E2M1 that it could compute with
@@ -52,11 +45,9 @@ FORMATS: dict[torch.dtype | str | None, tuple[float, float, float]] = {
     E2M1: (6.0, 1.0, 0.5)}
 EPS = 1e-12             # least amax, so that an all-zero tensor has a scale (torchao's value)
 NO_TARGET = -100        # target of a token without loss: ignore_index of F.cross_entropy
-# Compute capability from which torch has a float8 matmul with such scales (ATen's scaled_mm checks).
-CAPABILITY = {**dict.fromkeys(("tensorwise", "tensorwise_gw_hp", "amax", "cscale"), (8, 9)),
-              **dict.fromkeys(("rowwise", "rowwise_with_gw_hp"), (9, 0))}
-# Where torchao has the matmuls of these: elsewhere they are emulated.
-NATIVE_ON = {"mxfp8": (range(10, 100), "Blackwell"), "blockwise": (range(9, 10), "Hopper")}      # major compute capability
+# Major compute capabilities for which torchao has the matmuls of these (Blackwell, Hopper): elsewhere they are emulated.
+NATIVE_ON = {"mxfp8": range(10, 100), "blockwise": range(9, 10)}
+EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
 # What `auto` may choose where the table says that it pays: the recipes made for speed.
 CANDIDATES = ("tensorwise", "tensorwise_gw_hp", "rowwise", "rowwise_with_gw_hp")
 KERNEL_CANDIDATES = tuple(f"{recipe}{WITH_KERNELS}" for recipe in CANDIDATES if recipe in FP8_KERNELS)
@@ -74,20 +65,23 @@ class Operand:
     tile: tuple[int, int] = (1, 1)      # of "tile" and "block", along the dimension that stays and that which is summed over
     is_stochastic: bool = False         # rounded up with a probability that makes the mean exact
 
+    @property
+    def serves_both(self) -> bool:
+        """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
+        return self.scaling in ("tensor", "constant") or self.tile[0] == self.tile[1] > 1
+
 
 @dataclass(frozen=True)
 class Recipe:
-    """The operands of y = x w' (input, weight), of input gradient = g w (grad, weight_for_input_grad) and of
-    weight gradient = g' x (grad_for_weight_grad, input_for_weight_grad)."""
+    """The operands of y = x w' (input, weight), input gradient = g w (grad, weight), weight gradient = g' x (grad, input)."""
     name: str
     input: Operand
     weight: Operand
     grad: Operand
-    weight_for_input_grad: Operand
-    input_for_weight_grad: Operand
-    grad_for_weight_grad: Operand
-    is_rotated: bool = False        # the operands of the weight gradient, by _rotated()
-    fast_backward: bool = False     # the backward matmuls accumulate fast, as the forward one does; on a GPU
+    weight_again: Operand | None = None     # of the input gradient, where it is another
+    has_bf16_weight_grad: bool = False      # both operands of the weight gradient stay in BF16
+    is_rotated: bool = False                # they go through _rotated()
+    fast_backward: bool = False             # the backward matmuls accumulate fast, as the forward one does; on a GPU
 
     @property
     def multiple(self) -> int:
@@ -95,12 +89,6 @@ class Recipe:
         return max(16, *self.input.tile)
 
 
-def _uniform(name: str, input: Operand, weight: Operand, grad: Operand, **changes: Any) -> Recipe:
-    """A recipe whose operands are scaled alike in both of their matmuls, except for `changes`."""
-    return replace(Recipe(name, input, weight, grad, weight, input, grad), **changes)
-
-
-_BF16 = Operand(None)
 _TENSOR, _TENSOR_GRAD = Operand(E4M3), Operand(E5M2)
 _TENSOR_2, _TENSOR_GRAD_2 = Operand(E4M3, power_of_2=True), Operand(E5M2, power_of_2=True)
 _ROW = Operand(E4M3, "row", power_of_2=True)
@@ -108,26 +96,26 @@ _MX = Operand(E4M3, "block", tile=(1, 32))      # OCP Microscaling specification
 _ROW_128, _SQUARE_128 = Operand(E4M3, "tile", tile=(1, 128)), Operand(E4M3, "tile", tile=(128, 128))
 _ROW_16, _SQUARE_16 = Operand(E2M1, "tile", tile=(1, 16)), Operand(E2M1, "tile", tile=(16, 16))
 _ROW_16_GRAD = replace(_ROW_16, is_stochastic=True)
-_GW_HP = {"input_for_weight_grad": _BF16, "grad_for_weight_grad": _BF16}
 # Activations after an RMSNorm have rms 1; weights start at std sqrt(0.4 / C), about 2^-6; gradients, in units of one token's
 # loss, are around 2^-8. In the demo runs these constants saturate nothing, and at most 1.3 % of a Linear's activations underflow.
-_CSCALE = tuple(Operand(format, "constant", exponent=exponent) for format, exponent in ((E4M3, 0), (E4M3, 6), (E5M2, 8)))
+_ONE, _UP, _UP_GRAD = Operand(E4M3, "constant"), Operand(E4M3, "constant", exponent=6), Operand(E5M2, "constant", exponent=8)
 
 RECIPES = {recipe.name: recipe for recipe in (
-    _uniform("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
-    _uniform("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, **_GW_HP),
-    _uniform("rowwise", _ROW, _ROW, _ROW),
-    _uniform("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_for_input_grad=_TENSOR_2, **_GW_HP),
-    _uniform("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
-    _uniform("cscale", *_CSCALE),
-    _uniform("mxfp8", _MX, _MX, _MX),
-    _uniform("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
-    _uniform("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
-    _uniform("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
-    _uniform("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
-    _uniform("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
+    Recipe("tensorwise", _TENSOR, _TENSOR, _TENSOR_GRAD),
+    Recipe("tensorwise_gw_hp", _TENSOR, _TENSOR, _TENSOR_GRAD, has_bf16_weight_grad=True),
+    Recipe("rowwise", _ROW, _ROW, _ROW),
+    Recipe("rowwise_with_gw_hp", _ROW, _ROW, _ROW, weight_again=_TENSOR_2, has_bf16_weight_grad=True),
+    Recipe("amax", _TENSOR_2, _TENSOR_2, _TENSOR_GRAD_2),
+    Recipe("cscale", _ONE, _UP, _UP_GRAD),
+    Recipe("mxfp8", _MX, _MX, _MX),
+    Recipe("blockwise", _ROW_128, _SQUARE_128, _ROW_128),
+    Recipe("blockwise_e5m2", _ROW_128, _SQUARE_128, replace(_ROW_128, format=E5M2)),
+    Recipe("nvfp4", _ROW_16, _SQUARE_16, _ROW_16_GRAD),
+    Recipe("nvfp4_nearest", _ROW_16, _SQUARE_16, _ROW_16),
+    Recipe("nvfp4_hadamard", _ROW_16, _SQUARE_16, _ROW_16_GRAD, is_rotated=True),
 )}
-EMULATED = ("blockwise_e5m2", "nvfp4", "nvfp4_nearest", "nvfp4_hadamard")       # on every GPU
+# Of KernelLinears that FP8 leaves alone.
+BF16 = Recipe("bf16", Operand(None), Operand(None), Operand(None), has_bf16_weight_grad=True)
 
 
 def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
@@ -135,8 +123,7 @@ def for_loss_scale(recipe: Recipe, loss_scale: float) -> Recipe:
     scales follow by themselves, a constant gradient scale is divided by it (rounded to a power of two)."""
     if recipe.grad.scaling != "constant":
         return recipe
-    grad = replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale)))
-    return replace(recipe, grad=grad, grad_for_weight_grad=grad)
+    return replace(recipe, grad=replace(recipe.grad, exponent=recipe.grad.exponent - round(math.log2(loss_scale))))
 
 
 # ------------------------------------------------------------------------------------------------------- the rounding
@@ -150,13 +137,14 @@ def scale_of(x: torch.Tensor, operand: Operand, dim: int = -1) -> torch.Tensor:
         tiles = _in_tiles(magnitude.float(), operand, dim)
         return _tile_scale(tiles, operand).expand_as(tiles).reshape(x.shape)
     # In two stages: Inductor can fuse the first, row by row, with the kernel that produces x (a norm).
-    return _scale(magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True), operand)
+    amax = magnitude.amax(-1).amax() if operand.scaling == "tensor" else magnitude.amax(dim, keepdim=True)
+    return _scale(amax, FORMATS[operand.format][0], operand.power_of_2)
 
 
-def _scale(amax: torch.Tensor, operand: Operand) -> torch.Tensor:
-    """The fp32 scales by which the largest magnitudes `amax` become the format's largest value."""
-    scale = (FORMATS[operand.format][0] / amax.double().clamp(min=EPS)).float()
-    return torch.exp2(torch.floor(torch.log2(scale))) if operand.power_of_2 else scale
+def _scale(amax: torch.Tensor, largest: Any, power_of_2: bool = False) -> torch.Tensor:
+    """The fp32 scales by which the largest magnitudes `amax` become a format's `largest` value, a number or one for each."""
+    scale = (amax.double().clamp(min=EPS).reciprocal() * largest).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if power_of_2 else scale
 
 
 def _in_tiles(x: torch.Tensor, operand: Operand, dim: int) -> torch.Tensor:
@@ -167,16 +155,15 @@ def _in_tiles(x: torch.Tensor, operand: Operand, dim: int) -> torch.Tensor:
 
 def _tile_scale(magnitude: torch.Tensor, operand: Operand) -> torch.Tensor:
     """The scale of each tile of _in_tiles(); of E2M1 as NVFP4 has it: an E4M3 number times one of the tensor."""
-    amax = magnitude.amax((1, 3), keepdim=True)
+    amax, largest = magnitude.amax((1, 3), keepdim=True), FORMATS[operand.format][0]
     if operand.scaling == "block":
         # E8M0 holds 2^-127 .. 2^127; rounded so that nothing saturates (torchao's RCEIL mode).
-        exponent = torch.ceil(torch.log2(amax.double() / FORMATS[operand.format][0]))
+        exponent = torch.ceil(torch.log2(amax.double() / largest))
         return torch.exp2(-torch.where(amax > 0, exponent, -127).clamp(-127, 127)).float()
     if operand.format == E2M1:
-        whole = _scale(amax.amax() / FORMATS[E2M1][0], Operand(E4M3))
-        stored = _round(amax / FORMATS[E2M1][0] * whole, E4M3).clamp_(min=2**-9)        # E4M3's least value: no scale is 0
-        return whole / stored
-    return _scale(amax, operand)
+        whole = _scale(amax.amax() / largest, FORMATS[E4M3][0])
+        return whole / _round(amax / largest * whole, E4M3).clamp_(min=2**-9)       # E4M3's least value: no scale is 0
+    return _scale(amax, largest)
 
 
 def fake_quantise(x: torch.Tensor, operand: Operand, dim: int = -1, noise: torch.Tensor | None = None) -> torch.Tensor:
@@ -223,32 +210,18 @@ def noise_at(shape: torch.Size, position: torch.Tensor, salt: torch.Tensor | int
     return (z >> 40 & 0xFFFFFF).float() * 2.0**-24
 
 
-def cast(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype | str | None) -> torch.Tensor:
+def cast(x: torch.Tensor, scale: torch.Tensor, format: Any) -> torch.Tensor:
     """x * scale in `format`, one of torch's own, saturating, rounded to nearest even."""
-    assert isinstance(format, torch.dtype), format
     largest = FORMATS[format][0]        # torch before 2.12 does not saturate by itself
     return (x.float() * scale).clamp(-largest, largest).to(format)
 
 
-def to_float8(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None,
-              amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) in the operand's format, and the inverse () of its scale: `scale` () where it is known before.
-
-    amax () is raised to x's largest magnitude."""
-    scale = scale_of(x, operand) if scale is None else scale
-    if amax is not None:
-        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
-    return cast(x, scale, operand.format), scale.reciprocal()
-
-
 def scaled_mm(a: torch.Tensor, a_inverse: torch.Tensor, b: torch.Tensor, b_inverse: torch.Tensor, dtype: torch.dtype,
               fast: bool = False) -> torch.Tensor:
-    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major.
+    """(a * a_inverse) @ (b * b_inverse) in `dtype`, (M, N), of float8 a (M, K) and b (K, N), column-major; inverses broadcast.
 
-    The inverses of the scales broadcast to a and b. On a GPU torch's float8 matmul, with `fast` accumulation or without. On a
-    CPU the dequantised values in fp32: torch's own float8 matmul runs in oneDNN's scalar reference loop on Intel CPUs with
-    AMX, hundreds of times slower.
-    """
+    On a GPU torch's float8 matmul, accumulating `fast` or not. On a CPU the dequantised values in fp32: torch's own float8
+    matmul runs in oneDNN's scalar reference loop on Intel CPUs with AMX, hundreds of times slower."""
     if a.device.type == "cpu":
         return ((a.float() * a_inverse) @ (b.float() * b_inverse)).to(dtype)
     return torch._scaled_mm(a, b, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
@@ -259,14 +232,9 @@ def mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.mm(a, b, out_dtype=dtype) if a.is_cuda and a.dtype != dtype else (a @ b).to(dtype)
 
 
-def weight_grad(g: torch.Tensor, x: torch.Tensor, dtype: torch.dtype, total: torch.Tensor | None) -> torch.Tensor | None:
-    """g' x in `dtype`, (N, K), of g (M, N) and x (M, K) in BF16; None where it was added to `total` instead."""
-    return mm(g.t(), x, dtype) if total is None else add_weight_grad(total, g, x)
-
-
 @torch.library.custom_op("nanofp8::add_weight_grad", mutates_args=("total",))
 def add_weight_grad(total: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> None:
-    """total (N, K) fp32 += g' x; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
+    """total (N, K) fp32 += g' x of BF16; on a GPU the matmul begins with `total`, whose bytes are read and written once."""
     if total.is_cuda:
         torch.addmm(total, g.t(), x, out_dtype=total.dtype, out=total)
     else:
@@ -299,19 +267,12 @@ class Layer:
     def params(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    @property
-    def verdict(self) -> str:
-        notes = ", ".join(filter(None, ["kernels" * self.kernels, self.why]))
-        return f"kept BF16: {self.reason}" if self.reason else f"-> {self.recipe}" + f" ({notes})" * bool(notes)
-
 
 def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[Layer]:
     """The verdict on every Linear of `model`, which may be on the meta device; `gpu` is the name that `auto` looks up.
 
-    Raises UserError where config contradicts itself, where a pattern matches nothing (a typo there once quantised a head for
-    months: torchtitan#4008), where a chosen Linear's dimensions are not multiples of 16 (mxfp8: 32), which GPUs require, or
-    where nothing is left to convert; only `auto` may convert nothing, and table() then says so.
-    """
+    Raises UserError where config contradicts itself, a pattern matches nothing (a typo there once quantised a head for months:
+    torchtitan#4008), dimensions do not suit FP8 matmuls, or nothing is left to convert, which only `auto` may do."""
     for problem in config.problems():
         raise UserError(problem)
     linears = {name: (m.in_features, m.out_features) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
@@ -320,11 +281,10 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
             if not any(_matches(name, pattern) for name in linears):
                 raise UserError(f"fp8.{field}={pattern!r} matches no Linear; there are: "
                                 f"{', '.join(dict.fromkeys(map(_pattern, linears)))}")
-    timings = load_table() if config.recipe == "auto" else None
-    n_blocks = 1 + max(map(_block, linears), default=-1)
+    timings, n_blocks = load_table() if config.recipe == "auto" else None, 1 + max(map(_block, linears), default=-1)
     layers = []
     for name, shape in linears.items():
-        recipe: str = config.recipe
+        recipe: Any = config.recipe
         block, kernels, why = _block(name), config.kernels, ""
         skip = next((pattern for pattern in config.skip if _matches(name, pattern)), None)
         reason = next((reason for is_so, reason in (
@@ -338,17 +298,15 @@ def select(model: nn.Module, config: FP8Config, gpu: str | None = None) -> list[
         ) if is_so), None)
         if timings is not None and reason is None:
             chosen, why = choose(timings, gpu, *shape, CANDIDATES + (KERNEL_CANDIDATES if kernels else ()))
-            if chosen is None:
-                reason = why
-            else:
-                recipe, kernels = chosen.removesuffix(WITH_KERNELS), chosen.endswith(WITH_KERNELS)
+            recipe, suffix, _ = (chosen or "").partition(WITH_KERNELS)
+            reason, kernels = None if chosen else why, bool(suffix)
         if reason is None and any(n % RECIPES[recipe].multiple for n in shape):
             raise UserError(f"fp8.recipe={recipe} cannot convert {name} of {shape[0]} x {shape[1]}: FP8 matmuls need "
                             f"multiples of {RECIPES[recipe].multiple}; change the model's width or add fp8.skip={name}")
-        layers.append(Layer(name, shape, None, recipe, why, kernels) if reason is None else Layer(name, shape, reason, None))
-    if config.recipe not in ("off", "auto") and not any(layer.recipe for layer in layers):
-        raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: fp8.include, fp8.skip, fp8.first_bf16 "
-                        f"and fp8.last_bf16 together keep every Linear in BF16; keep fewer or set fp8.recipe=off")
+        layers.append(Layer(name, shape, reason, None) if reason else Layer(name, shape, None, recipe, why, kernels))
+    if config.recipe not in ("off", "auto") and not by_layer(layers):
+        raise UserError(f"fp8.recipe={config.recipe} is left with nothing to convert: keep fewer Linears in BF16 by fp8.include, "
+                        f"fp8.skip, fp8.first_bf16 and fp8.last_bf16, or set fp8.recipe=off")
     return layers
 
 
@@ -378,34 +336,32 @@ def recipes(layers: list[Layer], loss_scale: float) -> dict[str, Recipe]:
 
 def table(layers: list[Layer], recipe: str, device_type: str) -> list[str]:
     """The verdicts as printed lines: one per group of like-named Linears, the total, then warnings."""
-    groups = Counter((_pattern(layer.name), *layer.shape, layer.verdict) for layer in layers)
+    verdicts = [f"-> {layer.recipe}" + f" ({notes})" * bool(notes) if layer.recipe else f"kept BF16: {layer.reason}"
+                for layer in layers for notes in [", ".join(filter(None, ["kernels" * layer.kernels, layer.why]))]]
+    groups = Counter((_pattern(layer.name), *layer.shape, verdict) for layer, verdict in zip(layers, verdicts, strict=True))
     lines = [f"fp8: {pattern:20} {k:6d} x {n:<6d} x{count:<3d} {verdict}" for (pattern, k, n, verdict), count in groups.items()]
     converted = [layer for layer in layers if layer.recipe]
     share = sum(layer.params for layer in converted) / sum(layer.params for layer in layers)
     lines.append(f"fp8: {len(converted)} of {len(layers)} Linears, {share:.1%} of the matmul parameters, in FP8")
     if recipe == "auto" and not converted:
         lines.append("fp8: auto found nothing that FP8 would make faster here: THIS RUN IS BF16")
-    if converted and device_type == "cpu":
-        lines.append("fp8: emulated on this CPU: float8 values multiplied in fp32, real numerics, slower than BF16")
-    elif recipe in EMULATED:
-        lines.append(f"fp8: {recipe} is emulated on every GPU: real numerics, much slower than BF16")
-    elif recipe in NATIVE_ON and not _is_native(recipe):
-        lines.append(f"fp8: {recipe} is emulated here, {NATIVE_ON[recipe][1]} has its matmuls: real numerics, slower than BF16")
+    is_on_cpu = converted and device_type == "cpu"
+    if is_on_cpu or recipe in EMULATED or recipe in NATIVE_ON and not _is_native(recipe):
+        lines.append(f"fp8: emulated on this {'CPU' if is_on_cpu else 'GPU'}: real numerics, slower than BF16")
     return lines
 
 
 def check_hardware(config: FP8Config, device: torch.device) -> None:
     """Raise UserError where `device` cannot run the recipe: training on in BF16 would be silent."""
-    need = CAPABILITY.get(config.recipe) if device.type == "cuda" else None
-    if need and (have := torch.cuda.get_device_capability(device)) < need:
+    need = (9, 0) if config.recipe.startswith("rowwise") else (8, 9)        # ATen's scaled_mm checks
+    if device.type == "cuda" and config.recipe in FP8_SCALED_MM and (have := torch.cuda.get_device_capability(device)) < need:
         raise UserError(f"fp8.recipe={config.recipe} needs a GPU of compute capability {need[0]}.{need[1]} or later, but "
-                        f"{torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}: use fp8.recipe=off (BF16) here, or an "
-                        f"H100-class GPU")
+                        f"{torch.cuda.get_device_name(device)} has {have[0]}.{have[1]}: use fp8.recipe=off (BF16) here")
 
 
 def _is_native(recipe: str) -> bool:
     """Whether the GPU here multiplies by `recipe`, which torchao's prototypes compute, itself."""
-    return recipe in NATIVE_ON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe][0]
+    return recipe in NATIVE_ON and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in NATIVE_ON[recipe]
 
 
 # ------------------------------------------------------------------------------------------------------------ conversion
@@ -419,231 +375,57 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
     has_gpu = torch.cuda.is_available()
     is_on_cpu = (device_type or ("cuda" if has_gpu else "cpu")) == "cpu"
     layers = select(model, config, torch.cuda.get_device_name() if has_gpu else None)
-    by_torchao: dict[str, set[str]] = {}    # recipe -> Linears
     for layer in layers:
         if layer.recipe is None:
             continue
+        module: Any = model.get_submodule(layer.name)
+        recipe = replace(for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward)
         if layer.kernels:
-            _use_kernels(model, layer.name, replace(RECIPES[layer.recipe], fast_backward=config.fast_backward),
-                         config.scaling == "delayed")
+            _use_kernels(module, recipe, config.scaling == "delayed")
+            if _has_loss_in_one_piece(model, module):
+                model.token_losses = types.MethodType(_token_losses, model)     # type: ignore[assignment]  # of this model alone
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
-            module: Any = model.get_submodule(layer.name)
-            module.__class__ = QuantisedLinear
-            module.recipe = replace(for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward)
-            module.is_native = _is_native(layer.recipe)
-            module.layer = layer.name
+            module.__class__, module.recipe, module.is_native = QuantisedLinear, recipe, _is_native(layer.recipe)
         else:
-            by_torchao.setdefault(layer.recipe, set()).add(layer.name)
-    for recipe, chosen in by_torchao.items():
-        _float8().convert_to_float8_training(model, config=_torchao_config(recipe, config, is_on_cpu),
-                                             module_filter_fn=lambda _, name, chosen=chosen: name in chosen)
-    done = {name for name, module in model.named_modules() if _is_converted(module)}
-    assert done == by_layer(layers).keys(), f"asked for {by_layer(layers)}, converted {done}"
+            parent, _, child = layer.name.rpartition(".")
+            setattr(model.get_submodule(parent), child, _by_torchao(module, layer.recipe, config, is_on_cpu))
     return layers
 
 
-def _torchao_config(recipe: str, settings: FP8Config, emulate: bool):
-    """torchao's configuration of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed."""
-    float8 = _float8()
-    if recipe == "amax":
-        config = float8.Float8LinearConfig(round_scales_to_power_of_2=True)
-    elif recipe == "tensorwise_gw_hp":
-        x, g = (float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED) for _ in range(2))   # it changes each
-        config = float8.Float8LinearConfig(cast_config_input_for_grad_weight=x, cast_config_grad_output_for_grad_weight=g)
-    else:
-        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bool) -> nn.Module:
+    """torchao's Linear of a recipe; tensorwise_gw_hp and amax are its tensorwise with one setting changed.
+
+    Imported here: BF16 runs and readers of checkpoints never load it."""
+    logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
+    try:
+        import torchao.float8 as float8
+    finally:
+        logging.disable(logging.NOTSET)
+    off = {f"cast_config_{operand}_for_grad_weight": float8.CastConfig(scaling_type=float8.config.ScalingType.DISABLED)
+           for operand in ("input", "grad_output")}     # one each: torchao changes them
+    changes = {"amax": {"round_scales_to_power_of_2": True}, "tensorwise_gw_hp": off}.get(recipe, {})
+    config = float8.Float8LinearConfig.from_recipe_name(recipe if recipe.startswith("rowwise") else "tensorwise")
     backward = float8.Float8GemmConfig(use_fast_accum=settings.fast_backward)
-    return replace(config, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate,
-                   gemm_config_grad_input=backward, gemm_config_grad_weight=backward)
+    return float8.convert_to_float8_training(module, config=replace(
+        config, **changes, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate, gemm_config_grad_input=backward,
+        gemm_config_grad_weight=backward))
 
 
 def _is_converted(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and type(module) not in (Linear, CopiedLinear)
+    is_bf16 = type(module) is Linear or isinstance(module, KernelLinear) and module.recipe.weight.format is None
+    return isinstance(module, nn.Linear) and not is_bf16
 
 
-def _float8():
-    """torchao.float8, imported when first needed: BF16 runs and readers of checkpoints never load it."""
-    logging.disable(logging.WARNING)    # of compiled extensions for other hardware, of a deprecated call of its own
-    try:
-        import torchao.float8.float8_linear
-    finally:
-        logging.disable(logging.NOTSET)
-    return torchao.float8
-
-
-# ---------------------------------------------------------------------------------- weights: updates, shards, evaluation
-
-class CopiedLinear(nn.Linear):
-    """A Linear without bias in BF16 that casts its weight once a step, not in every micro-batch, and whose weight gradient
-    leaves the matmul in fp32: what KernelLinear does in FP8, so that a comparison of the two is one of the matmuls.
-
-    Made by keep_bf16_copies(). The copy is a buffer outside checkpoints."""
-    version: int | None     # of the weight when its copy was made
-    copy: Any               # a tensor, None before the first refresh_weight_copies()
-    total: Any              # keep_gradients()
-
-    def forward(self, x):
-        if not torch.compiler.is_compiling():       # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
-            assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
-        return CopiedMatmul.apply(x.reshape(-1, x.shape[-1]), self.weight, self.copy, self.total).view(*x.shape[:-1], -1)
-
-
-class CopiedMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K), its copy in x's dtype, total (N, K) of weight_grad() -> x w' (M, N)."""
-
-    @staticmethod
-    def forward(ctx, x, w, copy, total):
-        ctx.save_for_backward(x, copy, total)
-        ctx.w_dtype = w.dtype
-        return x @ copy.t()
-
-    @staticmethod
-    def backward(ctx, g):
-        x, copy, total = ctx.saved_tensors
-        return g @ copy, weight_grad(g, x, ctx.w_dtype, total), None, None
-
-
-def keep_bf16_copies(model: nn.Module) -> None:
-    """Make every Linear that FP8 leaves alone a CopiedLinear, in place. Not under FSDP2, which casts what it gathers itself."""
-    linears: list[Any] = [module for module in model.modules() if type(module) is Linear]
-    for module in linears:
-        module.__class__, module.version = CopiedLinear, None
-        for buffer in ("copy", "total"):
-            module.register_buffer(buffer, None, persistent=False)
-
-
-def keep_gradients(model: GPT) -> None:
-    """Give the blocks' weights whose gradient is a BF16 matmul one that lasts, and that the matmul itself adds to: half the bytes
-    of a step of several micro-batches. Between two steps zero_gradients() is called then, not the optimizer's zero_grad().
-
-    Not the head, which may be called in pieces and shares its weight; not under FSDP2, which reduces what a pass returns."""
-    modules: list[Any] = [module for block in model.blocks() for module in block.modules()]
-    for m in modules:
-        if isinstance(m, CopiedLinear) or (isinstance(m, KernelLinear) and m.recipe.grad_for_weight_grad.format is None):
-            m.total = torch.empty_like(m.weight)
-    zero_gradients(model)
-
-
-def zero_gradients(model: nn.Module) -> None:
-    """Free all gradients, or fill those of keep_gradients() with zeros."""
-    kept: list[Any] = [m for m in model.modules() if getattr(m, "total", None) is not None]
-    model.zero_grad()
-    for m in kept:
-        m.weight.grad = m.total
-    if kept:
-        torch._foreach_zero_([m.total for m in kept])
-
-
-@torch.no_grad()
-def refresh_weight_copies(model: nn.Module) -> None:
-    """Recompute what is derived from the weights: their FP8 and BF16 copies, and scales of weights gathered as float8 by one
-    all-reduce.
-
-    Call it whenever the weights have changed, between two passes: all-gathers with scales of older weights are wrong."""
-    if any(is_wrapped(p) for p in model.parameters()):
-        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
-        precompute_float8_dynamic_scale_for_fsdp(model)
-    # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
-    is_sharded = isinstance(model, FSDPModule)      # FSDP2 frees gathered weights: of KernelLinears only the scales stay
-    kernel = [m for m in model.modules() if isinstance(m, KernelLinear)]
-    copied = [m for m in model.modules() if isinstance(m, CopiedLinear)]
-    if kernel:
-        operand = kernel[0].recipe.weight       # of all: what `auto` mixes rounds weights alike
-        scales = _scale(torch.stack(_amaxes(model, kernel)), operand).unbind()
-        for m, scale in zip(kernel, scales, strict=True):
-            m.version = m.weight._version
-            if m.scale is None:
-                m.scale = torch.empty_like(scale)
-                m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
-            if not is_sharded:
-                _cast_into(m.weight, scale, m.q, m.qt)
-        torch._foreach_copy_([m.scale for m in kernel], scales)
-    if copied:
-        dtype: Any = model.compute_dtype
-        for linear in copied:
-            linear.version = linear.weight._version
-            if linear.copy is None:
-                linear.copy = torch.empty_like(linear.weight, dtype=dtype)
-        torch._foreach_copy_([m.copy for m in copied], [m.weight for m in copied])
-
-
-def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
-    """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
-    if not isinstance(model, FSDPModule):
-        return list(torch._foreach_norm([m.weight for m in linears], math.inf))
-    shards = [m.weight.to_local() for m in linears]
-    amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
-    dist.all_reduce(amaxes, dist.ReduceOp.MAX)
-    in_bf16 = amaxes.bfloat16().float()         # rounding keeps the order: the largest value stays it
-    return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
-
-
-def is_wrapped(weight: torch.Tensor) -> bool:
-    """Whether `weight`, sharded or not yet, will be gathered as float8."""
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight
-    return type(local).__name__ == "WeightWithDynamicFloat8CastTensor"      # by name: a BF16 run must not import torchao
-
-
-def unwrap(tensor: torch.Tensor) -> torch.Tensor:
-    """A sharded wrapped weight as a DTensor of plain fp32 on the same memory; any other tensor unchanged."""
-    if not (isinstance(tensor, DTensor) and is_wrapped(tensor)):
-        return tensor
-    wrapper: Any = tensor._local_tensor
-    return DTensor.from_local(wrapper._tensor.detach(), tensor.device_mesh, tensor.placements, run_check=False,
-                              shape=tensor.shape, stride=tensor.stride())
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 holds gathered: a forward pass without a backward one leaves the root's gathered, and with
-    parallel.reshard=false every block's. Call it before changing shards between two passes: the next forward pass would use
-    the old weights."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
-class GatheredLinear(nn.Linear):
-    """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
-    shard: DTensor
-
-    def forward(self, x):
-        return F.linear(x, self.shard.to(x.dtype).full_tensor())
-
-
-@contextlib.contextmanager
-def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled.
-
-    Both arms of a comparison are measured this way, so that a gap between them is a gap between their weights. The
-    class is swapped, not the module: names, Parameters, sharding and hooks stay as they are.
-    """
-    classes: dict[Any, type] = {module: type(module) for module in model.modules() if _is_converted(module)}
-    reshard(model)      # gathered weights have lost their fp32 shards
-    for module in classes:
-        module.__class__ = Linear
-        if is_wrapped(module.weight):
-            module.__class__, module.shard = GatheredLinear, unwrap(module.weight)
-    try:
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for module, cls in classes.items():
-            module.__class__ = cls
-            vars(module).pop("shard", None)
-
-
-# ---------------------------------------------------------------- Linears on CPUs, and by recipes that torchao's lack
+# ------------------------------------------------------------------------------- Linears emulated, and torchao's prototypes
 
 class QuantisedLinear(nn.Linear):
     """A Linear without bias whose matmuls follow `recipe`; its class and fields are set by convert()."""
     recipe: Recipe
-    is_native: bool = False     # the GPU has these matmuls, and torchao a prototype of them
-    layer: str = ""
+    is_native: bool     # the GPU has these matmuls, and torchao a prototype of them
     # Both () int64, see set_position(): tensors, because torch.compile would compile each layer anew for a number of its own.
-    position: torch.Tensor | None = None
-    salt: torch.Tensor | None = None
+    position: Any = None
+    salt: Any = None
 
     def forward(self, x):
         rows = x.reshape(-1, x.shape[-1])   # (M, K)
@@ -667,9 +449,9 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w, position, salt, recipe):
         qx, qw = _emulated(x, recipe.input, x.dtype), _emulated(w, recipe.weight, x.dtype)
-        ctx.reuses_x = _serves_both(recipe.input, recipe.input_for_weight_grad)
+        ctx.reuses_x = recipe.input.serves_both and not recipe.has_bf16_weight_grad
         # On a GPU w is kept, not its fp32 image: FSDP2 frees w between the passes, an image would stay.
-        ctx.reuses_w = _serves_both(recipe.weight, recipe.weight_for_input_grad) and x.device.type == "cpu"
+        ctx.reuses_w = recipe.weight.serves_both and recipe.weight_again is None and x.device.type == "cpu"
         ctx.save_for_backward(qx if ctx.reuses_x else x, qw if ctx.reuses_w else w, position, salt)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
         return (qx @ qw.t()).to(x.dtype)
@@ -677,62 +459,51 @@ class EmulatedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         (x, w, position, salt), recipe, dtype = ctx.saved_tensors, ctx.recipe, ctx.dtype
-        rotated = _rotated if recipe.is_rotated else lambda t: t
-        qx = x if ctx.reuses_x else _emulated(rotated(x), recipe.input_for_weight_grad, dtype, 0)
-        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_for_input_grad, dtype, 0)
-        qg = qg_w = _emulated(g, recipe.grad, dtype, -1, position, salt)
-        if not _serves_both(recipe.grad, recipe.grad_for_weight_grad):
-            qg_w = _emulated(rotated(g), recipe.grad_for_weight_grad, dtype, 0, position, None if salt is None else salt + 2**60)
-        return (qg @ qw).to(dtype), (qg_w.t() @ qx).to(dtype).to(ctx.w_dtype), None, None, None
+        has_noise = recipe.grad.is_stochastic and position is not None
+        noise = [noise_at(g.shape, position, salt + more) if has_noise else None for more in (0, 2**60)]
+        qw = w if ctx.reuses_w else _emulated(w, recipe.weight_again or recipe.weight, dtype, 0)
+        qg = qg_w = _emulated(g, recipe.grad, dtype, -1, noise[0])
+        if recipe.has_bf16_weight_grad:
+            qg_w = g
+        elif not recipe.grad.serves_both:
+            qg_w = _emulated(_rotated(g) if recipe.is_rotated else g, recipe.grad, dtype, 0, noise[1])
+        if not (recipe.has_bf16_weight_grad or ctx.reuses_x):
+            x = _emulated(_rotated(x) if recipe.is_rotated else x, recipe.input, dtype, 0)
+        return (qg @ qw).to(dtype), (qg_w.t() @ x).to(dtype).to(ctx.w_dtype), None, None, None
 
 
-def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, position: torch.Tensor | None = None,
-              salt: torch.Tensor | None = None) -> torch.Tensor:
+def _emulated(x: torch.Tensor, operand: Operand, dtype: torch.dtype, dim: int = -1, noise: torch.Tensor | None = None):
     """x dequantised after rounding as `operand` says: fp32 on a CPU and by tiles, else `dtype`, as for BF16 operands."""
-    if operand.format is None:
-        return x.to(dtype)
-    noise = None
-    if operand.is_stochastic and position is not None and salt is not None:
-        noise = noise_at(x.shape, position, salt)
     q = fake_quantise(x, operand, dim, noise)
     return q if x.device.type == "cpu" or operand.scaling == "tile" else q.to(dtype)
 
 
+# Hadamard's matrix (Sylvester's construction) with fixed random signs, orthogonal.
+HADAMARD = [[(-1) ** ((i & j).bit_count() + (0x5A39 >> j & 1)) / 4 for j in range(16)] for i in range(16)]
+
+
 def _rotated(x: torch.Tensor) -> torch.Tensor:
-    """x (M, N), every 16 rows multiplied by an orthogonal matrix: Hadamard's with fixed random signs; fp32."""
-    h = torch.ones(1, 1, device=x.device)
-    for _ in range(4):
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    signs = torch.tensor([1 - 2 * (0x5A39 >> i & 1) for i in range(16)], device=x.device)
-    return (h * signs / 4 @ x.float().unflatten(0, (-1, 16))).flatten(0, 1)
+    """x (M, N), every 16 rows multiplied by HADAMARD, which leaves products and spreads outliers; fp32."""
+    return (torch.tensor(HADAMARD, device=x.device) @ x.float().unflatten(0, (-1, 16))).flatten(0, 1)
 
 
-def noise_of(module: nn.Module, g: torch.Tensor) -> torch.Tensor | None:
+def noise_of(module: Any, g: torch.Tensor) -> torch.Tensor | None:
     """The noise with which a converted Linear rounds its output's gradient g (..., N) for the input's; None: to nearest."""
-    if not (isinstance(module, QuantisedLinear) and module.recipe.grad.is_stochastic) or module.position is None:
+    if getattr(module, "position", None) is None:
         return None
-    assert module.salt is not None
     return noise_at(g.flatten(0, -2).shape, module.position, module.salt).view_as(g)
 
 
 def set_position(model: nn.Module, position: int, seed: int = 0) -> None:
     """Number among the run's tokens of the first token that the next pass through `model` sees: with the seed and the layer it
     decides the noise of recipes with stochastic rounding. Without a position they round to nearest."""
-    linears = [m for m in model.modules() if isinstance(m, QuantisedLinear) and m.recipe.grad.is_stochastic]
-    if not linears:
-        return
-    shared = linears[0].position
-    if shared is None:
-        shared = torch.zeros((), dtype=torch.int64, device=linears[0].weight.device)
-        for linear in linears:
-            salt = blake2b(f"{seed}/{linear.layer}".encode(), digest_size=7).digest()
-            linear.position, linear.salt = shared, torch.full_like(shared, int.from_bytes(salt, "little"))
-    shared.fill_(position)
-
-
-def _serves_both(one: Operand, other: Operand) -> bool:
-    """Whether a tensor's rounding for one matmul serves another that sums over its other dimension."""
-    return one == other and (one.scaling in ("tensor", "constant") or one.tile[0] == one.tile[1] > 1)
+    for name, m in model.named_modules():
+        if isinstance(m, QuantisedLinear) and m.recipe.grad.is_stochastic:
+            if m.position is None:
+                salt = blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+                m.position = torch.zeros((), dtype=torch.int64, device=m.weight.device)
+                m.salt = torch.full_like(m.position, int.from_bytes(salt, "little"))
+            m.position.fill_(position)
 
 
 def _torchao_mx(x, w):
@@ -748,25 +519,124 @@ def _torchao_blockwise(x, w):
     return fp8_blockwise_mm.apply(x.contiguous(), w, 128, x.dtype, not has_cublas)
 
 
-# ------------------------------------------------------------------------------------------------- Linears on our own kernels
+# -------------------------------------------------------------------------------------------- Linears with lasting copies
 #
-# fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once. Except for the head's
-# gradient, every operand has torchao's scale (largest magnitude of the tensor, fp64 division), format and rounding, bit for
-# bit; forward with fast accumulation, backward with fp8.fast_backward only. What differs is the memory traffic:
+# fp8.kernels=true: torchao's tensorwise, tensorwise_gw_hp and amax with casts that read each tensor once (docs/fp8.md). Every
+# operand has torchao's scale (fp64 division), format and rounding, bit for bit, but for the head's gradient: its scale is that of
+# a bound, |softmax - one-hot| <= 1. Where BF16 multiplies the weight gradient, no operand needs a second layout, and Inductor
+# compiles the casts. BF16 Linears of one process go the same way, so that a comparison with them is one of the matmuls.
 #
-#     largest magnitudes      x.abs().amax(-1).amax(): Inductor fuses the first stage with the kernel that produces x
-#     FP8 copies              one kernel reads x once and writes both layouts that the three matmuls need (cast_both)
-#     kept for the backward   the transposed FP8 copy of x, 1 byte a value instead of BF16's 2
-#     weights                 quantised by refresh_weight_copies() once per optimizer step, not in every micro-batch; under
-#                             FSDP2, which frees gathered weights, scaled once a step and cast at every use
-#     weight gradients        leave the matmul in fp32, as sharded weights' are, without a rounding to BF16 in between
-#     the head                the gradient of the logits leaves one kernel as FP8 in both layouts (cross_entropy_grad), never as
-#                             BF16. Its scale is that of a bound, not of its largest magnitude: |softmax - one-hot| is at most
-#                             1, so no value exceeds the largest token's factor
-#
-# tensorwise_gw_hp keeps x and its weight gradient in BF16 and needs no second layout: Inductor compiles its casts. On a CPU the
-# operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on a GPU:
-# CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
+# On a CPU the operators are plain torch, the reference for runtime/fp8_kernels.py, which is imported when the first tensor is on
+# a GPU: CPU users lack triton. Float8 matmuls need their second operand column-major: the transpose of a row-major copy.
+
+class KernelLinear(nn.Linear):
+    """A Linear without bias that multiplies by `recipe`, in FP8 on our kernels or in BF16. Its weight stays what it was; the
+    copies of it are buffers outside checkpoints."""
+    recipe: Recipe
+    version: int | None     # of the weight when its copies were made
+    # Tensors, or None where there is none: the weight's copy (N, K), its transpose (K, N) in FP8, the scale () of both; its
+    # lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
+    q: Any
+    qt: Any
+    scale: Any
+    total: Any
+
+    def forward(self, x):
+        rows, copies = x.reshape(-1, x.shape[-1]), self.copies()        # (M, K)
+        if torch.is_grad_enabled() or self.recipe.weight.format is None:
+            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, self.total, self.x_scale, self.x_amax, self.g_scale,
+                                   self.g_amax)
+        else:                                   # no matmul will need a transpose: any number of rows
+            q, _, inverse = _quantised(rows, self.recipe.input, False, self.x_scale)
+            y = scaled_mm(q, inverse, *_weight(self.weight, copies[0], copies[2], self.recipe.weight), x.dtype, fast=True)
+        return y.view(*x.shape[:-1], -1)
+
+    def copies(self) -> tuple[torch.Tensor | None, ...]:
+        """q, qt and scale, once it is sure that they are the weight's."""
+        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
+            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
+            assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
+        return self.q, self.qt, self.scale
+
+
+def _use_kernels(module: Any, recipe: Recipe, is_delayed: bool = False) -> None:
+    """Make a Linear a KernelLinear, in place."""
+    module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
+    for buffer in ("q", "qt", "scale", "total", "x_scale", "x_amax", "g_scale", "g_amax"):
+        module.register_buffer(buffer, None, persistent=False)
+
+
+def keep_bf16_copies(model: nn.Module) -> None:
+    """Let every Linear that FP8 leaves alone cast its weight once a step too. Not under FSDP2, which casts what it gathers."""
+    for module in model.modules():
+        if type(module) is Linear:
+            _use_kernels(module, BF16)
+
+
+def keep_gradients(model: GPT) -> None:
+    """Give the blocks' weights whose gradient is a BF16 matmul one that lasts, and that the matmul itself adds to: half the
+    bytes. zero_gradients() then takes the place of the optimizer's zero_grad().
+
+    Not the head, which may be called in pieces and shares its weight; not under FSDP2, which reduces what a pass returns."""
+    for m in _kernel_linears(model.layers):
+        if m.recipe.has_bf16_weight_grad:
+            m.total = torch.empty_like(m.weight)
+    zero_gradients(model)
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Free all gradients, or fill those of keep_gradients() with zeros."""
+    kept = [m for m in _kernel_linears(model) if m.total is not None]
+    model.zero_grad()
+    for m in kept:
+        m.weight.grad = m.total
+    if kept:
+        torch._foreach_zero_([m.total for m in kept])
+
+
+def _kernel_linears(model: nn.Module) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, KernelLinear)]
+
+
+@torch.no_grad()
+def refresh_weight_copies(model: nn.Module) -> None:
+    """Recompute the weights' FP8 and BF16 copies, and, by one all-reduce, the scales of weights gathered as float8: whenever the
+    weights have changed, between two passes."""
+    if any(is_wrapped(p) for p in model.parameters()):
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+        precompute_float8_dynamic_scale_for_fsdp(model)
+    # Over all weights at once where that is one kernel: launches for a hundred Linears would take the host longer than the GPU.
+    is_sharded = isinstance(model, FSDPModule)      # FSDP2 frees gathered weights: of KernelLinears only the scales stay
+    fp8, bf16 = ([m for m in _kernel_linears(model) if (m.recipe.weight.format is None) == is_bf16] for is_bf16 in (False, True))
+    for m in fp8 + bf16:
+        m.version = m.weight._version
+    if fp8:
+        operand = fp8[0].recipe.weight      # of all: what `auto` mixes rounds weights alike
+        scales = _scale(torch.stack(_amaxes(model, fp8)), FORMATS[operand.format][0], operand.power_of_2).unbind()
+        for m, scale in zip(fp8, scales, strict=True):
+            if m.scale is None:
+                m.scale = torch.empty_like(scale)
+                m.q, m.qt = (None, None) if is_sharded else _empty(m.weight, operand.format)
+            if not is_sharded:
+                _cast_into(m.weight, scale, m.q, m.qt)
+        torch._foreach_copy_([m.scale for m in fp8], scales)
+    if bf16:
+        dtype: Any = model.compute_dtype
+        for m in bf16:
+            m.q = torch.empty_like(m.weight, dtype=dtype) if m.q is None else m.q
+        torch._foreach_copy_([m.q for m in bf16], [m.weight for m in bf16])
+
+
+def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
+    """The largest magnitude () of each one's weight; of shards that of the weight as FSDP2 gathers it: blocks in BF16."""
+    if not isinstance(model, FSDPModule):
+        return list(torch._foreach_norm([m.weight for m in linears], math.inf))
+    shards = [m.weight.to_local() for m in linears]
+    amaxes = torch.stack([shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards])
+    dist.all_reduce(amaxes, dist.ReduceOp.MAX)
+    in_bf16 = amaxes.bfloat16().float()         # rounding keeps the order: the largest value stays it
+    return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
+
 
 @torch.library.custom_op("nanofp8::cast_both", mutates_args=())
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
@@ -791,12 +661,97 @@ def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.
     """cast_both() into memory that is there."""
     if x.is_cuda:
         from runtime import fp8_kernels
-        fp8_kernels.cast_both(x, scale, q.dtype, q if q.numel() else None, qt)
+        fp8_kernels.cast_both(x, scale, q if q.numel() else None, qt)
         return
     rounded = cast(x, scale, q.dtype)
     qt.copy_(rounded.t())
     if q.numel():
         q.copy_(rounded)
+
+
+def _quantised(x: torch.Tensor, operand: Operand, wants_transpose: bool, scale: torch.Tensor | None = None,
+               amax: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """x (M, K) -> its FP8 copy, that copy's transpose or None, the inverse () of the scale.
+
+    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x; amax ()
+    is then raised to x's largest magnitude."""
+    has_kernel = wants_transpose and scale is None
+    scale = scale_of(x, operand) if scale is None else scale
+    if has_kernel:
+        return *cast_both(x, scale, operand.format), scale.reciprocal()
+    if amax is not None:
+        amax.copy_(torch.maximum(amax, x.abs().amax(-1).amax()))
+    q = cast(x, scale, operand.format)
+    return q, q.t().contiguous() if wants_transpose else None, scale.reciprocal()
+
+
+def _weight(w: torch.Tensor, copy: torch.Tensor | None, scale: torch.Tensor | None, operand: Operand,
+            transposed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second operand of y = x w', or of g w (transposed), and the inverse of its scale; cast here where there is no copy."""
+    scale = scale_of(w, operand) if scale is None else scale
+    if copy is None:
+        copy = cast_both(w, scale, operand.format, want_rows=False)[1] if transposed else cast(w, scale, operand.format)
+    return copy.t(), scale.reciprocal()
+
+
+class KernelMatmul(torch.autograd.Function):
+    """x (M, K), w (N, K) -> x w' (M, N); the rest as KernelLinear has it."""
+
+    @staticmethod
+    def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
+        x = x.contiguous()
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
+        if recipe.weight.format is None:
+            ctx.save_for_backward(x, None, None, q, None, total, None, None)
+            return x @ q.t()
+        xq, xt, x_inverse = _quantised(x, recipe.input, not recipe.has_bf16_weight_grad, x_scale, x_amax)
+        # Without lasting copies w itself is kept, not its FP8 copy: FSDP2 frees w between the passes, a copy would stay.
+        ctx.save_for_backward(x if xt is None else xt, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
+        return scaled_mm(xq, x_inverse, *_weight(w, q, scale, recipe.weight), x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        kept, x_inverse, w, copy, scale, total, g_scale, g_amax = ctx.saved_tensors
+        recipe, g = ctx.recipe, g.contiguous()
+        if recipe.weight.format is None:
+            grad_x = g @ copy
+        else:
+            weight = _weight(w, copy, scale, recipe.weight, transposed=True)
+            gq, gt, g_inverse = _quantised(g, recipe.grad, not recipe.has_bf16_weight_grad, g_scale, g_amax)
+            grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
+        if not recipe.has_bf16_weight_grad:
+            grad_w = scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, recipe.fast_backward)
+        elif total is None:
+            grad_w = mm(g.t(), kept, ctx.w_dtype)
+        else:
+            grad_w = add_weight_grad(total, g, kept)        # None
+        return grad_x, grad_w, *(None,) * 9
+
+
+class HeadLoss(torch.autograd.Function):
+    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
+
+    @staticmethod
+    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale=None, h_amax=None):
+        hq, ht, h_inverse = _quantised(h.contiguous(), recipe.input, True, h_scale, h_amax)
+        logits = scaled_mm(hq, h_inverse, *_weight(w, q, w_scale, recipe.weight), h.dtype, fast=True)
+        l32 = logits.float()
+        largest = l32.amax(-1, keepdim=True)
+        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
+        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
+        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
+        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (ht, h_inverse, logits, lse, targets, w, qt, w_scale), recipe = ctx.saved_tensors, ctx.recipe
+        grad = grad.contiguous()
+        scale = scale_of(grad, recipe.grad)     # of a bound: reads (M,) instead of (M, V)
+        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
+        g_inverse, weight = scale.reciprocal(), _weight(w, qt, w_scale, recipe.weight, transposed=True)
+        grad_h = scaled_mm(gq, g_inverse, *weight, ctx.dtype, recipe.fast_backward)
+        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, recipe.fast_backward), *(None,) * 7
 
 
 @torch.library.custom_op("nanofp8::cross_entropy_grad", mutates_args=())
@@ -819,218 +774,84 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
 cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 
 
-def _both(x: torch.Tensor, operand: Operand, scale: torch.Tensor | None = None, amax: torch.Tensor | None = None):
-    """x (M, K) -> its FP8 copy, that copy's transpose, the inverse () of the scale.
-
-    With a `scale` () that is known before, the casts are plain torch, which Inductor fuses with the kernel that makes x."""
-    if scale is None:
-        scale = scale_of(x, operand)
-        return *cast_both(x, scale, operand.format), scale.reciprocal()
-    q, inverse = to_float8(x, operand, scale, amax)
-    return q, q.t().contiguous(), inverse
-
-
-def _weight_forward(w, q, scale, recipe: Recipe):
-    """The second operand of y = x w' and the inverse of its scale."""
-    scale = scale_of(w, recipe.weight) if scale is None else scale
-    q = cast(w, scale, recipe.weight.format) if q is None else q
-    return q.t(), scale.reciprocal()
-
-
-def _weight_backward(w, qt, scale, recipe: Recipe):
-    """The second operand of g w and the inverse of its scale. Without lasting copies w itself was kept, not its FP8 copy: FSDP2
-    frees w between the passes, a copy would stay."""
-    operand = recipe.weight_for_input_grad
-    scale = scale_of(w, operand) if scale is None else scale
-    qt = cast_both(w, scale, operand.format, want_rows=False)[1] if qt is None else qt
-    return qt.t(), scale.reciprocal()
-
-
-class KernelMatmul(torch.autograd.Function):
-    """x (M, K), w (N, K) -> x w' (M, N); q (N, K), qt (K, N), scale (): KernelLinear.copies(); total (N, K): of weight_grad();
-    the rest: KernelLinear.delayed()."""
-
-    @staticmethod
-    def forward(ctx, x, w, q, qt, scale, recipe, total, x_scale, x_amax, g_scale, g_amax):
-        x = x.contiguous()
-        if recipe.input_for_weight_grad.format is None:
-            (xq, x_inverse), kept = to_float8(x, recipe.input, x_scale, x_amax), x
-        else:
-            xq, kept, x_inverse = _both(x, recipe.input, x_scale, x_amax)
-        ctx.save_for_backward(kept, x_inverse, w if qt is None else None, qt, scale, total, g_scale, g_amax)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, x.dtype, w.dtype
-        return scaled_mm(xq, x_inverse, *_weight_forward(w, q, scale, recipe), x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, g):
-        kept, x_inverse, w, qt, scale, total, g_scale, g_amax = ctx.saved_tensors
-        recipe, g, others = ctx.recipe, g.contiguous(), (None,) * 9
-        weight, fast = _weight_backward(w, qt, scale, recipe), recipe.fast_backward
-        if recipe.grad_for_weight_grad.format is None:
-            grad_x = scaled_mm(*to_float8(g, recipe.grad, g_scale, g_amax), *weight, ctx.dtype, fast)
-            return grad_x, weight_grad(g, kept, ctx.w_dtype, total), *others
-        gq, gt, g_inverse = _both(g, recipe.grad, g_scale, g_amax)
-        grad_x = scaled_mm(gq, g_inverse, *weight, ctx.dtype, fast)
-        return grad_x, scaled_mm(gt, g_inverse, kept.t(), x_inverse, ctx.w_dtype, fast), *others
-
-
-class HeadLoss(torch.autograd.Function):
-    """h (M, C), w (V, C), targets (M,) -> cross-entropy of each row (M,), fp32, nats; the rest as KernelMatmul's."""
-
-    @staticmethod
-    def forward(ctx, h, w, targets, q, qt, w_scale, recipe, h_scale=None, h_amax=None):
-        hq, ht, h_inverse = _both(h.contiguous(), recipe.input, h_scale, h_amax)
-        logits = scaled_mm(hq, h_inverse, *_weight_forward(w, q, w_scale, recipe), h.dtype, fast=True)
-        l32 = logits.float()
-        largest = l32.amax(-1, keepdim=True)
-        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
-        picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
-        ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
-        ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
-        return torch.where(targets == NO_TARGET, 0.0, lse - picked)
-
-    @staticmethod
-    def backward(ctx, grad):
-        ht, h_inverse, logits, lse, targets, w, qt, w_scale = ctx.saved_tensors
-        grad = grad.contiguous()
-        scale = scale_of(grad, ctx.recipe.grad)     # of a bound: reads (M,) instead of (M, V)
-        gq, gt = cross_entropy_grad(logits, lse, targets, grad, scale)
-        g_inverse = scale.reciprocal()
-        fast = ctx.recipe.fast_backward
-        grad_h = scaled_mm(gq, g_inverse, *_weight_backward(w, qt, w_scale, ctx.recipe), ctx.dtype, fast)
-        return grad_h, scaled_mm(gt, g_inverse, ht.t(), h_inverse, ctx.w_dtype, fast), *(None,) * 7
-
-
-class KernelLinear(nn.Linear):
-    """A Linear without bias that multiplies in FP8 by `recipe`; made by convert(). Its weight stays what it was."""
-    recipe: Recipe
-    version: int | None     # of the weight when its FP8 copies were made
-    is_delayed: bool        # its input and output gradient get the scales of DelayedScales
-    q: Any                  # copies(): tensors, None where there is none
-    qt: Any
-    scale: Any
-    total: Any              # keep_gradients()
-    x_scale: Any            # delayed(), likewise
-    x_amax: Any
-    g_scale: Any
-    g_amax: Any
-
-    def forward(self, x):
-        rows, copies = x.reshape(-1, x.shape[-1]), self.copies()    # (M, K)
-        if torch.is_grad_enabled():
-            y = KernelMatmul.apply(rows, self.weight, *copies, self.recipe, self.total, *self.delayed())
-        else:                                   # no matmul will need a transpose
-            weight = _weight_forward(self.weight, copies[0], copies[2], self.recipe)
-            y = scaled_mm(*to_float8(rows, self.recipe.input, self.x_scale), *weight, x.dtype, fast=True)
-        return y.view(*x.shape[:-1], -1)
-
-    def delayed(self) -> tuple[torch.Tensor | None, ...]:
-        """Scale () and amax () of the input, then of the output's gradient: of DelayedScales, None where there is none."""
-        return self.x_scale, self.x_amax, self.g_scale, self.g_amax
-
-    def copies(self) -> tuple[torch.Tensor | None, ...]:
-        """The weight's FP8 copies (N, K) and (K, N) and the scale () of both; None where there is none."""
-        if self.q is not None and not torch.compiler.is_compiling():    # a compiled step cannot compare versions
-            assert self.weight._version == self.version, "fp8.refresh_weight_copies(model) is due: the weights have changed"
-            assert self.weight.grad is self.total or self.total is None, "fp8.zero_gradients(model) alone may free gradients"
-        return self.q, self.qt, self.scale
-
-
-def _use_kernels(model: Any, name: str, recipe: Recipe, is_delayed: bool) -> None:
-    """Make the Linear `name` a KernelLinear, in place; a GPT's head with FP8 weight gradients also changes how the loss is
-    computed. The FP8 copies are buffers outside checkpoints; without them, each use quantises the weight."""
-    module: Any = model.get_submodule(name)
-    module.__class__, module.recipe, module.version, module.is_delayed = KernelLinear, recipe, None, is_delayed
-    for buffer in ("q", "qt", "scale", "total", "x_scale", "x_amax", "g_scale", "g_amax"):
-        module.register_buffer(buffer, None, persistent=False)
-    if _has_loss_in_one_piece(model, module):
-        model.token_losses = types.MethodType(_token_losses, model)     # of this model alone
-
-
 def _has_loss_in_one_piece(model: nn.Module, module: Any) -> bool:
     """Whether the KernelLinear `module` of `model` is a head whose gradient HeadLoss computes."""
     recipe: Recipe = module.recipe
-    return isinstance(model, GPT) and module is model.head and recipe.grad_for_weight_grad.format is not None
+    return isinstance(model, GPT) and module is model.head and not recipe.has_bf16_weight_grad
 
 
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
     the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
-    head = model.head
+    head: Any = model.head
     is_hooked = not torch.compiler.is_compiling() and (head._forward_hooks or head._forward_pre_hooks)
     if type(head) is not KernelLinear or is_hooked or not torch.is_grad_enabled():
         return GPT.token_losses(model, h, targets)
-    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe, *head.delayed()[:2])
+    return HeadLoss.apply(h, head.weight, targets, *head.copies(), head.recipe, head.x_scale, head.x_amax)
 
 
 # --------------------------------------------------------------------------------------- scales known before the pass
 #
-# fp8.scaling=delayed: the scale of an input or output gradient covers a margin times its largest magnitude of the last HISTORY
-# steps, so no pass over a tensor has to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The
-# cast finds the step's own amax on the way; from it alone follow the next scales and whether values were saturated.
+# fp8.scaling=delayed: a scale covers a margin times the largest magnitude of the last HISTORY steps, so no pass over a tensor has
+# to end before its cast begins, and Inductor casts in the kernel that makes the tensor. The cast finds the step's own amax on the
+# way; from it alone follow the next scales and whether values were saturated.
 
-HISTORY = 4         # steps
-# The margin costs no precision, but 1 of 18 and 4 of 32 powers of two: gradients jump, and have room.
-MARGIN: dict[torch.dtype | str | None, float] = {E4M3: 2.0, E5M2: 16.0}
-WIDE = 8.0          # times that for a tensor that has saturated, for CALM steps from then on. Not its current amax: that would
-CALM = 16           # need the pass over every tensor that delayed scaling is there to spare
+HISTORY = 4
+MARGIN: dict[Any, float] = {E4M3: 2.0, E5M2: 16.0}      # costs no precision, but 1 of 18 and 4 of 32 powers of two
+WIDE, CALM = 8.0, 16        # a tensor that has saturated has so many times the margin for so many steps
 
 
 class DelayedScales:
     """The scales of the KernelLinears of `model` that are delayed; of none, where fp8.scaling=current. By all ranks alike.
 
-    The head's gradient has no row where its scale follows from a bound (HeadLoss). Gradients are kept as those of a loss that is
-    not scaled, since its scale depends on the number of ranks and of targets. Without a history (a run's first step) scales are
-    cscale's constants. An amax that is zero or not finite leaves no trace.
+    A head's gradient whose scale follows from a bound has no row. Gradients are kept as those of a loss that is not scaled: its
+    scale depends on ranks and targets. A run's first step has cscale's constants. Amaxes of zero or infinity leave no trace.
     """
 
     def __init__(self, model: nn.Module, ranks: int = 1):
-        linears = {name: m for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed}
-        sides = [(name, m, "x") for name, m in linears.items()]
-        sides += [(name, m, "g") for name, m in linears.items() if not _has_loss_in_one_piece(model, m)]
-        self._names, self._ranks = [f"{name}.{side}" for name, _, side in sides], ranks
+        delayed = [(name, m) for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed]
+        sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in delayed
+                 if side == "x" or not _has_loss_in_one_piece(model, m)]
+        operands = [m.recipe.input if side == "x" else m.recipe.grad for _, m, side in sides]
         device = next(model.parameters()).device
         for _, m, side in sides:
             for buffer in ("scale", "amax"):        # never moved: compiled code, a CUDA graph may hold their addresses
                 setattr(m, f"{side}_{buffer}", torch.zeros((), device=device))
+        self._names, self._ranks = [name for name, *_ in sides], ranks
         self._scales, self._amaxes = ([getattr(m, f"{side}_{b}") for _, m, side in sides] for b in ("scale", "amax"))
+        self._power_of_2 = any(operand.power_of_2 for operand in operands)
+        self._largest = torch.tensor([FORMATS[operand.format][0] for operand in operands], device=device)
+        self._margin = torch.tensor([MARGIN[operand.format] for operand in operands], device=device)
+        self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
         self._history = torch.zeros(len(sides), HISTORY, device=device)
         self._wide_for = torch.zeros(len(sides), device=device)     # steps
         self._saturated = torch.zeros(len(sides), dtype=torch.bool, device=device)
-        self._recipe = next((m.recipe for m in linears.values()), RECIPES["tensorwise"])
-        self._is_grad = torch.tensor([side == "g" for *_, side in sides], dtype=torch.bool, device=device)
         self.begin(1.0)
-
-    def _each(self, of_input: float, of_grad: float) -> torch.Tensor:
-        return torch.where(self._is_grad, of_grad, of_input)
 
     def begin(self, loss_scale: float) -> None:
         """Set the scales of a step, or of an evaluation; `loss_scale` is what the step multiplies its summed loss by."""
         if not self._names:
             return
-        x, g, first = self._recipe.input, self._recipe.grad, for_loss_scale(RECIPES["cscale"], loss_scale)
-        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0) * self._each(1.0, loss_scale)
-        covered = reach * self._each(MARGIN[x.format], MARGIN[g.format])
-        known = torch.where(self._is_grad, _scale(covered, g), _scale(covered, x))
-        scales = torch.where(reach > 0, known, self._each(2.0**first.input.exponent, 2.0**first.grad.exponent))
+        first = for_loss_scale(RECIPES["cscale"], loss_scale)
+        reach = self._history.amax(1) * torch.where(self._wide_for > 0, WIDE, 1.0) * torch.where(self._is_grad, loss_scale, 1.0)
+        scales = torch.where(reach > 0, _scale(reach * self._margin, self._largest, self._power_of_2),
+                             torch.where(self._is_grad, 2.0**first.grad.exponent, 2.0**first.input.exponent))
         torch._foreach_copy_(self._scales, scales.unbind())
         torch._foreach_zero_(self._amaxes)
 
     @torch.no_grad()
     def end(self, loss_scale: float) -> torch.Tensor:
         """Enter the step's amaxes into the history; how many tensors were saturated in it on any rank, (), on the device."""
-        if not self._names:
-            return self._saturated.sum()
-        seen = torch.stack(self._amaxes).nan_to_num(nan=0.0, posinf=math.inf)
-        if self._ranks > 1:
-            dist.all_reduce(seen, dist.ReduceOp.MAX)
-        largest = self._each(FORMATS[self._recipe.input.format][0], FORMATS[self._recipe.grad.format][0])
-        # A rounded scale may lift the amax slightly beyond it.
-        self._saturated.copy_(seen * torch.stack(self._scales) > largest * (1 + 2**-20))
-        seen = seen / self._each(1.0, loss_scale)
-        known = torch.where((seen > 0) & seen.isfinite(), seen, self._history.amax(1))
-        self._history.copy_(torch.cat((known[:, None], self._history[:, :-1]), 1))
-        self._wide_for.copy_(torch.where(self._saturated, CALM, (self._wide_for - 1).clamp(min=0)))
+        if self._names:
+            seen = torch.stack(self._amaxes).nan_to_num(nan=0.0, posinf=math.inf)
+            if self._ranks > 1:
+                dist.all_reduce(seen, dist.ReduceOp.MAX)
+            # A rounded scale may lift the amax slightly beyond the largest value.
+            self._saturated.copy_(seen * torch.stack(self._scales) > self._largest * (1 + 2**-20))
+            seen = seen / torch.where(self._is_grad, loss_scale, 1.0)
+            known = torch.where((seen > 0) & seen.isfinite(), seen, self._history.amax(1))
+            self._history.copy_(torch.cat((known[:, None], self._history[:, :-1]), 1))
+            self._wide_for.copy_(torch.where(self._saturated, CALM, (self._wide_for - 1).clamp(min=0)))
         return self._saturated.sum()
 
     def saturated(self) -> list[str]:
@@ -1039,12 +860,62 @@ class DelayedScales:
 
     def state(self) -> dict[str, list[float]]:
         """What a checkpoint stores, as JSON can hold it: a tensor's amaxes, newest first, and its steps with a wide margin."""
-        rows = torch.cat((self._history, self._wide_for[:, None]), 1).tolist()
-        return dict(zip(self._names, rows, strict=True))
+        return dict(zip(self._names, torch.cat((self._history, self._wide_for[:, None]), 1).tolist(), strict=True))
 
     def load(self, state: dict[str, list[float]] | None) -> None:
         """Go on from a state(); of None, or of a tensor that it lacks, without a history. The run had another recipe there."""
-        none = [0.0] * (HISTORY + 1)
-        rows = torch.tensor([(state or {}).get(name, none) for name in self._names]).view(-1, HISTORY + 1)
+        rows = torch.tensor([(state or {}).get(name, [0.0] * (HISTORY + 1)) for name in self._names]).view(-1, HISTORY + 1)
         self._history.copy_(rows[:, :-1])
         self._wide_for.copy_(rows[:, -1])
+
+
+# ------------------------------------------------------------------------------------------ shards, evaluation in BF16
+
+def is_wrapped(weight: torch.Tensor) -> bool:
+    """Whether `weight`, sharded or not yet, will be gathered as float8."""
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight
+    return type(local).__name__ == "WeightWithDynamicFloat8CastTensor"      # by name: a BF16 run must not import torchao
+
+
+def unwrap(tensor: torch.Tensor) -> torch.Tensor:
+    """A sharded wrapped weight as a DTensor of plain fp32 on the same memory; any other tensor unchanged."""
+    if not (isinstance(tensor, DTensor) and is_wrapped(tensor)):
+        return tensor
+    wrapper: Any = tensor._local_tensor
+    return DTensor.from_local(wrapper._tensor.detach(), tensor.device_mesh, tensor.placements, run_check=False,
+                              shape=tensor.shape, stride=tensor.stride())
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP2 holds gathered, as a forward pass alone leaves the root's and with parallel.reshard=false every
+    block's: before shards are changed, or the next forward pass would use the old weights."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+class GatheredLinear(nn.Linear):
+    """A Linear without bias that gathers `shard` in its input's dtype, for evaluation in BF16: FSDP2 would gather float8."""
+    shard: DTensor
+
+    def forward(self, x):
+        return F.linear(x, self.shard.to(x.dtype).full_tensor())
+
+
+@contextlib.contextmanager
+def in_bf16(model: nn.Module) -> Iterator[None]:
+    """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between
+    two arms measured so is one between their weights. Classes are swapped: names, Parameters, sharding and hooks stay."""
+    classes: dict[Any, type] = {module: type(module) for module in model.modules() if _is_converted(module)}
+    reshard(model)      # gathered weights have lost their fp32 shards
+    for module in classes:
+        module.__class__ = Linear
+        if is_wrapped(module.weight):
+            module.__class__, module.shard = GatheredLinear, unwrap(module.weight)
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for module, cls in classes.items():
+            module.__class__ = cls
+            vars(module).pop("shard", None)

@@ -11,8 +11,6 @@ TRITON_INTERPRET=1, set before the import, runs the kernels on CPU tensors, but 
 (the tests repair it).
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,31 +20,22 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 FORMATS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
-class Tile(NamedTuple):
-    """What one program casts."""
-    rows: int           # 128 are one cache line of the transposed copy
-    columns: int
-    warps: int
-    group: int = 8      # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
+# What one program casts, chosen by the code compiled for sm_90. 128 rows are one cache line of the transposed copy.
+ROWS, CAST_COLUMNS, GRAD_COLUMNS, WARPS = 128, 128, 64, 8
+GROUP = 8       # consecutive programs that write neighbouring lines of the transposed copy: DRAM favours long runs
 
 
-# Chosen by the code compiled for sm_90; bench/kernels.py times them among others.
-CAST_TILE = Tile(128, 128, 8)
-GRAD_TILE = Tile(128, 64, 8)
+def cast_both(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor | None, qt: torch.Tensor) -> None:
+    """Write x * scale, saturated and rounded to the format of qt, to q (M, K) and transposed to qt (K, M); q None: to qt alone.
 
-
-def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype, q: torch.Tensor | None, qt: torch.Tensor,
-              tile: Tile = CAST_TILE) -> None:
-    """Write x * scale, saturated and rounded to `format`, to q (M, K) and transposed to qt (K, M); q None: to qt alone.
-
-    x (M, K) BF16 or fp32, scale () fp32, q and qt of `format`, all contiguous; M and K multiples of 16. The values are those
+    x (M, K) BF16 or fp32, scale () fp32, q and qt of one format, all contiguous; M and K multiples of 16. The values are those
     of torchao's casts, bit for bit: NaN stays NaN, an infinity becomes the format's largest value.
     """
-    _launch(_cast_both, (x, scale), format, q, qt, tile)
+    _launch(_cast_both, (x, scale), q, qt, CAST_COLUMNS)
 
 
 def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor, grad: torch.Tensor, scale: torch.Tensor,
-                       q: torch.Tensor | None, qt: torch.Tensor, tile: Tile = GRAD_TILE) -> None:
+                       q: torch.Tensor | None, qt: torch.Tensor) -> None:
     """Write the scaled gradient of the cross-entropy with respect to its logits to q (M, V) and transposed to qt (V, M).
 
     At (m, v): (exp(logits[m, v] - lse[m]) - [v == targets[m]]) * (grad[m] * scale), saturated and rounded to the format of qt;
@@ -55,24 +44,24 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
     """
     for vector, dtype in ((lse, torch.float32), (targets, torch.int64), (grad, torch.float32)):
         assert vector.shape == logits.shape[:1] and vector.dtype == dtype and vector.is_contiguous(), (vector.shape, vector.dtype)
-    _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), qt.dtype, q, qt, tile)
+    _launch(_cross_entropy_grad, (logits, lse, targets, grad, scale), q, qt, GRAD_COLUMNS)
 
 
-def _launch(kernel, inputs: tuple[torch.Tensor, ...], format: torch.dtype, q, qt, tile: Tile) -> None:
-    x, scale = inputs[0], inputs[-1]
+def _launch(kernel, inputs: tuple[torch.Tensor, ...], q: torch.Tensor | None, qt: torch.Tensor, columns: int) -> None:
+    (x, *_, scale), format = inputs, qt.dtype
     M, K = x.shape
     # A kernel that is given wrong shapes overwrites other tensors.
     assert x.dtype in (torch.bfloat16, torch.float32) and x.is_contiguous() and M % 16 == K % 16 == 0, (x.dtype, x.shape)
     assert scale.dtype == torch.float32 and scale.numel() == 1, (scale.dtype, scale.shape)
     assert q is None or (q.shape == (M, K) and q.dtype == format and q.is_contiguous())
-    assert qt.shape == (K, M) and qt.dtype == format and qt.is_contiguous(), (qt.shape, qt.dtype)
+    assert qt.shape == (K, M) and qt.is_contiguous(), qt.shape
     # Programs start in the order of the first index, then the second: a group of rows at a time, column by column.
-    tiles = triton.cdiv(M, tile.rows)
-    group = min(tile.group, tiles)
-    grid = group, triton.cdiv(K, tile.columns), triton.cdiv(tiles, group)
+    tiles = triton.cdiv(M, ROWS)
+    group = min(GROUP, tiles)
+    grid = group, triton.cdiv(K, columns), triton.cdiv(tiles, group)
     # q (M, K) as bytes, qt (K, M / 2) as pairs of them
     kernel[grid](*inputs, None if q is None else q.view(torch.uint8), qt.view(torch.int16), M, K, FORMAT=FORMATS[format],
-                 LARGEST=torch.finfo(format).max, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps)
+                 LARGEST=torch.finfo(format).max, ROWS=ROWS, COLUMNS=columns, num_warps=WARPS)
 
 
 # -------------------------------------------------------------------------------------------------------- on the device

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from model import GPT
@@ -48,10 +49,10 @@ class MuonAdamW:
         self.config = config
         parts = muon_parts(model)
         self.is_sharded = isinstance(next(iter(parts)), DTensor)
-        owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()],
-                      dist.get_world_size() if self.is_sharded else 1)
-        self.owners = dict(sorted(zip(parts, owners, strict=True), key=lambda item: item[1]))      # matrix -> rank
-        self.parts = {p: parts[p] for p in self.owners}
+        ranks = dist.get_world_size() if self.is_sharded else 1
+        owners = deal([newton_schulz_flops(p.shape[1], rows) for p, rows in parts.items()], ranks)
+        self.owned = [[p for p, owner in zip(parts, owners, strict=True) if owner == rank] for rank in range(ranks)]
+        self.parts: dict[Any, tuple[int, ...]] = {p: parts[p] for p in chain.from_iterable(self.owned)}
         self.adamw = _adamw([p for p in model.parameters() if p not in parts], config)
         self.muon: dict[str, Any] = {"params": list(self.parts), "lr": config.lr}
         self.param_groups = [*self.adamw.param_groups, self.muon]
@@ -72,32 +73,32 @@ class MuonAdamW:
         momentum.lerp_(grad, 1 - beta)
         return grad.lerp(momentum, beta).bfloat16()
 
-    def _by_owners(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _by_owners(self, momenta: list[torch.Tensor]) -> list[torch.Tensor]:
         """Of each matrix this rank's shard, orthogonalised; two exchanges between all ranks, whatever the number of matrices.
 
-        Replicas hold equal shards: an owner hears its own replica alone, and answers all."""
-        me, ranks = dist.get_rank(), range(dist.get_world_size())
-        any_of_them: Any = next(iter(self.parts))
-        n = any_of_them.device_mesh.size(-1)         # ranks of a replica, which follow one another
-        near, owned = set(ranks[me // n * n:][:n]), [p for p, owner in self.owners.items() if owner == me]
-        heights = [_heights(p.shape[0], n) for p in owned]
-        by_owner = [[shard for shard, owner in zip(shards, self.owners.values(), strict=True) if owner == rank] for rank in ranks]
-        received = _exchange([by_owner[rank] if rank in near else [] for rank in ranks], [
-            [(rows[rank % n], p.shape[1]) for p, rows in zip(owned, heights, strict=True)] if rank in near else []
-            for rank in ranks], shards[0])
-        whole = map(torch.cat, zip(*filter(None, received), strict=True))
-        results = [_by_parts(matrix, self.parts[p]).split(rows) for matrix, p, rows in zip(whole, owned, heights, strict=True)]
-        answers = _exchange([[result[rank % n] for result in results] for rank in ranks],
-                            [[shard.shape for shard in of] for of in by_owner], shards[0])
-        return list(chain.from_iterable(answers))       # by owner, as self.parts is
+        Shards travel padded to one height. Replicas hold equal ones: an owner hears its own replica alone, and answers all."""
+        me, ranks, any_of_them = dist.get_rank(), range(dist.get_world_size()), next(iter(self.parts))
+        n = any_of_them.device_mesh.size(-1)        # ranks of a replica, which follow one another
+        near, heights = ranks[me // n * n:][:n], {p: math.ceil(p.shape[0] / n) for p in self.parts}     # as FSDP2 cuts
+        sizes = [[heights[p] * p.shape[1] for p in owned] for owned in self.owned]
+        counts = list(map(sum, sizes))
+        flat = torch.cat([F.pad(m, (0, 0, 0, height - len(m))).flatten()        # by owner, as self.parts is
+                          for m, height in zip(momenta, heights.values(), strict=True)])
+        mine = flat.new_empty(n, counts[me])
+        dist.all_to_all_single(mine.view(-1), flat[sum(counts[:near[0]]):sum(counts[:near[-1] + 1])],
+                               [counts[me] * (rank in near) for rank in ranks], [counts[rank] * (rank in near) for rank in ranks])
+        for p, shards in zip(self.owned[me], mine.split(sizes[me], dim=1), strict=True):
+            result = _by_parts(shards.reshape(-1, p.shape[1])[:p.shape[0]], self.parts[p])
+            shards.copy_(F.pad(result, (0, 0, 0, n * heights[p] - len(result))).view(n, -1))
+        dist.all_to_all_single(flat, mine.repeat(len(ranks) // n, 1).view(-1), counts, [counts[me]] * len(ranks))
+        return [part[:m.numel()].view_as(m) for m, part in zip(momenta, flat.split(sum(sizes, [])), strict=True)]
 
 
 def muon_parts(model: GPT) -> dict[torch.Tensor, tuple[int, ...]]:
     """The matrices that Muon updates -> rows of each part that is a matrix of its own."""
     parts: dict[torch.Tensor, tuple[int, ...]] = {}
-    C = model.config.n_embd
     for block in model.blocks():
-        attn, mlp, ffn = block.attn, block.mlp, model.config.n_ffn
+        attn, mlp, (C, ffn) = block.attn, block.mlp, block.mlp.down.weight.shape
         parts |= {attn.qkv.weight: (attn.H * attn.D, attn.K * attn.D, attn.K * attn.D), attn.out.weight: (C,),
                   mlp.gate_up.weight: (ffn, ffn), mlp.down.weight: (C,)}
     return parts
@@ -115,22 +116,6 @@ def deal(costs: list[int], ranks: int) -> list[int]:
         owners[i] = sums.index(min(sums))
         sums[owners[i]] += costs[i]
     return owners
-
-
-def _heights(rows: int, n: int) -> list[int]:
-    """The rows of each of n shards, as FSDP2 cuts: all but the last ones equal."""
-    most = math.ceil(rows / n)
-    return [max(0, min(most, rows - i * most)) for i in range(n)]
-
-
-def _exchange(sent: list[list[torch.Tensor]], shapes: list[list[tuple]], like: torch.Tensor) -> list[list[torch.Tensor]]:
-    """Send sent[rank] to each rank; returns what each has sent here, of these shapes, in one collective; all `like` one."""
-    counts = [[math.prod(shape) for shape in of] for of in shapes]
-    flat = torch.cat([like.new_empty(0), *(t.flatten() for of in sent for t in of)])
-    received = like.new_empty(sum(map(sum, counts)))
-    dist.all_to_all_single(received, flat, [sum(of) for of in counts], [sum(t.numel() for t in of) for of in sent])
-    pieces = iter(received.split(list(chain.from_iterable(counts))))
-    return [[next(pieces).view(shape) for shape in of] for of in shapes]
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -173,23 +158,21 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
 def check_branch(config: Config, parent: Config, step: int) -> None:
     """Raise UserError unless `config`, trained from scratch, would reach the state of `parent` after `step` updates but for its
     precision: the same model, data, seed and optimizer, and the same learning rate at every step before."""
+    where = f"start_from={config.start_from}"
     if config.parent is None or step != config.parent[1]:
-        raise UserError(f"start_from={config.start_from} holds step {step}: give the folder the name it was written under")
+        raise UserError(f"{where} holds step {step}: give the folder the name it was written under")
     before, now = parent.identity(), config.identity()
-    is_switch = config.fp8.label != parent.fp8.label
-    if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in {**now, **before}
-                   if key not in BRANCH_FREE and not (is_switch and key.startswith("fp8.")) and before.get(key) != now.get(key)]:
-        raise UserError(f"start_from={config.start_from} is of another run: {'; '.join(changes)}; a branch differs from its "
-                        f"parent in run, out, precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
+    free = BRANCH_FREE if config.fp8.label == parent.fp8.label else BRANCH_FREE | {key for key in now | before if "fp8." in key}
+    if changes := [f"{key} was {before.get(key)}, now {now.get(key)}" for key in now | before
+                   if key not in free and before.get(key) != now.get(key)]:
+        raise UserError(f"{where} is of another run: {'; '.join(changes)}; a branch differs from its parent in run, out, "
+                        f"precision, budget and decay alone; start_from=out/{parent.run} takes its weights")
     for k in range(step):
         old, new = (learning_rate(k, c.total_steps, c.optim) for c in (parent, config))
         if old != new:
-            warmup = parent.optim.warmup_steps(parent.total_steps)
-            stable = min(c.total_steps - c.optim.decay_steps(c.total_steps) for c in (config, parent))
-            raise UserError(f"start_from={config.start_from}: step {k + 1} of {parent.run} had the learning rate {old:g}, in "
-                            f"this run it would have {new:g}: branches need optim.schedule=wsd in both runs, the same steps of "
-                            f"warm-up (optim.warmup_share={warmup / config.total_steps!r}) and a checkpoint of step {stable} or "
-                            f"before, where the decay begins")
+            share = parent.optim.warmup_steps(parent.total_steps) / config.total_steps
+            raise UserError(f"{where}: step {k + 1} of {parent.run} had the learning rate {old:g}, here {new:g}: branches need "
+                            f"optim.schedule=wsd in both runs, optim.warmup_share={share!r} and a checkpoint before the decay")
 
 
 def set_learning_rate(optimizer: "torch.optim.AdamW | MuonAdamW", step: int, steps: int, config: OptimConfig) -> float:

@@ -21,7 +21,7 @@ for NaN and infinity. Growing logits and SwiGLU outliers precede divergence in F
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,9 +35,10 @@ from runtime.machine import to_line
 
 OPERANDS = "weight", "activation", "gradient"
 STATISTICS = ("amax", "scale_min", "scale", "scale_max", "underflow", "saturated", "error")
+NAMES = {**dict.fromkeys(OPERANDS, STATISTICS), "attention": ("attention_logit_max",), "swiglu": ("swiglu_amax", "swiglu_rms")}
 LOGITS_AT_ONCE = 2**24      # elements of the attention matrix that exist at a time: 64 MiB
 
-Seen = dict[tuple[str, str], torch.Tensor]      # (module, what was measured) -> values, on the device
+Seen = dict[tuple[str, str], torch.Tensor]      # (module, what was measured) -> values in the order of NAMES, on the device
 
 
 class Probe:
@@ -56,15 +57,13 @@ class Probe:
 
         backward_scale is what training multiplies its summed loss by: the gradients are then of training's size.
         """
-        unit = max((recipe.multiple for recipe in self.recipes.values()), default=32)
-        n, seen = sequences(x.size(0), x.size(1), self.tokens, max(32, unit)), {}
+        multiple = max([32, *(recipe.multiple for recipe in self.recipes.values())])
+        n, seen = sequences(x.size(0), x.size(1), self.tokens, multiple), {}
         for layer, recipe in self.recipes.items():
             weight: Any = self.model.get_submodule(layer).weight
             if is_wrapped(weight):      # the forward pass will only see its float8 copy
                 weight = unwrap(weight)
-                weight = weight.detach().full_tensor()      # all ranks
-                if self.path is not None:
-                    seen[layer, "weight"] = statistics(weight, recipe.weight)
+                seen[layer, "weight"] = statistics(weight.detach().full_tensor(), recipe.weight)        # all ranks gather it
         hooks = nullcontext() if self.path is None else watching(self.model, self.recipes, seen)
         try:
             with torch.compiler.set_stance("force_eager"), hooks:
@@ -111,28 +110,24 @@ def watching(model: GPT, recipes: dict[str, Recipe], seen: Seen) -> Iterator[Non
         x = inputs[0]
         seen[block, "swiglu"] = torch.stack((x.abs().amax().float(), _norm(x).float() / math.sqrt(x.numel())))
 
-    handles = [model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe))
-               for layer, recipe in recipes.items()]
-    for i, block in enumerate(model.blocks()):
-        handles.append(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
-        handles.append(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
-    try:
+    with ExitStack() as hooks:
+        for layer, recipe in recipes.items():
+            hooks.enter_context(model.get_submodule(layer).register_forward_hook(partial(linear, layer, recipe)))
+        for i, block in enumerate(model.blocks()):
+            hooks.enter_context(block.attn.qkv.register_forward_hook(partial(attention, f"layers.{i}", block.attn)))
+            hooks.enter_context(block.mlp.down.register_forward_pre_hook(partial(swiglu, f"layers.{i}")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def rows(step: int, seen: Seen, recipes: dict[str, Recipe]) -> list[dict]:
     """The rows of what was seen; the only place where the host waits for the device."""
     flat = iter(torch.cat(list(seen.values())).tolist() if seen else ())
-    values = {key: [value if math.isfinite(value := next(flat)) else None for _ in range(t.numel())] for key, t in seen.items()}
+    values = {(module, what): {name: value if math.isfinite(value := next(flat)) else None for name in NAMES[what]}
+              for module, what in seen}
     linears = [{"kind": "linear", "step": step, "layer": layer, "recipe": recipe.name,
-                **{name: dict(zip(STATISTICS, values[layer, name], strict=True))
-                   for name in OPERANDS if (layer, name) in values}}
+                **{what: values[layer, what] for what in OPERANDS if (layer, what) in values}}
                for layer, recipe in recipes.items()]
-    blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), "attention_logit_max": value[0],
-               **dict(zip(("swiglu_amax", "swiglu_rms"), values[block, "swiglu"], strict=True))}
+    blocks = [{"kind": "block", "step": step, "block": int(block.split(".")[1]), **value, **values[block, "swiglu"]}
               for (block, what), value in values.items() if what == "attention"]
     return linears + blocks
 

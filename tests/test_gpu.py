@@ -43,6 +43,19 @@ def model_on_gpu(config, is_compiled=True):
     return model, ids[:, :-1], ids[:, 1:]
 
 
+def passes_on_gpu(label, x, w, g):
+    holder = linear(w, label, "cuda").cuda()
+    fp8.refresh_weight_copies(holder)
+    return passes(holder, x.cuda(), g.cuda())
+
+
+def trained(config, folder, *arguments):
+    """What train.py prints."""
+    done = run_train(config, folder, *arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 FAST = [f"{label}+fast_backward" for label in ("tensorwise", "rowwise", "cscale", "tensorwise+kernels")]
 
 
@@ -51,9 +64,7 @@ def test_every_recipes_matmuls_against_fp64(label):
     for kind in ("random", "outlier"):
         x, w, g = operands(kind)
         w = w.bfloat16().float() if label == "mxfp8" else w     # Blackwell's takes no other
-        holder = linear(w, label, "cuda").cuda()
-        fp8.refresh_weight_copies(holder)
-        got = passes(holder, x.cuda(), g.cuda())
+        got = passes_on_gpu(label, x, w, g)
         want = reference(fp8.by_name(label).recipe, x, w, g)
         assert all(distance(mine.cpu(), exact) < 1e-2 for mine, exact in zip(got, want, strict=True)), kind
 
@@ -126,12 +137,7 @@ def test_the_cross_entropys_gradient_on_hardware():
 @pytest.mark.parametrize("label", KERNELS)
 def test_on_a_gpu_too_every_bit_of_our_kernels_is_torchaos(label):
     x, w, g = operands("random", 512, 768, 1024)
-    results = []
-    for one in (label, label.removesuffix("+kernels")):
-        holder = linear(w, one, "cuda").cuda()
-        fp8.refresh_weight_copies(holder)
-        results.append(passes(holder, x.cuda(), g.cuda()))
-    ours, theirs = results
+    ours, theirs = (passes_on_gpu(one, x, w, g) for one in (label, label.removesuffix("+kernels")))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert distance(ours[2], theirs[2]) < 2**-8
 
@@ -185,21 +191,16 @@ def test_a_save_beside_training_holds_the_weights_of_its_step(tiny):
 def test_with_deterministic_two_runs_and_a_resumed_one_have_the_same_bits_and_load_on_a_cpu(tiny, tmp_path, recipe):
     first, second = (with_recipe(tiny, recipe, run=name, deterministic=True, parallel=replace(tiny.parallel, compile=True))
                      for name in ("first", "second"))
-    for config in (first, second):
-        done = run_train(config, tmp_path)
-        assert done.returncode == 0 and "deterministic algorithms" in done.stdout, done.stderr
+    assert all("deterministic algorithms" in trained(config, tmp_path) for config in (first, second))
     wanted = record(first)
     assert record(second) == wanted and wanted["skipped_steps"] == 0
     assert summary(first)["mem_peak_gib"] > 0
     assert all(p.isfinite().all() for p in load_model(first.run_dir, device="cpu")[0].parameters())
-
     back_to(second, 3)
-    done = run_train(second, tmp_path)
-    assert done.returncode == 0 and "resuming" in done.stdout and "step_00000003" in done.stdout, done.stderr
-    assert record(second) == wanted
+    assert re.search("resuming .*step_00000003", trained(second, tmp_path)) and record(second) == wanted
 
 
-def gpt125m(folder, arm, steps, sequences=32, **changes):
+def gpt125m(folder, arm, steps, sequences=32):
     """configs/gpt125m_<arm>.py with `steps` of two micro-batches of random bytes, beside rows for GPT-2's whole vocabulary."""
     config = load_config(ROOT / f"configs/gpt125m_{arm}.py")
     tokens = 2 * sequences * 1024
@@ -210,7 +211,7 @@ def gpt125m(folder, arm, steps, sequences=32, **changes):
         model=replace(config.model, n_ctx=1024, vocab_size=257, vocab_multiple=50304), eval=EvalConfig(every=None, tokens=2**14),
         parallel=replace(config.parallel, compile="block"),
         data=DataConfig(dir=str(folder / "data"), mixture={"web": 1.0}, tokenizer="byte", tokens_per_step=tokens,
-                        micro_batch=sequences), checkpoint=CheckpointConfig(every=None), **changes)
+                        micro_batch=sequences), checkpoint=CheckpointConfig(every=None))
 
 
 def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
@@ -218,8 +219,7 @@ def test_sixty_steps_of_gpt125m_learn_in_the_memory_that_plan_says(tmp_path):
     for arm in ("bf16", "fp8"):
         config = gpt125m(tmp_path, arm, 60)
         config = replace(config, fp8=replace(config.fp8, kernels=arm == "fp8"))
-        done = run_train(config, tmp_path)
-        assert done.returncode == 0, done.stderr
+        trained(config, tmp_path)
         steps, page = rows(config), "\n".join(plan.plan(config, "h100", torch.bfloat16))
         losses[arm] = torch.tensor([row["loss"] for row in steps])
         assert len(steps) == 60 and losses[arm][-1] < losses[arm][0] - 1 and all(row["verdict"] == "OK" for row in steps)
@@ -235,8 +235,7 @@ def test_recomputed_blocks_take_less_memory_and_give_the_same_losses(tmp_path):
         config = gpt125m(tmp_path, "fp8", 3)
         config = replace(config, run=f"recompute_{recompute}", model=replace(config.model, n_layer=4, loss_chunk=2048),
                          parallel=replace(config.parallel, recompute=recompute))
-        done = run_train(config, tmp_path)
-        assert done.returncode == 0, done.stderr
+        trained(config, tmp_path)
         found.append(([row["loss"] for row in rows(config)], summary(config)["mem_peak_gib"]))
     (plain, most), (again, least) = found
     assert again == pytest.approx(plain, rel=1e-3) and least < 0.8 * most
@@ -251,9 +250,8 @@ def test_two_gpus_learn_as_one_does(tmp_path, recipe):
         config = replace(config, run=f"on_{n}_{gather}", fp8=FP8Config(recipe=recipe, all_gather=gather and recipe != "off"),
                          data=replace(config.data, micro_batch=4 // n))
         path = write_config(config, tmp_path / f"{config.run}.py")
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py",
-                               path], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "train.py", path],
+                       cwd=ROOT, check=True, timeout=300)
         losses.append([row["loss"] for row in rows(config)])
     assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[2] == pytest.approx(losses[0], rel=5e-3)
 
@@ -273,10 +271,8 @@ def test_too_large_a_micro_batch_ends_with_what_to_try(tiny, tmp_path, capsys):
 
 
 def test_a_profiled_run_leaves_a_trace_with_kernels(tiny, tmp_path):
-    done = run_train(tiny, tmp_path, "profile=2:3")
-    assert done.returncode == 0, done.stderr
-    folder = tiny.run_dir / "profile"
-    events = json.loads(gzip.decompress((folder / "trace_rank0.pt.trace.json.gz").read_bytes()))["traceEvents"]
+    trained(tiny, tmp_path, "profile=2:3")
+    events = json.loads(gzip.decompress((tiny.run_dir / "profile/trace_rank0.pt.trace.json.gz").read_bytes()))["traceEvents"]
     assert {"ProfilerStep#2", "ProfilerStep#3"} <= {event.get("name") for event in events}
     assert any(event.get("cat") == "kernel" for event in events)
 

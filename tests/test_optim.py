@@ -181,7 +181,7 @@ def ranks_of_muon(rank, folder):
         mesh, seen = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard")), {}
         world = parallel.World(rank, rank, size, torch.device("cpu"), mesh)
         if replicas == 4:
-            optim.deal = lambda costs, ranks: [2] * len(costs)      # three ranks have nothing to do
+            optim.deal = lambda costs, ranks: [2 % ranks] * len(costs)      # three ranks have nothing to do
         for kind in "found", "due":
             model = GPT(MODEL)
             model.init_weights(0)
