@@ -14,7 +14,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
 UNION = (Union, types.UnionType)      # Optional[int], int | None
-LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines  of progress, live and in a log
+EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
+LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines of progress, live and in a log
 
 
 class UserError(ValueError):
@@ -118,8 +119,16 @@ def nearest(word: str, choices: list[str]) -> str:
 
 
 def help_page(doc: str, options: str = "") -> str:
-    """What --help prints: the command's docstring, then its options where the docstring does not say them."""
-    return doc.strip() + (options and f"\n\noptions:\n{options}")
+    """What --help prints of a command's docstring: usage, what it does, the options where the docstring does not say them, the
+    rest, its examples last. Examples are its indented lines that begin with a program."""
+    lines = doc.strip().splitlines()
+    examples = [line for line in lines if EXAMPLE.match(line)]
+    what, _, rest = "\n".join(line for line in lines if line not in examples).partition("\n\n")
+    program, words = next(found.groups() for found in map(EXAMPLE.match, examples) if found and "python" in found[0])
+    bare = [word for word in words.split("  ")[0].split() if "=" not in word]
+    parts = [" ".join(["usage:", program, *bare, "[key=value ...]"]), what, options and f"options:\n{options}", rest.strip("\n"),
+             "\n".join(["examples:", *examples])]
+    return "\n\n".join(filter(None, parts))
 
 
 def field_lines(prefix: str, cls) -> dict[str, str]:
