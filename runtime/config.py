@@ -439,7 +439,7 @@ def read_config(run_dir: str | Path) -> Config:
     """The Config of a run on disk. Raises UserError where the folder holds none."""
     path = Path(run_dir) / "config.json"
     if not path.exists():
-        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/demo_l_fp8")
+        raise UserError(f"{run_dir} is no run: it has no config.json; give a folder such as out/gpt350m_fp8")
     try:
         content = json.loads(path.read_bytes())
     except ValueError as error:
