@@ -81,10 +81,13 @@ def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): --points wants one table as UTF-8 text, such as a .csv") from None
     first = next((line for line in lines if line.strip()), "")
-    reader, rows = csv.reader(lines, delimiter=max(",\t;", key=first.count)), {}
-    for cells in reader:
-        if any(map(str.strip, cells)):
-            rows[reader.line_num] = [cell.strip() for cell in cells]
+    reader, rows = csv.reader(lines, delimiter=max(",\t;", key=first.count), strict=True), {}
+    try:
+        for cells in reader:
+            if any(map(str.strip, cells)):
+                rows[reader.line_num] = [cell.strip() for cell in cells]
+    except csv.Error as error:          # else the rest of the table would be one cell
+        raise UserError(f"{path} line {reader.line_num}: {error}: is a quotation mark left open?") from None
     header = rows.pop(min(rows, default=0), [])
     for name in wanted:
         if (found := header.count(name)) != 1:
