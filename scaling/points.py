@@ -61,7 +61,7 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     kept = [line for line in kept if line not in dropped]
     N, L, third = (np.array([values[name][line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
-    label = np.array([rows[line][cluster] or line if cluster else line for line in kept])
+    label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
     source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
               "columns": {"N": n, "D": d, "C": c, "loss": loss, "cluster": cluster},
               "derived": "C = 6 N D" if d else "D = C / (6 N)" if c else None,
