@@ -113,6 +113,7 @@ def test_conditions_and_clusters(tmp_path):
     (b"N,Loss\n1,2\n", "has 0 columns called 'loss'; did you mean 'Loss'?"),
     (b"N,loss,loss\n1,2,3\n", "has 2 columns called 'loss'"),
     (b"N,loss\n1,2\n3\n", "line 3: 1 cells where the header has 2; repair the line"),
-    (b'N,loss,run\n1,2,a\n3,4,"b\n5,6,c\n', "line 4: unexpected end of data: is a quotation mark left open?"), (None, "cannot be read ([Errno 2]")])
+    (b'N,loss,run\n1,2,a\n3,4,"b\n5,6,c\n', "line 4: unexpected end of data: is a quotation mark left open?"),
+    (None, "cannot be read ([Errno 2]")])
 def test_tables_that_are_none(tmp_path, text, sentence):
     assert refusal(table(tmp_path, text=text) if text is not None else tmp_path / "x.csv").startswith(sentence)
