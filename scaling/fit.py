@@ -161,7 +161,7 @@ def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[st
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
              "not identified because": fit.reason} for form, fit in group.laws.items())]
         lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
-    lines, room = "\n".join([*lines, "", *law["notes"]]).strip("\n").split("\n"), LINES - 2 - len(said)
+    lines, room = "\n".join([*lines, "", *law["notes"]]).strip("\n").split("\n"), max(1, LINES - 2 - len(said))
     if len(lines) > room and not everything:
         lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
     print("\n".join([*lines, *said]), "", f"wrote {folder / 'law.json'}, figure.png, figure.svg"

@@ -61,7 +61,7 @@ def read_points(path, n: str, loss: str, d: str | None = None, c: str | None = N
     kept = [line for line in kept if line not in dropped]
     N, L, third = (np.array([values[name][line] if name else 1.0 for line in kept]) for name in (n, loss, d or c))
     D, C = (third, 6 * N * third) if d else (third / (6 * N), third) if c else (third, third)
-    label = np.array([rows[line][cluster] or line if cluster else line for line in kept])
+    label = np.array([rows[line][cluster] or f"line {line}" if cluster else line for line in kept])
     source = {"file": path.name, "sha256": sha256, "rows": len(rows), "filters": filters,
               "columns": {"N": n, "D": d, "C": c, "loss": loss, "cluster": cluster},
               "derived": "C = 6 N D" if d else "D = C / (6 N)" if c else None,
@@ -81,10 +81,13 @@ def _rows(path: Path, wanted) -> tuple[dict[int, dict[str, str]], str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read ({error}): --points wants one table as UTF-8 text, such as a .csv") from None
     first = next((line for line in lines if line.strip()), "")
-    reader, rows = csv.reader(lines, delimiter=max(",\t;", key=first.count)), {}
-    for cells in reader:
-        if any(map(str.strip, cells)):
-            rows[reader.line_num] = [cell.strip() for cell in cells]
+    reader, rows = csv.reader(lines, delimiter=max(",\t;", key=first.count), strict=True), {}
+    try:
+        for cells in reader:
+            if any(map(str.strip, cells)):
+                rows[reader.line_num] = [cell.strip() for cell in cells]
+    except csv.Error as error:          # else the rest of the table would be one cell
+        raise UserError(f"{path} line {reader.line_num}: {error}: is a quotation mark left open?") from None
     header = rows.pop(min(rows, default=0), [])
     for name in wanted:
         if (found := header.count(name)) != 1:

@@ -131,7 +131,10 @@ def read_record(folder) -> Record:
 
 def _root(folder: Path, run: str | None) -> str | None:
     """The run that the line of branches which `run` stands in began with, as far as their summaries lie in `folder`."""
-    while run and (path := folder / run / "summary.json").exists() and (parent := read_json(path).get("parent_run")):
+    line = set()        # a run may have branched off another folder's run of its own name
+    while run and run not in line and (path := folder / run / "summary.json").exists() and (
+            parent := read_json(path).get("parent_run")):
+        line.add(run)
         run = parent
     return run
 

@@ -96,6 +96,9 @@ def test_conditions_and_clusters(tmp_path):
     assert chosen.points.cluster.tolist() == ["a", "b", "b", "b"]
     label = read_points(path, "N", "loss", cluster="lr").points.cluster     # an empty cell is a trajectory of its own
     assert len(set(label)) == 5 and label[0] == label[1] != label[5]
+    label = read_points(table(tmp_path, ["3,1e8,1,1,3.5,", ",2e8,1,1,3,"]), "N", "loss", cluster="run").points.cluster
+    assert len(set(label)) == 2         # line 3 does not join the run called 3
+    path = table(tmp_path, [*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,"])
     assert read_points(path, "N", "loss", cluster="N").points.cluster.tolist()[:2] == ["1e8", "2e8"]
     assert refusal(path, where=["run=x"]) == "no row has run=x; values there: a, b, c, d"
     assert refusal(path, where=["run=a", "lr=0.03"]).startswith("no row is left to fit: 6 rows, 0 meet the conditions")
@@ -110,6 +113,7 @@ def test_conditions_and_clusters(tmp_path):
     (b"N,Loss\n1,2\n", "has 0 columns called 'loss'; did you mean 'Loss'?"),
     (b"N,loss,loss\n1,2,3\n", "has 2 columns called 'loss'"),
     (b"N,loss\n1,2\n3\n", "line 3: 1 cells where the header has 2; repair the line"),
-    (b'N,loss\n1,2\n"3,4\n5,6\n', "line 4: 1 cells where the header has 2"), (None, "cannot be read ([Errno 2]")])
+    (b'N,loss,run\n1,2,a\n3,4,"b\n5,6,c\n', "line 4: unexpected end of data: is a quotation mark left open?"),
+    (None, "cannot be read ([Errno 2]")])
 def test_tables_that_are_none(tmp_path, text, sentence):
     assert refusal(table(tmp_path, text=text) if text is not None else tmp_path / "x.csv").startswith(sentence)

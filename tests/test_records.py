@@ -56,6 +56,8 @@ def test_branches_know_their_trunk(tmp_path):
     write_run(tmp_path / "further", params=106_624, tokens=2 * 10**6, parent_run="other", parent_step=9)
     trunk, short, other = (read_record(tmp_path / name) for name in ("long", "short", "other"))
     assert read_record(tmp_path / "further").trunk == "elsewhere"       # a branch of a branch
+    write_run(tmp_path / "same", params=50_000, parent_run="same", parent_step=7)       # of another folder's run of its name
+    assert read_record(tmp_path / "same").trunk == "same"
     assert (trunk.trunk, trunk.decays_from, trunk.t_start) == ("long", None, None)
     assert (short.trunk, short.decays_from) == ("short", None) and (other.trunk, other.decays_from) == ("elsewhere", 7)
     (tmp_path / "study.json").write_text(json.dumps({"runs": [
