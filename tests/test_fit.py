@@ -128,6 +128,7 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
     for group in content["groups"].values():
         fit = group["laws"]["chinchilla"]
         assert fit["identified"] and group["headline"]["form"] == "chinchilla" and fit["clusters"] == 10
+        assert fit["alpha"] == pytest.approx(0.35, abs=0.04) and fit["beta"] == pytest.approx(0.3, abs=0.04)
         for name, truth in (("E", 0.8), ("alpha", 0.35), ("beta", 0.3)):
             assert fit["ci95"][name][0] < truth + 0.01 and truth - 0.01 < fit["ci95"][name][1]
         counts = {row["value"]: row for row in group["robustness"] if row["variant"] == "count N as"}
@@ -135,6 +136,9 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
+    losses = {path.parent.name: json.loads(path.read_text())["loss_bf16"] for path in folder.glob("*/summary.json")}
+    squares = sum(np.log(losses[name] / losses[name.replace("_1", "_2", 1)]) ** 2 / 2 for name in losses if "_1" in name)
+    assert content["seed_noise"]["estimate"] == pytest.approx((squares / 40) ** 0.5, rel=1e-9)
     assert "40 BF16/FP8 pairs" in out
     assert {one["trunk"] for one in content["inputs"]} == {f"s{n}_{r}_{s}" for n in (30_000, 60_000, 120_000, 240_000, 480_000)
                                                           for r in ("bf16", "tensorwise") for s in (1, 2)}
