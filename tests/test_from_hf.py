@@ -102,7 +102,7 @@ def test_published_configurations_are_read_as_they_are_meant():
         "quantization_config": {"quant_method": "fp8"}, "auto_map": {"x": "y"}}.items()),
     (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'"),
     (LLAMA_31_8B, {"rope_scaling": {"full_attention": {"rope_type": "llama3"}}}, "rope_keys=['full_attention']"),
-    (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=none"),
+    (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=None"),
     (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
     (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
     (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])      # Qwen3-0.6B: heads wider than their share

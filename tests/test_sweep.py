@@ -352,7 +352,7 @@ def test_interrupted_killed_and_run_again_it_ends_with_the_summaries_of_an_unbro
         ours, theirs = (json.loads((base / row.run / "summary.json").read_text()) for base in (folder, tmp_path / "whole"))
         assert (ours["parent_run"], ours["parent_step"]) == (row.parent, row.parent_step)
         for key in ("run_id", "pair_id", "loss_bf16", "loss_as_trained", "sources", "train_loss_last", "steps", "tokens",
-                    "status", "params_total", "flops_per_token", "is_annealed", "warmup_steps", "lr_last", "val_sha256"):
+                    "status", "params_total", "flops_per_token", "is_annealed", "warmup_steps", "val_sha256"):
             assert ours[key] == theirs[key], (row.run, key)
         steps = [r["step"] for r in read_rows(folder / row.run / "metrics.jsonl") if r["kind"] == "train"]
         assert steps == list(range((row.parent_step or 0) + 1, row.steps + 1))
