@@ -44,9 +44,9 @@ class Options:
     POSITIONAL: ClassVar = ("run", "prompt")
 
     def __post_init__(self):
-        for name in ("n", "tokens", "top_k"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
+        for name, least in (("n", 1), ("tokens", 1), ("top_k", 1), ("temperature", 0)):
+            if (value := getattr(self, name)) is not None and value < least:
+                raise UserError(f"{name}={value} must be at least {least}")
 
 
 @torch.no_grad()        # and not inference_mode, under which torchao's rowwise FP8 Linear cannot reshape its input

@@ -16,8 +16,8 @@ CORE = ("wikitext", "lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_chal
 FULL = (*CORE, "mmlu", "commonsense_qa")
 GROUPS = {"demo": DEMO, "core": CORE, "full": FULL}
 
-# Where lm-eval 0.4.13 keeps a task whose folder is not called like it. Its index of 14,000 YAMLs takes ten seconds that a task
-# in a known folder need not wait for.
+# Where lm-eval 0.4.13 keeps those whose folder is not called like them. Its index of 14,000 YAMLs takes ten seconds that these
+# need not wait for; others do, as a group may name tasks of other folders.
 FOLDERS = {"lambada_openai": "lambada", "arc_easy": "arc", "arc_challenge": "arc", "boolq": "super_glue/boolq",
            "mmlu": "mmlu/default"}
 
@@ -52,7 +52,7 @@ def load(names: list[str], include: str | None, run_dir: str | None = None) -> d
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity_error()      # of each data set that it finds in the folder
     theirs = Path(lm_eval.__file__).parent / "tasks"
-    folders = dict.fromkeys(folder for name in names if (folder := theirs / FOLDERS.get(name, name)).is_dir())
+    folders = dict.fromkeys(theirs / FOLDERS.get(name, name) for name in names if name in FULL)
     for is_whole_index in (False, True):
         manager = TaskManager(include_path=[*folders, DEMO_TASKS, *([include] if include else [])],
                               include_defaults=is_whole_index,

@@ -189,8 +189,17 @@ def _parquet_rows(file: io.BufferedIOBase, columns: list[str], skip_rows: int) -
             row += table.metadata.row_group(group).num_rows
             continue
         for batch in table.iter_batches(ROWS, row_groups=[group], columns=columns if there else None):
-            yield from enumerate(batch.to_pylist(), row + 1)
+            values = zip(*map(_values, batch.columns), strict=True)
+            yield from enumerate((dict(zip(batch.schema.names, row_, strict=True)) for row_ in values), row + 1)
             row += len(batch)
+
+
+def _values(column) -> list:
+    """Of a column of parquet. A text that is not UTF-8 gets U+FFFD, not an error."""
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return [(text or b"").decode(errors="replace") for text in column.cast("large_string").cast("large_binary").to_pylist()]
 
 
 def _stretches(stream: io.BufferedIOBase, column: str) -> Iterator[dict]:

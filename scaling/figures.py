@@ -134,9 +134,9 @@ def write_files(folder: Path, files: dict[str, str | bytes]) -> None:
         raise UserError(f"{folder} cannot be written ({error.strerror}): choose another out=DIR") from None
 
 
-def write_with(folder: Path, name: str, figure: Figure, texts: dict[str, str]) -> str:
+def write_with(folder: Path, name: str, figure: Figure | None, texts: dict[str, str]) -> str:
     """folder/name.png and .svg, then the texts: whoever finds those finds all of it. Returns what was written, in words."""
-    images = {f"{name}.{form}": render(figure, form) for form in ("png", "svg")}
+    images = {f"{name}.{form}": render(figure, form) for form in ("png", "svg") if figure}
     write_files(folder, images | texts)
     return f"wrote {folder}/: {', '.join([*texts, *images])}"
 

@@ -156,7 +156,8 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     (harness, "hf:gpt2 tasks=piqa fp8=rowwise", "fp8=, step="), (harness, "hf:gpt2 tasks=piqa step=3", "fp8=, step="),
     (harness, "nowhere tasks=demo", "is no run"), (sample, "nowhere", "is no run"), (precision, "nowhere", "is no run"),
     (sample, f"RUN {'x' * 33}", "the prompt has 33 tokens, but the context of"),
-    (sample, "RUN hi n=0", "n=0 must be at least 1"), (sample, "RUN hi device=cud", "device='cud' is not usable here"),
+    (sample, "RUN hi n=0", "n=0 must be at least 1"), (sample, "RUN hi temperature=-1", "must be at least 0"),
+    (sample, "RUN hi device=cud", "device='cud' is not usable here"),
     (precision, "RUN recipes=tensorwise,rowise", "did you mean 'rowwise'?")])
 def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, arguments, sentence):
     assert sentence in refused(capsys, entry, *arguments.replace("RUN", str(run)).split(" ")) and not (run / "eval").exists()

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow
 import pytest
 
 from prepare import assemble, harvest, pipeline, sources
@@ -104,6 +105,12 @@ def test_reading_goes_on_behind_rows_that_were_read(name, data):
     for skip in 0, 5, 7, 20, 40:
         rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path(name), name, ("text",), skip_rows=skip)
         assert list(rows) == [((text,), row) for row, text in enumerate(DOCUMENTS, 1)][skip:]
+
+
+def test_parquets_text_that_is_not_utf8_is_read():
+    data = parquet(pyarrow.array([b"good", b"caf\xe9", None]).view(pyarrow.string()))
+    rows = sources.rows_of(io.BufferedReader(io.BytesIO(data)), Path("a.parquet"), "a.parquet", ("text",))
+    assert [texts[0] for texts, _ in rows] == ["good", "caf\ufffd", ""]
 
 
 def test_a_relative_path_is_read_from_any_folder(tmp_path, monkeypatch):

@@ -186,6 +186,8 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     header = cells(whole, "model")
     marks = [f"documents {digest(docs(task))[:6]}" for task in ("piqa", "piqa of another year")]
     assert len(header) == 4 and all(mark in "".join(header) for mark in marks)
+    call(table, out / "part", f"out={out / 'page'}")
+    assert [path.name for path in (out / "page").iterdir()] == ["table.md"], "parts of tasks have no figure"
 
 
 def test_scores_of_a_step_before_the_end_are_not_the_runs_and_of_two_scorings_the_newest_counts(out):

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from eval_runs import make_task, process, write_run
@@ -37,6 +39,15 @@ def test_the_groups_are_lm_evals_own_tasks():
     assert set(tasks.FULL) <= set(TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
     assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
     assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
+
+
+def test_another_group_is_not_looked_for_in_its_own_folder_alone(monkeypatch):
+    """The group spanish_bench of the folder spanish_bench names tasks of other folders."""
+    manager = Mock(return_value=SimpleNamespace(all_tasks=["spanish_bench"], load=Mock(side_effect=KeyError)))
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
+    with pytest.raises(UserError):
+        tasks.load(["spanish_bench"], None)
+    assert manager.call_args.kwargs["include_path"] == [tasks.DEMO_TASKS]
 
 
 def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
