@@ -228,8 +228,9 @@ class Config:
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
                    f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
-        if outside := [step for step in self.checkpoint.at if not 1 <= step <= end]:
-            yield f"checkpoint.at asks for step {outside[0]}, but this run has steps 1 to {end}"
+        for key, step in [*(("checkpoint.at", at) for at in self.checkpoint.at), ("profile", (self.profile_steps or (1,))[0])]:
+            if not 1 <= step <= end:
+                yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         sizes = {"model.loss_chunk": chunk or 0}        # both are summed over by a weight gradient; fp8.select() checks the rest
         if d.micro_batch != "auto":

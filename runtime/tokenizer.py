@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ GPT2_PATTERN = r"(?:'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s
 # run is cut before its last character, where the pattern begins a new piece anyway.
 WHITE_SPACE = "[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"      # its \s; Python's holds four more
 LONG_RUN_LENGTH = 500_000
-LONG_RUN = re.compile(f"(?={WHITE_SPACE}(?!{WHITE_SPACE})(?!$))(?<={WHITE_SPACE}{{{LONG_RUN_LENGTH}}})")
+LONG_RUN = re.compile(f"(?<!{WHITE_SPACE}){WHITE_SPACE}{{{LONG_RUN_LENGTH},}}")
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,9 @@ def _load_gpt2(name: str) -> Tokenizer:
                              explicit_n_vocab=VOCAB_SIZE["gpt2"])
 
     def encode(text: str) -> np.ndarray:
-        parts = LONG_RUN.split(text) if len(text) > LONG_RUN_LENGTH else [text]
-        return np.concatenate([gpt2.encode_to_numpy(part, disallowed_special=()) for part in parts])
+        runs = LONG_RUN.finditer(text) if len(text) > LONG_RUN_LENGTH else ()
+        cuts = [0, *(run.end() - 1 for run in runs if run.end() < len(text)), len(text)]
+        return np.concatenate([gpt2.encode_to_numpy(text[a:b], disallowed_special=()) for a, b in pairwise(cuts)])
 
     return Tokenizer(name, VOCAB_BPE_SHA256, VOCAB_SIZE[name], (50256,), encode, gpt2.decode)
 

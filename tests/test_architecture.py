@@ -46,11 +46,12 @@ COMMANDS = {"scaling": "fit figures learning_rate plan precision report sweep", 
 
 @pytest.mark.parametrize("name", [
     "train", "prepare_data", *(f"{room}.{name}" for room, names in COMMANDS.items() for name in names.split())])
-def test_help_is_the_docstring_and_names_every_option(name, capsys):
+def test_help_begins_with_usage_names_every_option_and_ends_with_examples(name, capsys):
     module = importlib.import_module(name)
     assert module.main(["--help"]) == 0
-    page = capsys.readouterr().out
-    assert page.startswith(module.__doc__.strip()) and "python" in page and max(map(len, page.splitlines())) <= 130
+    lines = (page := capsys.readouterr().out).splitlines()
+    assert lines[0].startswith("usage: python ") and max(map(len, lines)) <= 130
+    assert all(line.startswith("    ") for line in lines[lines.index("examples:") + 1:])
     cls = getattr(module, "Options", None)
     options = {f.name for f in dataclasses.fields(cls)} - {*getattr(cls, "POSITIONAL", ())} if cls else ()
     assert not [option for option in options if option not in page and option.replace("_", "-") not in page]

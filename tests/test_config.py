@@ -95,7 +95,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
     ("model.n_embd=33", "model.n_head=2"), ("run=a/b", "run='a/b'"), ("data.micro_batch=5", "multiple of 160"),
     ("data.micro_batch=auto data.tokens_per_step=100", "multiple of 32"), ("data.micro_batch=auto deterministic=true", "number"),
     ("parallel.timeout=0", "parallel.timeout"), ("checkpoint.forever=7", "multiple"), ("guard.window=1", "window=1"),
-    *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="),
+    *[(f"checkpoint.at={step}", "steps 1 to 6") for step in (0, 7)], ("profile=9:2", "profile="), ("profile=7:9", "1 to 6"),
     ("start_from=o/r/checkpoints/step_00000006", "ends at step 6"), ("start_from=o/r/checkpoints/step_2", "is no checkpoint"),
     ("tokens_per_param=none", "exactly one"), ("optim.lr=-1 checkpoint.keep=0", "(?s)optim.lr=-1.*checkpoint.keep=0"),    # both
     ("fp8.recipe=blockwise data.micro_batch=2", "micro_batch x model.n_ctx=64 is no multiple of 128, which"),
