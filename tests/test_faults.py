@@ -350,7 +350,7 @@ def test_runs_that_are_no_branch_are_refused_before_anything_is_written(tmp_path
     for config, override, told in [
         (own, "seed=1337", f"start_from was {trunk.run}"), (branch, "seed=1", "seed was 1337, now 1"),
         (branch, "eval.tokens=64", "other validation windows"), (branch, "optim.warmup_share=0.5", "optim.warmup_share=0.25"),
-        (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "a checkpoint before the decay"),
+        (branch, "optim.schedule=cosine", "optim.schedule=wsd"), (branch, "optim.decay_share=0.5", "before the decay"),
         (branch, f"start_from={copies['unfinished']}", "has none"), (branch, f"start_from={renamed}", "holds step 6"),
         (branch, f"start_from={copies['damaged']}", "__0_0.distcp"),
         (branch, f"start_from={tmp_path}/llama/checkpoints/step_00000000", "or import a model")]:
