@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -442,14 +442,19 @@ def lock_folder(run_dir: Path) -> Iterator[None]:
                 raise UserError(f"{run_dir} is being written by {file.read(200)}: wait for that run, stop it, or choose another "
                                 f"run=")
             time.sleep(0.1)
+        if not os.fstat(file.fileno()).st_nlink:    # the run that had it wrote nothing and has removed the folder
+            with lock_folder(run_dir):
+                yield
+            return
         file.truncate(0)
         file.write(f"process {os.getpid()} on host {socket.gethostname()!r}, started {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
         try:
             yield
         finally:
-            if os.listdir(run_dir) == [LOCK]:
-                shutil.rmtree(run_dir)
+            with suppress(OSError):     # a symbolic link; NFS, which keeps open files
+                if os.listdir(run_dir) == [LOCK]:
+                    shutil.rmtree(run_dir)
 
 
 def _is_locked_by_another(file: TextIO) -> bool:

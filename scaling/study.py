@@ -57,7 +57,7 @@ class Study:
         if problems := type_problems("", self) or [p for size in self.sizes for p in type_problems(f"{size.config}: ", size)]:
             raise UserError(problems[0])
         if wrong := [one for part in (self, *self.sizes) for one in part.switch or ()
-                     if one.partition(">")[0] not in (part.recipes or self.recipes)]:
+                     if one.count(">") != 1 or one.partition(">")[0] not in (part.recipes or self.recipes)]:
             raise UserError(f"switch={wrong[0]!r} must be written trunk>decay, such as tensorwise>bf16, its trunk among recipes=")
 
 
@@ -121,6 +121,8 @@ def expand(study: Study) -> list[Row]:
     rows = []
     for size in study.sizes:
         base = load_config(ROOT / size.config, list(study.overrides))
+        if not set(size.null_seeds) <= set(size.seeds if study.null else ()):
+            raise UserError(f"{size.config}: null_seeds={size.null_seeds} must be among its seeds, and null= must not be empty")
         if base.fp8 != FP8Config() or base.data.micro_batch == "auto":
             raise UserError(f"{size.config} must be in BF16 and give data.micro_batch as a number: all arms share it")
         with torch.device("meta"):

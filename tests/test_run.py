@@ -229,6 +229,25 @@ def hold(run_dir, is_held):
         time.sleep(60)
 
 
+def hold_alone(run_dir):
+    with lock_folder(run_dir):
+        time.sleep(60)
+
+
+def test_a_run_that_waited_for_a_folder_which_was_removed_has_it_alone(tmp_path):
+    waits = [faults.FORKS.Process(target=hold_alone, args=(tmp_path / "run",)) for _ in range(2)]
+    with pytest.raises(UserError, match="refused"), lock_folder(tmp_path / "run"):
+        waits[0].start()
+        time.sleep(0.5)
+        raise UserError("refused")
+    time.sleep(0.5)
+    waits[1].start()
+    time.sleep(room.LOCK_TIMEOUT_S + 0.5)
+    assert sorted(process.is_alive() for process in waits) == [False, True]
+    for process in waits:
+        process.kill()
+
+
 def test_a_second_run_is_told_who_has_the_folder_until_that_process_is_killed(tiny, tmp_path, monkeypatch, capsys):
     """Not until its children end: a compile worker or data loader may outlive it."""
     is_held = faults.FORKS.Event()

@@ -107,6 +107,7 @@ def demo(**more):
     (demo(config="configs/gpt50m_fp8.py"), "gpt50m_fp8.py must be in BF16"), ({"recipes": ("fp4",)}, "recipe='fp4' is not"),
     ({"recipes": ("tensorwise+head+kernels",)}, "write it 'tensorwise+kernels+head'"),
     ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"), ({"switch": ("mxfp8>bf16",)}, "such as tensorwise>bf16"),
+    ({"switch": ("tensorwise",)}, "such as tensorwise>bf16"), (demo(null_seeds=(7,)), "must be among its seeds"),
     (demo(recipes=("bf16",), switch=("tensorwise>bf16",)), "its trunk among recipes="),
     (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter decays from step 0 on"),
 ])
