@@ -184,10 +184,18 @@ def type_problems(prefix: str, value) -> list[str]:
 
 def _mismatch(key: str, value, hint) -> str:
     choices = [str(c) for part in (hint, *get_args(hint)) if get_origin(part) is Literal for c in get_args(part)]
-    name, form = inspect.formatannotation(hint).replace("typing.", ""), ", written source:weight,..." * (get_origin(hint) is dict)
+    form = ", written source:weight,..." * (get_origin(hint) is dict)
     words = value if isinstance(value, tuple) else str(value).split(",")
     wrong = next((str(word) for word in words if word not in choices), "")
-    return f"{key}={value!r} is not {name}{form}" + (nearest(wrong, choices) if len(choices) > 1 else "")
+    return f"{key}={value!r} is not {_type_name(hint)}{form}" + (nearest(wrong, choices) if len(choices) > 1 else "")
+
+
+def _type_name(hint) -> str:
+    if get_origin(hint) in UNION:
+        return " or ".join(map(_type_name, get_args(hint)))
+    if get_origin(hint) is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
 
 
 def _fits(value, hint) -> bool:

@@ -42,6 +42,10 @@ class Options:
 
     POSITIONAL: ClassVar = ("runs",)
 
+    def __post_init__(self):
+        if wrong := [n for n in self.at if not n > 0]:
+            raise UserError(f"at={wrong[0]:g} is no number of parameters: give positive ones, such as at=6.49e6,12.8e6")
+
 
 def main(arguments: list[str]) -> int:
     """Run the command line; the exit code, 3 where rates are missing."""
@@ -70,8 +74,8 @@ class Trial:
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
-    """The sweep's runs, plus a line for each left out. A run of study.json without a summary.json
-    is unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
+    """The sweep's runs, plus a line for each left out. A run of study.json without a summary.json is
+    unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
     differ in more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
     records, repeats = without_repeats(records)
@@ -90,6 +94,8 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
         if row["lr"] and not row["repeat"] and row["run"] not in finished:
             status = "diverged" if (folder / row["run"] / "diagnosis.json").exists() else "unfinished"
             trials.append(Trial(row["run"], row["params_nonembed"], row["tokens"], row["lr"], row["seed"], status))
+    if len({(one.N, one.tokens, one.lr, one.seed) for one in trials}) < len(trials):
+        raise UserError(f"{folder}: two runs have the same size, tokens, lr_peak and seed: leave one out")
     return trials, notes + repeats
 
 

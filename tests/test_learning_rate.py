@@ -113,10 +113,12 @@ def test_what_was_declared_and_has_not_finished_is_named(tmp_path, capsys, monke
 
 @pytest.mark.parametrize("change, said", [
     ({"weight_decay": 0.2}, "differ in weight_decay"), ({"val_sha256": "w" * 64}, "differ in val_sha256"),
-    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16=nan is")])
+    ({"precision": {"recipe": "rowwise", "compile": False}}, "differ in recipe"), ({"loss_bf16": math.nan}, "loss_bf16=nan is"),
+    ({"name": "again", "lr_peak": 0.004}, "have the same size, tokens, lr_peak and seed: leave one out")])
 def test_runs_that_are_no_sweep_are_refused_with_the_key(tmp_path, capsys, change, said):
     write_sweep(write_sweep(tmp_path, RATES[:3]), (0.016,), **change)
     assert said in asked(capsys, main, tmp_path, code=2) and not (tmp_path / "law").exists()
+    assert "at=0 is no number of parameters" in asked(capsys, main, tmp_path, "at=0", code=2)
 
 
 def test_every_rate_is_drawn(tmp_path, capsys):
