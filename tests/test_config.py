@@ -20,7 +20,7 @@ from runtime.run import lineage
 from tests.conftest import ROOT, write_config
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
-                     if p.stem not in ("demo", "h100", "mixture", "sources") and not p.stem.startswith("study_"))
+                     if p.stem not in ("mixture", "sources") and not p.stem.startswith("study_"))
 
 
 def refused(call, *arguments) -> str:
