@@ -224,7 +224,8 @@ class Config:
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
                    f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
-        if self.profile is not None and not (self.profile_steps and 1 <= self.profile_steps[0] <= min(self.profile_steps[1], end)):
+        first, last = self.profile_steps or (0, 0)
+        if self.profile is not None and not 1 <= first <= min(last, end):
             yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
         for step in self.checkpoint.at:
             if not 1 <= step <= end:
@@ -268,8 +269,7 @@ class Config:
 
     @property
     def parent(self) -> tuple[str, int] | None:
-        """Of a branch: the run it starts from, and after which of that run's steps, 0 where it takes the weights alone; None for
-        a run from scratch."""
+        """The run that a branch starts from, and after which of its steps, 0 for its weights alone; None from scratch."""
         match = PARENT.search(self.start_from or "")
         return (match[1], int(match[2] or 0)) if match else None
 
@@ -301,7 +301,7 @@ class Config:
         free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
         if self.optim.kind == "adamw":
             free.add("optim.momentum")
-        later = [("optim.kind", "adamw"), ("fp8.fast_backward", False), ("fp8.scaling", "current")]     # older runs lack these
+        later = [("optim.kind", "adamw"), ("fp8.fast_backward", False), ("fp8.scaling", "current")]     # not in older runs
         return {k: v for k, v in keys.items() if k not in free and (k, v) not in later} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
@@ -370,10 +370,7 @@ FOREIGN = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The Config that the file at `path` binds, with `section.key=value` overrides applied and everything validated.
-
-    Raises UserError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
-    """
+    """The Config that the file at `path` binds, with `section.key=value` overrides applied and validated. Raises UserError."""
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"there is no config file {path}{nearest(path.stem, [p.stem for p in path.parent.glob('*.py')])}")

@@ -178,9 +178,7 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
 # ----------------------------------------------------------------------------------------------------------------- data
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
-    """The data of a run: all shards of every source in the mixture, checked against their index.json.
-
-    Raises UserError: a missing or damaged file, shards of another tokenizer, too few tokens."""
+    """The data of a run: all shards of every source in the mixture, checked against their index.json. Raises UserError."""
     indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
     for name in config.data.mixture:
         folder = Path(config.data.dir) / name

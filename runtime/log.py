@@ -152,8 +152,8 @@ class Wandb:
 
 class TensorBoard:
     def open(self, config: Config, step: int) -> None:
-        writer = import_module("torch.utils.tensorboard").SummaryWriter
-        self.config, self.writer = config, writer(str(config.run_dir / "tensorboard"), purge_step=step + 1)     # hides later ones
+        self.config, module = config, import_module("torch.utils.tensorboard")
+        self.writer = module.SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)    # hides later ones
         self.close = self.writer.close
 
     def write(self, row: dict) -> None:
