@@ -85,6 +85,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
     ("model.n_layer=2.5", "is not int"), ("model.tied=maybe", "is not bool"), ("optim.beta2=1", "optim.beta2=1.0"),
     ("optim.schedule=wsd optim.warmup_share=0.9", "optim.warmup_share"), ("data.mixture=../x:1", "'../x'"),
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
+    ("data.mixture=web:1,code:1e-9", "positive weight"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
     *[(f"fp8.fast_backward=true fp8.recipe={recipe}", "fp8.fast_backward") for recipe in ("off", "mxfp8", "nvfp4")],
     *[(f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling") for how in ("off", "tensorwise", "auto fp8.kernels=true")],

@@ -236,7 +236,7 @@ def test_tensorboard_shows_neither_undone_nor_repeated_steps(tiny, monkeypatch):
 
 def test_env_json_leaks_no_secret_and_keeps_the_first_start(tmp_path, monkeypatch):
     allowed = {"CUDA_VISIBLE_DEVICES": "0,1", "NCCL_DEBUG": "INFO", "TORCH_LOGS": "+dynamo", "SLURM_JOB_ID": "17"}
-    forbidden = "WANDB_API_KEY HF_TOKEN NCCL_AUTH NCCL_MY_key TORCH_PASSWORD XNCCL_DEBUG SLURM_JOB_NAME".split()
+    forbidden = ["WANDB_API_KEY", "HF_TOKEN", "NCCL_AUTH", "NCCL_MY_key", "TORCH_PASSWORD", "XNCCL_DEBUG", "SLURM_JOB_NAME"]
     for name, value in (allowed | dict.fromkeys(forbidden, "secret-of-mine")).items():
         monkeypatch.setenv(name, value)
     path = tmp_path / "env.json"
