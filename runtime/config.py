@@ -334,8 +334,8 @@ FOREIGN = {
     "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
     "out": "out_dir output_dir dump_folder",
     "start_from, a run's or a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
-    "steps": "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps",
-    "steps, optimizer steps and not passes over the data": "epochs num_epochs num_train_epochs",
+    "steps, of the optimizer, not passes over the data": "max_iters max_steps num_iterations training_steps train_steps "
+                                                         "total_steps num_steps epochs num_epochs num_train_epochs",
     "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",
     "model.n_layer": "num_layers num_hidden_layers depth",
     "model.n_embd": "hidden_size d_model dim model_dim",
@@ -345,9 +345,8 @@ FOREIGN = {
     "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions",
     "model.tied": "tie_word_embeddings weight_tying",
     "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size",
-    "data.tokens_per_step": "total_batch_size",
-    "data.tokens_per_step, which counts tokens, not sequences": "global_batch_size",
-    "data.tokens_per_step, from which accumulation follows": "gradient_accumulation_steps grad_accum_steps",
+    "data.tokens_per_step, which counts tokens and sets accumulation": "global_batch_size total_batch_size grad_accum_steps "
+                                                                       "gradient_accumulation_steps",
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",

@@ -216,8 +216,8 @@ class Profiler:
     run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
-        self.first, self.last = steps or (0, -1)
         self.folder, self.world, self.say = run_dir / "profile", world, say
+        self.first, self.last = steps or (0, -1)
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
