@@ -79,7 +79,8 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
     except (OSError, MemoryError, RuntimeError) as error:
         said, code = f"{type(error).__name__}: {error}", 1
         if memory_error(error):         # told in as many ways as there are allocators
-            said = f"{said}: give a smaller micro_batch= or tokens=, dtype=bfloat16 (where it has them) or a device with more"
+            said = (f"the memory is full ({str(error).partition(chr(10))[0]:.200}): give a smaller micro_batch= or tokens=, "
+                    f"dtype=bfloat16 (where it has them) or a device with more")
         elif isinstance(error, RuntimeError | BrokenPipeError):     # run_command() ends quietly on the second
             raise
     if isinstance(said, int):
