@@ -6,11 +6,9 @@
     torchrun --nproc_per_node=4 train.py configs/continue_llama.py run=llama_tensorwise fp8.recipe=tensorwise
     python scaling/report.py out/llama_bf16 out/llama_tensorwise ..
 
-fp8.recipe      off (BF16), tensorwise, rowwise, rowwise_with_gw_hp or mxfp8 (from Blackwell on): one run each, else alike
-
 Another model: replace the model section by that of its out/RUN/config.json, of which n_ctx and loss_chunk alone are free.
 chat.jsonl has lines {"prompt": .., "response": ..}; the loss counts responses alone. `steps` is of an example: a pass over your
-data is its tokens (data/chat/index.json) / 131,072. `--plan h100` tells memory and disk before anything is loaded.
+data is its tokens (data/chat/index.json) / 131,072.
 """
 
 from model import GPTConfig

@@ -31,14 +31,4 @@ SOURCES: dict[str, HubSource] = {
         column="text",
         license="CC BY, CC BY-SA or CC0, per paper",
         tokens=4.9e9),                      # one epoch; the card's 29.3B counts six repeats
-
-    # Instead of `c` where that is gone. The repository has a script, which nobody runs: its parquet files are read by name.
-    "c_github": HubSource(
-        dataset="codeparrot/github-code-clean", revision="c48d40f9e70f0196f8236901ee35807f7d6c44c0",
-        files="data/*.parquet",
-        column="code",
-        license="permissive, per file",
-        tokens=None,
-        keep={"language": ("C",),
-              "license": ("mit", "apache-2.0", "bsd-2-clause", "bsd-3-clause", "isc", "cc0-1.0", "unlicense")}),  # not the GPL's
 }

@@ -3,27 +3,22 @@
     python scaling/sweep.py configs/study_chinchilla.py                 what it costs, what is done
     python scaling/sweep.py configs/study_chinchilla.py --run gpus=8    everything but the held-out size
 
-Why these. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data. 125M, 250M and 350M at 10 and
-20 leave the law's prediction of 1.5B a standard error of at least 1.46 % of the loss per 0.1 % of noise a run, where the
-points of one trunk share half of it (the Cramer-Rao bound of scaling/plan.py). Budgets of 5, 10, 20 and 40 and a size as
-small as 50M bring that to 0.46 %, the further seeds to 0.29 %; a branch off a trunk makes three of the four budgets nearly
-free.
+Sizes and budgets. One tokens-per-parameter ratio is one curve: it cannot tell parameters from data. By the Cramer-Rao bound
+(scaling/plan.py), 125M to 350M at 10 and 20 leave the prediction of 1.5B a standard error of at least 1.46 % of the loss per
+0.1 % of noise a run. Four budgets and a size of 50M bring that to 0.46 %, the further seeds to 0.29 %; branches off a trunk
+make three of the four budgets nearly free.
 
-Seeds. BF16 runs that differ in the seed alone are the null pairs: what a difference of precision is held against. Pairs
-share seed and order of the tokens. Three seeds at 50M and 125M, where they are cheap, and two at 250M and 350M make
-ten pairs at each budget: a 95 % interval of about 0.7 standard deviations of a pair on a gap common to all sizes. A trend
-of the gap with size stays uncertain to more than one such deviation per decade; that is a limit of this study.
+Seeds. BF16 runs that differ in the seed alone are the null that a gap of precision is held against. Ten pairs at each budget
+give a gap common to all sizes a 95 % interval of 0.7 standard deviations of a pair; its trend with size stays uncertain.
 
-Arms. BF16 and tensorwise everywhere: the fastest recipe, whose cost is the question. At 125M rowwise_with_gw_hp, torchao's most
-careful one, and blockwise, DeepSeek-V3's, tell whether finer scales buy the loss back. The control is nvfp4 at 50M and 5 tokens
-per parameter: four bits, emulated (slower than the table of costs says) and therefore short, whose cost of a per cent or more
-the study must see. Up to 350M each tensorwise trunk decays in BF16 too (switch): does the last fifth recover what FP8 cost?
+Arms. BF16 and tensorwise, the fastest recipe, everywhere. At 125M rowwise_with_gw_hp, torchao's most careful one, and
+blockwise, DeepSeek-V3's: do finer scales buy the loss back? The control is nvfp4 at 50M and 5 tokens per parameter: four bits,
+emulated (slower than the table of costs says), whose cost of a per cent or more the study must see. Up to 350M each tensorwise
+trunk decays in BF16 too (switch): does the last fifth recover what FP8 cost? QK-norm, as in OLMo 2 and Qwen3, bounds the
+attention logits, whose growth ends most runs in low precision (2309.14322).
 
-QK-norm. On, as in OLMo 2, Qwen3 and nanochat: it bounds the attention logits, whose growth ends most runs in low precision
-(2309.14322).
-
-Held out. 1.5B at 20 has one seed and no branches; freeze its predictions first (scaling/fit.py out/chinchilla --predict
-gpt1p5b_bf16_t20_s1337, the same for tensorwise), then run it by name with only=gpt1p5b_*.
+Held out. Freeze the predictions of 1.5B first (scaling/fit.py out/chinchilla --predict gpt1p5b_bf16_t20_s1337, the same for
+tensorwise), then run it by name with only=gpt1p5b_*.
 """
 
 from scaling.study import Size, Study

@@ -4,21 +4,16 @@
     python scaling/sweep.py configs/study_h100.py --run limit=540       stops in time; again: the next part
 
 Its data: `prepare_data.py python c tokens=5e8 out=data/h100 val_share=0.02`, and `local FILE... name=prose out=data/h100`, and
-arxiv alike.
-
-Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here. The learning rate is swept at
-the smallest size (configs/study_h100_lr.py), the others follow by the rule in configs/h100.py. All recipes run at the two
-smallest sizes; the first of scaling/precision.py's ranking is trained at the two larger ones as well: FP8_AT_ALL, empty until
-it is known, for a study may be added to and nothing in it changed. BF16 runs are repeated with another seed, and with the loss
-computed in four parts, which changes the order of sums alone: the nulls of other seeds and of other rounding.
-
-When all else is done, name FP8_AT_ALL and freeze the predictions of the largest size (scaling/fit.py out/h100 --predict RUN);
-then train it by name, only=h100_24m_*.
+arxiv alike. Sizes are counted without the vocabulary's parameters, which are 56 to 80 % of the total here. The learning rate is
+swept at the smallest size (configs/study_h100_lr.py). All recipes run at the two smallest sizes, the first of
+scaling/precision.py's ranking at the two larger ones too. Two nulls: other seeds, and the loss computed in four parts, which
+changes the order of sums alone. When all else is done, name FP8_AT_ALL and freeze the predictions of the largest size
+(scaling/fit.py out/h100 --predict RUN); then train it by name, only=h100_24m_*.
 """
 
 from scaling.study import Size, Study
 
-FP8_AT_ALL = ()         # the first of the ranking, such as ("tensorwise",)
+FP8_AT_ALL = ()         # the first of the ranking, once known, such as ("tensorwise",): a study may be added to
 ALL = ("bf16", "tensorwise", "rowwise", "rowwise_with_gw_hp", "auto")
 
 study = Study(

@@ -1,10 +1,9 @@
 """The learning-rate sweep of the H100 study: its smallest size at five peak rates, before anything else is trained.
 
     python scaling/sweep.py configs/study_h100_lr.py --run limit=540    the five runs; again: the next part
-    python scaling/learning_rate.py out/h100_lr                         the optimum -> LR in configs/h100.py
+    python scaling/learning_rate.py out/h100_lr                         the optimum -> LR in configs/h100_3m_bf16.py
 
-The rates lie a factor of 2 apart around what public laws say of 3.2M parameters and 64M tokens, far below the sizes that they
-were fitted to: 0.0038 (DeepSeek LLM, 2401.02954), 0.0094 (2406.19146), 0.010 (Step Law, 2503.04715).
+Public laws, fitted to far larger sizes, say 0.0038 (DeepSeek LLM, 2401.02954), 0.0094 (2406.19146), 0.010 (2503.04715).
 """
 
 from scaling.study import Size, Study

@@ -3,8 +3,8 @@
     python scaling/sweep.py configs/study_switch.py --run jobs=2
     python scaling/precision.py out/switch
 
-The demo's smallest size, ten seeds. Each trunk is trained in one precision; its decay, the last fifth, runs in the same and in
-another one. nvfp4 is here because its cost is large enough to see how much of it comes back.
+Each trunk is trained in one precision; its decay, the last fifth, runs in the same and in another one. nvfp4 is here because
+its cost is large enough to see how much of it comes back.
 """
 
 from scaling.study import Size, Study

@@ -7,9 +7,8 @@ Forward and backward pass of one micro-batch, from the first block's input to th
 Linears and compiler; all blocks from the difference of two and one. Attention is a box whose bytes count; the embedding is left
 out; gradients are added to those of the micro-batch before. Bytes are what a kernel's arguments hold: what a cache saves is not
 in it. Inductor's kernels are built for sm_90, each in every configuration that a GPU would choose from; a spill is a register
-kept in memory. The passes are traced as one graph each: a graph break would raise. Nothing is timed or run. runtime/roofline.py
-has its numbers. The compiler asks torch.cuda for the GPU's properties and Triton for its target; an H100's are the answer. That
-reaches into private parts of torch (tried with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
+kept in memory. A graph break would raise. Nothing is timed or run. Torch's private parts are told that there is an H100 (tried
+with 2.11's CUDA build and 2.13's CPU build, which needs `pip install triton`).
 """
 
 import re
@@ -34,8 +33,6 @@ H100 = {"name": "NVIDIA H100 80GB HBM3", "major": 9, "minor": 0, "total_memory":
         "regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024,
         "warp_size": 32, "L2_cache_size": 50 * 2**20, "shared_memory_per_block": 49152, "shared_memory_per_block_optin": 232448,
         "shared_memory_per_multiprocessor": 233472, "gcnArchName": "", "is_integrated": False, "is_multi_gpu_board": False}
-
-
 BUILT: dict[str, tuple[int, int]] = {}      # kernel and configuration -> registers a thread, bytes of its spills
 
 
@@ -59,9 +56,7 @@ def main(arguments: list[str]) -> None:
 # ---------------------------------------------------------------------------------------------------- reading one step
 
 def read_step(config, n_layer: int, micro_batch: int) -> Counter:
-    """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss; those kept between the two passes.
-
-    pretend_h100() must have been called."""
+    """Bytes by direction and kind of one micro-batch through `n_layer` blocks, head and loss, after pretend_h100()."""
     import torch._inductor.config as inductor
     from torch._functorch.aot_autograd import aot_function, make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -146,14 +141,12 @@ def _lower(graph, direction: str) -> Counter:
                   for v in values]
         FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
         graph.recompile()
-        original, GraphLowering._compile_to_module = GraphLowering._compile_to_module, stop
-        try:
-            compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
-        except Exception:
-            if not sums.pop("done", 0):
-                raise
-        finally:
-            GraphLowering._compile_to_module = original
+        with mock.patch.object(GraphLowering, "_compile_to_module", stop):
+            try:
+                compile_fx_inner(graph, inputs, is_backward=direction == "backward", graph_id=0)
+            except Exception:
+                if not sums.pop("done", 0):
+                    raise
     return sums
 
 

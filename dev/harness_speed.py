@@ -2,8 +2,8 @@
 
     python dev/harness_speed.py out/RUN piqa DIR        DIR: what `python -m eval.harness --fetch DIR tasks=piqa` saved
 
-Every score must be equal (log-likelihoods sum in another order: other metrics than accuracies to 1e-5 of their value). Start-up
-counts: reading tasks, loading the model, importing. transformers and accelerate are needed.
+Every score must be equal (other metrics than accuracies to 1e-5 of their value: sums in another order). Start-up counts.
+transformers and accelerate are needed.
 """
 
 import json

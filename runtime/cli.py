@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Literal, Union, get_args, get_origin, get_type_hints
 
-UNION = (Union, types.UnionType)      # Optional[int], int | None
+WORDS: dict = {type(None): {"none": None}, bool: {"true": True, "1": True, "false": False, "0": False}}
 EXAMPLE = re.compile(r" {4}((?:torchrun|python|sbatch)(?: -m| --?\w+=\S+)* \S+)(.*)")     # of a docstring: program, arguments
 LIVE_S, LOG_S = 0.5, 60.0       # seconds between two lines of progress, live and in a log
 
@@ -76,14 +76,12 @@ def command(doc: str, cls, arguments: list[str], work, is_shown: bool = True) ->
         said, code = work(read_options(cls, arguments)), 0
     except (UserError, MachineError) as error:
         said, code = str(error), 2 if isinstance(error, UserError) else 1
-    except BrokenPipeError:     # run_command() ends quietly then
-        raise
     except (OSError, MemoryError, RuntimeError) as error:
         said, code = f"{type(error).__name__}: {error}", 1
         if memory_error(error):         # told in as many ways as there are allocators
             said = (f"the memory is full ({str(error).partition(chr(10))[0]:.200}): give a smaller micro_batch= or tokens=, "
                     f"dtype=bfloat16 (where it has them) or a device with more")
-        elif isinstance(error, RuntimeError):
+        elif isinstance(error, RuntimeError | BrokenPipeError):     # run_command() ends quietly on the second
             raise
     if isinstance(said, int):
         return said
@@ -142,21 +140,23 @@ def field_lines(prefix: str, cls) -> dict[str, str]:
 
 def parse(key: str, text: str, hint):
     """The value that `text` spells under the annotation `hint`. Raises UserError naming the form."""
-    parts = get_args(hint) if get_origin(hint) in UNION else (hint,)
-    for part in sorted(parts, key=lambda part: part is not type(None)):     # "none" is a word, too
+    for part in sorted(_parts(hint), key=lambda part: part is not type(None)):      # "none" is a word, too
         with suppress(ValueError, KeyError):
             if _fits(value := _read(text, part), part):
                 return value
     raise UserError(_mismatch(key, text, hint))
 
 
+def _parts(hint) -> tuple:
+    """The members of a union, such as int and None; of another hint, itself alone."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
 def _read(text: str, hint):
     """What `text` says under a hint that is no union. Raises ValueError or KeyError where it says nothing."""
     origin, inner = get_origin(hint), get_args(hint)
-    if hint is type(None):
-        return {"none": None}[text.lower()]
-    if hint is bool:
-        return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+    if hint in WORDS:
+        return WORDS[hint][text.lower()]
     if hint is int and text.lstrip("+-").isdigit():
         return int(text)
     if hint in (int, float):
@@ -164,7 +164,6 @@ def _read(text: str, hint):
         return int(number) if hint is int and number.is_integer() else number       # 1e6 is a whole number
     if origin not in (tuple, dict):
         return text
-    text = text.strip()
     if text[:1] + text[-1:] in ("()", "[]", "{}"):
         text = text[1:-1]
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -187,12 +186,11 @@ def _mismatch(key: str, value, hint) -> str:
     form = ", written source:weight,..." * (get_origin(hint) is dict)
     words = value if isinstance(value, tuple) else str(value).split(",")
     wrong = next((str(word) for word in words if word not in choices), "")
-    return f"{key}={value!r} is not {_type_name(hint)}{form}" + (nearest(wrong, choices) if len(choices) > 1 else "")
+    meant = nearest(wrong, choices) if len(choices) > 1 else ""
+    return f"{key}={value!r} is not {' or '.join(map(_type_name, _parts(hint)))}{form}{meant}"
 
 
 def _type_name(hint) -> str:
-    if get_origin(hint) in UNION:
-        return " or ".join(map(_type_name, get_args(hint)))
     if get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"
     return "none" if hint is type(None) else inspect.formatannotation(hint).replace("typing.", "")
@@ -201,8 +199,8 @@ def _type_name(hint) -> str:
 def _fits(value, hint) -> bool:
     """Whether `value` is of the annotated type; a whole number passes as a float, a bool, inf and NaN never as a number."""
     origin, inner = get_origin(hint), get_args(hint)
-    if origin in UNION:
-        return any(_fits(value, part) for part in inner)
+    if len(parts := _parts(hint)) > 1:
+        return any(_fits(value, part) for part in parts)
     if origin is Literal:
         return isinstance(value, str) and value in inner
     if origin is tuple:

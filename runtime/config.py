@@ -4,8 +4,6 @@ A config file is Python that binds `config = Config(...)`. A derived run imports
 
     from configs.gpt350m_bf16 import config as parent
     config = replace(parent, run="gpt350m_fp8", fp8=FP8Config(recipe="tensorwise"))
-
-Each mistake becomes one sentence of a UserError with key, value, expectation and remedy.
 """
 
 import json
@@ -215,8 +213,6 @@ class Config:
             yield f"optim.warmup_share={o.warmup_share} plus optim.decay_share={o.decay_share} is more than the whole run"
         if c.forever and (not c.every or c.forever % c.every):
             yield f"checkpoint.forever={c.forever} must be a multiple of checkpoint.every={c.every}; only saved ones are kept"
-        if self.profile is not None and not (self.profile_steps and 0 < self.profile_steps[0] <= self.profile_steps[1]):
-            yield f"profile={self.profile!r} must be the first and the last step to trace, such as profile=10:15"
         if self.start_from is not None and not self.parent:
             yield (f"start_from={self.start_from!r} is no checkpoint's folder: write it like "
                    f"out/<run>/checkpoints/step_00000400, or out/<run> for that run's weights alone")
@@ -228,9 +224,12 @@ class Config:
         if self.parent and self.parent[1] >= end:
             yield (f"start_from={self.start_from} lies at step {self.parent[1]}, but this run ends at step {end}: take an "
                    f"earlier checkpoint, give more steps, or train on its weights alone by start_from=out/{self.parent[0]}")
-        for key, step in [*(("checkpoint.at", at) for at in self.checkpoint.at), ("profile", (self.profile_steps or (1,))[0])]:
+        first, last = self.profile_steps or (0, 0)
+        if self.profile is not None and not 1 <= first <= min(last, end):
+            yield f"profile={self.profile!r} must be the first and the last step to trace, such as 10:15, of steps 1 to {end}"
+        for step in self.checkpoint.at:
             if not 1 <= step <= end:
-                yield f"{key} asks for step {step}, but this run has steps 1 to {end}"
+                yield f"checkpoint.at asks for step {step}, but this run has steps 1 to {end}"
         multiple, chunk = FP8_MULTIPLES.get(recipe, 16), m.loss_chunk if self.fp8.head else None
         sizes = {"model.loss_chunk": chunk or 0}        # both are summed over by a weight gradient; fp8.select() checks the rest
         if d.micro_batch != "auto":
@@ -270,8 +269,7 @@ class Config:
 
     @property
     def parent(self) -> tuple[str, int] | None:
-        """Of a branch: the run it starts from, and after which of that run's steps, 0 where it takes the weights alone; None for
-        a run from scratch."""
+        """The run that a branch starts from, and after which of its steps, 0 for its weights alone; None from scratch."""
         match = PARENT.search(self.start_from or "")
         return (match[1], int(match[2] or 0)) if match else None
 
@@ -297,17 +295,14 @@ class Config:
 
     def identity(self) -> dict:
         """What makes two configs the same training run, as flat key -> value: all that the weights depend on."""
-        # A resume may need less memory, find one process, where nothing can be gathered, or do without our kernels.
-        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
         keys = {f"{s}.{k}": v for s in ("model", "data", "fp8", "optim") for k, v in asdict(getattr(self, s)).items()}
         keys["data.tokenizer"] = tokenizer_kind(self.data.tokenizer)    # of a folder the shards know which; it may be moved
-        if self.optim.kind == "adamw":      # older runs have no key for it, nor for the next
-            free |= {"optim.kind", "optim.momentum"}
-        if not self.fp8.fast_backward:
-            free.add("fp8.fast_backward")
-        if self.fp8.scaling == "current":
-            free.add("fp8.scaling")
-        return {k: v for k, v in keys.items() if k not in free} | {
+        # A resume may need less memory, find one process, where nothing can be gathered, or do without our kernels.
+        free = {"data.dir", "data.micro_batch", "data.max_epochs", "model.loss_chunk", "fp8.all_gather", "fp8.kernels"}
+        if self.optim.kind == "adamw":
+            free.add("optim.momentum")
+        later = [("optim.kind", "adamw"), ("fp8.fast_backward", False), ("fp8.scaling", "current")]     # not in older runs
+        return {k: v for k, v in keys.items() if k not in free and (k, v) not in later} | {
             "seed": self.seed, "steps": self.total_steps,
             "start_from": self.parent and "{} at step {}".format(*self.parent)}     # wherever its folder lies
 
@@ -339,8 +334,8 @@ FOREIGN = {
     "run, whose command resumes it when it is given again": "resume resume_from_checkpoint load_checkpoint auto_resume",
     "out": "out_dir output_dir dump_folder",
     "start_from, a run's or a checkpoint's folder": "init_from initial_load_path initial_checkpoint_dir",
-    "steps": "max_iters max_steps num_iterations training_steps train_steps total_steps num_steps",
-    "steps, optimizer steps and not passes over the data": "epochs num_epochs num_train_epochs",
+    "steps, of the optimizer, not passes over the data": "max_iters max_steps num_iterations training_steps train_steps "
+                                                         "total_steps num_steps epochs num_epochs num_train_epochs",
     "tokens_per_param, training tokens over parameters": "tokens max_tokens train_tokens target_param_data_ratio",
     "model.n_layer": "num_layers num_hidden_layers depth",
     "model.n_embd": "hidden_size d_model dim model_dim",
@@ -350,9 +345,8 @@ FOREIGN = {
     "model.n_ctx": "block_size seq_len max_seq_len sequence_len seq_length max_seq_length context_length n_positions",
     "model.tied": "tie_word_embeddings weight_tying",
     "data.micro_batch, sequences per forward pass and rank": "batch_size device_batch_size micro_batch_size local_batch_size",
-    "data.tokens_per_step": "total_batch_size",
-    "data.tokens_per_step, which counts tokens, not sequences": "global_batch_size",
-    "data.tokens_per_step, from which accumulation follows": "gradient_accumulation_steps grad_accum_steps",
+    "data.tokens_per_step, which counts tokens and sets accumulation": "global_batch_size total_batch_size grad_accum_steps "
+                                                                       "gradient_accumulation_steps",
     "data.mixture, written source:weight,source:weight": "dataset dataset_name",
     "data.dir": "data_dir data_path dataset_path",
     "optim.lr": "learning_rate max_lr peak_lr",
@@ -375,10 +369,7 @@ FOREIGN = {
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The Config that the file at `path` binds, with `section.key=value` overrides applied and everything validated.
-
-    Raises UserError: no such file, no `config` in it, an unknown key, a wrong type, an impossible value.
-    """
+    """The Config that the file at `path` binds, with `section.key=value` overrides applied and validated. Raises UserError."""
     path = Path(path)
     if not os.path.isfile(path):
         raise UserError(f"there is no config file {path}{nearest(path.stem, [p.stem for p in path.parent.glob('*.py')])}")

@@ -122,15 +122,11 @@ class Windows:
     def __len__(self) -> int:
         return int(self.ends[-1])
 
-    def raw(self, window: int) -> np.ndarray:
-        """The n_ctx + 1 tokens of a window as they lie on disk."""
+    def read(self, window: int) -> np.ndarray:
+        """The n_ctx + 1 tokens of a window as they lie on disk. Raises UserError for an id outside the vocabulary."""
         shard = int(np.searchsorted(self.ends, window, "right")) - 1
         start = (window - int(self.ends[shard])) * self.n_ctx
-        return self.tokens[shard][start:start + self.n_ctx + 1]
-
-    def read(self, window: int) -> np.ndarray:
-        """The same, checked. Raises UserError for an id outside the vocabulary."""
-        row = self.raw(window)
+        row = self.tokens[shard][start:start + self.n_ctx + 1]
         if (largest := (row & ~LOSS_MASK_BIT if self.is_masked else row).max()) >= self.vocab_size:
             folder = self.shards[0].path.parent
             raise _on_this_rank(f"{folder} holds the id {largest}, its tokenizer {self.vocab_size} ids: a shard is damaged; "
@@ -138,7 +134,7 @@ class Windows:
         return row
 
     def targets(self, window: int) -> int:
-        return int(np.count_nonzero(self.raw(window)[1:] < LOSS_MASK_BIT)) if self.is_masked else self.n_ctx
+        return int(np.count_nonzero(self.read(window)[1:] < LOSS_MASK_BIT)) if self.is_masked else self.n_ctx
 
 
 class Validation:
@@ -156,8 +152,7 @@ class Validation:
         self._rows = [(windows, w) for w in self.selection.tolist()]
         self.targets = np.array([windows.targets(w) for _, w in self._rows], np.int64)
         self.tokens = int(self.targets.sum())
-        of_split = split.tokens if not index.is_masked else sum(
-            int(np.count_nonzero(tokens < LOSS_MASK_BIT)) for tokens in windows.tokens)
+        of_split = sum(np.count_nonzero(t < LOSS_MASK_BIT) for t in windows.tokens) if index.is_masked else split.tokens
         self.text_bytes = round(self.tokens * split.text_bytes / max(1, of_split))
 
     def __len__(self) -> int:
@@ -183,9 +178,7 @@ def _read_batch(rows: list[tuple[Windows, int]], n_ctx: int) -> tuple[torch.Tens
 # ----------------------------------------------------------------------------------------------------------------- data
 
 def open_data(config: Config, tokenizer_sha256: str) -> "Data":
-    """The data of a run: all shards of every source in the mixture, checked against their index.json.
-
-    Raises UserError: a missing or damaged file, shards of another tokenizer, too few tokens."""
+    """The data of a run: all shards of every source in the mixture, checked against their index.json. Raises UserError."""
     indexes, wanted, kind = {}, config.data.tokenizer, tokenizer_kind(config.data.tokenizer)
     for name in config.data.mixture:
         folder = Path(config.data.dir) / name

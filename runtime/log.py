@@ -19,13 +19,14 @@ from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median_high
 
 import torch
 from torch.profiler import ProfilerAction, profile
 
 from runtime.cli import UserError, duration, si
 from runtime.config import Config
-from runtime.machine import device_name, git, metrics_rows, parse, read_bytes, read_rows, to_line, write_atomically, write_json
+from runtime.machine import device_name, git, metrics_rows, read_rows, to_line, write_atomically, write_json
 
 WARM_UP_STEPS = 3       # after each start, left out of every speed: compilation, cold caches
 UNDONE = {"train": "undone", "val": "undone_val"}       # kind of a row -> its kind after a rollback
@@ -42,9 +43,7 @@ class Log:
         self.config, self.path = config, config.run_dir / "metrics.jsonl"
         self._steps = 0         # since this start
         self._seconds: deque[float] = deque(maxlen=50)      # of the latest steps after the warm-up
-        self._unwritten, self._is_waiting = b"", False
-        # Stays open: on NFS each close sends the row to the server while the GPUs wait.
-        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
+        self._is_waiting, self._file = False, open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
         self._rewrite(kept(metrics_rows(read_rows(self.path)), resume_step))
         self._dashboards = {name: DASHBOARDS[name]() for name in config.log.to}
         self._show("open", config, resume_step)
@@ -64,14 +63,11 @@ class Log:
 
     def validation(self, row: dict) -> None:
         """A validation. A step keeps its first row: the last step is validated again where a kill came before summary.json."""
-        if not self.has_validation(row["step"]):
+        if row["step"] not in self.validated:
             self._append({"kind": "val", **row})
-            self._validated.add(row["step"])
+            self.validated.add(row["step"])
         by_source = "  ".join(f"{name} {loss:.4f}" for name, loss in row["sources"].items())
         self.say(f"step {row['step']}: validation loss {row['loss']:.4f}   ({by_source})")
-
-    def has_validation(self, step: int) -> bool:
-        return step in self._validated
 
     def event(self, row: dict) -> None:
         """Anything else: {"event": name, "step": step, ...}."""
@@ -79,10 +75,9 @@ class Log:
 
     def roll_back(self, to_step: int, event: dict) -> None:
         """Relabel the rows after `to_step` as undone and add the event, in one atomic change of the file."""
-        rows = metrics_rows(parse(read_bytes(self.path) + self._unwritten))
+        rows = metrics_rows(read_rows(self.path, self._unwritten))
         rows = [row if row["step"] <= to_step else row | {"kind": UNDONE.get(row["kind"], row["kind"])} for row in rows]
         self._rewrite([*rows, {"kind": "event", **event}])
-        self._show("roll_back", to_step)
         self._show("write", {"kind": "event", **event})
 
     def say(self, text: str) -> None:
@@ -105,8 +100,9 @@ class Log:
         """Let the file hold `rows` alone."""
         write_atomically(self.path, b"".join(map(to_line, rows)))
         self._file.close()
-        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115
-        self._unwritten, self._validated = b"", {row["step"] for row in rows if row["kind"] == "val"}
+        # Stays open: on NFS each close sends the row to the server while the GPUs wait.
+        self._file = open(self.path, "ab", buffering=0)     # noqa: SIM115 - closed with the log
+        self._unwritten, self.validated = b"", {row["step"] for row in rows if row["kind"] == "val"}
 
     def _flush(self) -> None:
         try:
@@ -150,26 +146,22 @@ class Wandb:
         for kind in ("train", "val", "event"):      # W&B's own step refuses to go back, ours does
             self.run.define_metric(f"{kind}/*", step_metric="step")
 
-    def write(self, row: dict) -> None:
+    def write(self, row: dict) -> None:     # after a rollback the curve goes back and begins again: what was sent stays
         self.run.log({**numbers(row), "step": row["step"]})
-
-    def roll_back(self, to_step: int) -> None:
-        """What was sent stays: the curve goes back to to_step and begins again."""
 
 
 class TensorBoard:
     def open(self, config: Config, step: int) -> None:
-        writer = import_module("torch.utils.tensorboard").SummaryWriter
-        self.config, self.writer = config, writer(str(config.run_dir / "tensorboard"), purge_step=step + 1)     # hides later ones
+        self.config, module = config, import_module("torch.utils.tensorboard")
+        self.writer = module.SummaryWriter(str(config.run_dir / "tensorboard"), purge_step=step + 1)    # hides later ones
         self.close = self.writer.close
 
     def write(self, row: dict) -> None:
+        if row.get("event") == "rollback":
+            self.close()
+            self.open(self.config, row["to"])
         for key, value in numbers(row).items():
             self.writer.add_scalar(key, value, row["step"])
-
-    def roll_back(self, to_step: int) -> None:
-        self.close()
-        self.open(self.config, to_step)
 
 
 DASHBOARDS = {"wandb": Wandb, "tensorboard": TensorBoard}      # name of the package -> what writes to it
@@ -224,8 +216,8 @@ class Profiler:
     run_dir/profile/trace_rank<r>.pt.trace.json.gz, for ui.perfetto.dev, or `tensorboard --logdir` with torch-tb-profiler."""
 
     def __init__(self, steps: tuple[int, int] | None, run_dir: Path, world, say=print):
-        self.first, self.last = steps or (0, -1)
         self.folder, self.world, self.say = run_dir / "profile", world, say
+        self.first, self.last = steps or (0, -1)
         self._trace: profile | None = None
 
     def begin(self, step: int) -> None:
@@ -316,17 +308,11 @@ def throughput(rows: list[dict], tokens_per_step: int, flops_per_token: int, pea
     BF16 and an FP8 run are on one scale; null without a known peak."""
     train = [row for row in rows if row["kind"] == "train"]
     steady = [row["step_s"] for row in train if row["since_start"] > WARM_UP_STEPS]
-    steady = sorted(steady or [row["step_s"] for row in train])     # a run of three steps has nothing else to show
-
-    def quantile(q: float) -> float:
-        return steady[min(len(steady) - 1, int(q * len(steady)))]
-
-    median = quantile(0.5)
+    median = median_high(steady or [row["step_s"] for row in train])        # a run of three steps has nothing else to show
     flops = flops_per_token * tokens_per_step / median
     first = [row["step_s"] for row in train if row["since_start"] == 1]
     return {
-        "tok_per_s_median": tokens_per_step / median, "tok_per_s_p10": tokens_per_step / quantile(0.9),
-        "tok_per_s_p90": tokens_per_step / quantile(0.1), "step_s_median": median,
+        "tok_per_s_median": tokens_per_step / median, "step_s_median": median,
         "compile_s": max(0.0, sum(first) - median * len(first)), "tflops_median": flops / 1e12,
         "mfu_bf16": flops / peak_bf16 if peak_bf16 else None,
     }

@@ -31,15 +31,10 @@ def read_bytes(path: str | Path) -> bytes:
     return Path(path).read_bytes() if os.path.exists(path) else b""
 
 
-def read_rows(path: str | Path) -> list:
-    """The values of a file of JSON lines, [] where there is none."""
-    return parse(read_bytes(path))
-
-
-def parse(content: bytes) -> list:
-    """The values of JSON lines, without damaged lines such as one that a kill cut short."""
+def read_rows(path: str | Path, unwritten: bytes = b"") -> list:
+    """The values of a file of JSON lines, [] where there is none, without damaged lines such as one that a kill cut short."""
     values = []
-    for line in content.splitlines():
+    for line in (read_bytes(path) + unwritten).splitlines():
         with suppress(ValueError, RecursionError):
             values.append(json.loads(line))
     return values

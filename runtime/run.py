@@ -124,7 +124,7 @@ class Run:
         self._has_trunk = config.parent is not None and config.parent[1] > 0    # whose checkpoint has all that a rollback needs
         # A kill may have come between a save and its validation: that is made up for.
         step = self.progress.step
-        is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and self.log.has_validation(step)))
+        is_unknown = self._is_resumed and run_on_rank0(world, lambda: not (self.log and step in self.log.validated))
         self._is_to_validate = is_unknown and is_due(config.eval.every, step) or step == config.total_steps
 
     # ------------------------------------------------------------------------------------------------------- the start

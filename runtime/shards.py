@@ -72,10 +72,7 @@ class Index:
 
 
 def read_index(folder: Path) -> Index:
-    """The index of one source, checked against its own hash; every shard is there in full length.
-
-    Raises UserError naming the file, what was expected and the command to run.
-    """
+    """The index of one source, checked against its own hash; every shard is there in full length. Raises UserError."""
     path, out = folder / "index.json", folder.parent
     if not path.exists():
         known = ", ".join(sorted(found.parent.name for found in out.glob("*/index.json"))) or "no source"
@@ -85,7 +82,9 @@ def read_index(folder: Path) -> Index:
         raw = json.loads(path.read_bytes())
         if raw.pop("sha256") != _index_sha256(raw) or raw.pop("format_version") != FORMAT_VERSION:
             raise ValueError(f"it is not what was written as format_version={FORMAT_VERSION}")
-        splits = {name: _split(folder, raw["splits"][name]) for name in ("train", "val")}
+        for split in raw["splits"].values():
+            split["shards"] = tuple(Shard(folder / Path(shard.pop("file")).name, **shard) for shard in split["shards"])
+        splits = {name: Split(**split) for name, split in raw["splits"].items()}
         index = Index(**raw | {"dtype": DTYPES[raw["dtype"]], "splits": splits})
     except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is damaged and cannot be read ({error!r}): {_restore(folder)}") from error
@@ -101,20 +100,15 @@ def _restore(folder: Path) -> str:
     return f"restore it, or delete {folder} and run `python prepare_data.py` again"
 
 
-def _split(folder: Path, raw: dict) -> Split:
-    shards = (Shard(folder / Path(shard["file"]).name, shard["tokens"], shard["sha256"]) for shard in raw["shards"])
-    return Split(raw["documents"], raw["text_bytes"], raw["tokens"], tuple(shards))
-
-
 def damage(folder: Path) -> Iterator[str]:
     """A sentence for each file whose content is not what was written, or one for an index that cannot be read."""
     try:
         index = read_index(folder)
     except UserError as error:
         yield str(error)
-        return
-    hashes = Shard(folder / "hashes.npy", 0, index.hashes_sha256)     # sources prepared later find copies by it
-    yield from filter(None, map(shard_damage, [*index.shards, hashes]))
+    else:
+        hashes = Shard(folder / "hashes.npy", 0, index.hashes_sha256)     # sources prepared later find copies by it
+        yield from filter(None, map(shard_damage, [*index.shards, hashes]))
 
 
 def shard_damage(shard: Shard) -> str | None:

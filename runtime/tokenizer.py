@@ -95,17 +95,14 @@ def clean(text: str) -> str:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """Of this name, "gpt2" or "byte", or in this folder.
-
-    Raises UserError: no such tokenizer, a folder that cannot be read or names no end of text."""
+    """Of this name, "gpt2" or "byte", or in this folder. Raises UserError."""
     return {"gpt2": _load_gpt2, "byte": _load_byte}.get(name, _load_folder)(name)
 
 
 def _load_byte(name: str) -> Tokenizer:
     letters = [*(bytes([b]) for b in range(256)), END_OF_TEXT.encode()]
-    rules = b"one id per byte, then 256 for end of text"
-    return Tokenizer(name, sha256(rules).hexdigest(), VOCAB_SIZE[name], (256,),
-                     lambda text: np.frombuffer(text.encode(), np.uint8),
+    digest = sha256(b"one id per byte, then 256 for end of text").hexdigest()
+    return Tokenizer(name, digest, VOCAB_SIZE[name], (256,), lambda text: np.frombuffer(text.encode(), np.uint8),
                      lambda ids: b"".join(map(letters.__getitem__, ids)).decode("utf-8", errors="replace"))
 
 

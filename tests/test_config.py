@@ -20,7 +20,7 @@ from runtime.run import lineage
 from tests.conftest import ROOT, write_config
 
 ALL_CONFIGS = sorted(p for p in (ROOT / "configs").glob("*.py")
-                     if p.stem not in ("demo", "h100", "mixture", "sources") and not p.stem.startswith("study_"))
+                     if p.stem not in ("mixture", "sources") and not p.stem.startswith("study_"))
 
 
 def refused(call, *arguments) -> str:
@@ -41,12 +41,14 @@ def test_every_shipped_config_is_what_its_name_says(path):
     if path.stem.endswith("_fp8"):
         bf16 = load_config(path.with_name(path.name.replace("_fp8", "_bf16"))).to_dict()
         assert {k for k, v in config.to_dict().items() if v != bf16[k]} == {"run", "fp8"}
+    m = config.model
+    if told := re.search(r"20 x ([\d,]+) parameters = .* = ([\d,]+) steps", path.read_text()):
+        assert [int(number.replace(",", "")) for number in told.groups()] == [m.params_total, config.total_steps]
     if path.stem.startswith("gpt"):
-        m = config.model
         assert SIZES[path.stem.split("_")[0]] == (m.n_layer, m.n_embd, m.n_ffn, m.n_head, round(m.params_total / 1e6))
         assert config.accumulation(1) == 8 * config.accumulation(8)
     if config.start_from is None:
-        m, is_h100 = config.model, path.stem.startswith("h100_")    # there 20 tokens per parameter outside the vocabulary
+        is_h100 = path.stem.startswith("h100_")     # there 20 tokens per parameter outside the vocabulary
         assert config.tokens_per_param == (None if is_h100 else 20)
         counted = m.params_total - m.vocab_padded * m.n_embd * is_h100
         assert (config.total_steps - 1) * config.data.tokens_per_step < 20 * counted <= config.total_tokens
@@ -85,6 +87,7 @@ COMPILED = "fp8.recipe=tensorwise fp8.head=true fp8.kernels=true parallel.compil
     ("model.n_layer=2.5", "is not int"), ("model.tied=maybe", "is not bool"), ("optim.beta2=1", "optim.beta2=1.0"),
     ("optim.schedule=wsd optim.warmup_share=0.9", "optim.warmup_share"), ("data.mixture=../x:1", "'../x'"),
     *[(f"data.mixture={text}", "source:") for text in ("web", "web:1,web:2", "web:x")], ("data.mixture=web:-1", "positive"),
+    ("data.mixture=web:1,code:1e-9", "positive weight"),
     ("fp8.recipe=rowise", "did you mean 'rowwise'"), ("checkpoint.at=[1,2", "checkpoint.at"), ("fp8.head=true", "fp8.head"),
     *[(f"fp8.fast_backward=true fp8.recipe={recipe}", "fp8.fast_backward") for recipe in ("off", "mxfp8", "nvfp4")],
     *[(f"fp8.scaling=delayed fp8.recipe={how}", "fp8.scaling") for how in ("off", "tensorwise", "auto fp8.kernels=true")],

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from configs import h100
+from configs import h100_3m_bf16 as h100
 from scaling import learning_rate
 from scaling.learning_rate import Trial, analyse, main, tables
 from tests.scaling_runs import asked, strict, write_run
@@ -76,7 +76,7 @@ def test_other_sizes_get_the_rates_of_the_rule_and_are_held_against_it():
     assert found["base"] == {"N": 1000, "tokens": 20_000, "lr": pytest.approx(0.0061)}
     assert found["rates"] == [{"N": N, rule: pytest.approx(0.0061 * (1000 / N) ** 0.5),
                                growing: pytest.approx(0.0061 * (1000 / N) ** 0.25)} for N in (1000, 1e6, 9e6)]
-    for N in (h100.NONEMBED, 25_402_240):        # configs/h100.py takes its rates from the smallest size's so
+    for N in (h100.NONEMBED, 25_402_240):        # configs/h100_3m_bf16.py takes its rates from the smallest size's so
         assert h100.learning_rate(N) == pytest.approx(h100.LR * (N / h100.NONEMBED) ** learning_rate.RULES[rule], abs=1e-6)
     check, = found["checks"]
     assert check["lr"] == pytest.approx(0.0042) and check["exponent"] == pytest.approx(math.log(0.0042 / 0.0061) / math.log(4))
