@@ -42,7 +42,7 @@ def test_every_shipped_config_is_what_its_name_says(path):
         bf16 = load_config(path.with_name(path.name.replace("_fp8", "_bf16"))).to_dict()
         assert {k for k, v in config.to_dict().items() if v != bf16[k]} == {"run", "fp8"}
     m = config.model
-    if told := re.search(r"20 x ([\d,]+) parameters = .* = ([\d,]+) steps", path.read_text()):
+    if told := re.search(r"20 x ([\d,]+) (?:parameters )?= .* = ([\d,]+) steps", path.read_text()):
         assert [int(number.replace(",", "")) for number in told.groups()] == [m.params_total, config.total_steps]
     if path.stem.startswith("gpt"):
         assert SIZES[path.stem.split("_")[0]] == (m.n_layer, m.n_embd, m.n_ffn, m.n_head, round(m.params_total / 1e6))
