@@ -146,7 +146,7 @@ def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time
     for folder in ("one", "two"):
         (run / "metrics.jsonl").write_bytes(whole[:-30])
         assert figures.main([str(run), f"out={tmp_path}/{folder}"]) == 0
-        assert capsys.readouterr() == (f"wrote {tmp_path}/{folder}/: run.png\n", "")
+        assert capsys.readouterr() == (f"wrote {tmp_path}/{folder}/: run.png, run.svg\n", "")
     assert (tmp_path / "two/run.png").read_bytes() == (tmp_path / "one/run.png").read_bytes()
     assert dict(matplotlib.rcParams) == before
 
@@ -192,7 +192,7 @@ def test_rows_become_arrays_and_the_last_of_a_repeated_step_counts(tmp_path):
     for name, field in itertools.product(dynamics.OPERANDS, dynamics.PROBED):
         want = [[operand(name, i // 4, i % 4, step, 300)[field] for step in (100, 200, 300)] for i in range(12)]
         np.testing.assert_array_equal(probe.linear[name, field][:, :3], want)
-    assert probe.block["swiglu_rms"].tolist() == [[0.5] * 3] * 3
+    assert probe.block["swiglu_rms"][:, :3].tolist() == [[0.5] * 3] * 3
     probe = probe_of(tmp_path, [linear_row(1, 10, 0, 1), linear_row(1, 2, 0, 1), linear_row(1, 0, 0, 1, layer="head")])
     assert probe.layers == ["layers.2.attn.qkv", "layers.10.attn.qkv", "head"]     # by number, the head last
 
@@ -271,7 +271,7 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys,
 @pytest.mark.parametrize(("arguments", "words"), [
     (["{}/nowhere"], "nowhere/metrics.jsonl does not exist"), (["--fp8", "{}/step"], "no row of a probe"),
     (["--fp8", "{}/weight"], "no row of a probe"),
-    (["--fp8", "{}/run"], "probe.jsonl does not exist: expected the folder of a run trained with probe.every"),
+    (["--fp8", "{}/run"], "probe.jsonl does not exist: give the folder of a run, for --fp8 of one trained with probe.every"),
     (["--fp8", "{}/none"], "holds no row"), (["{}/none"], "has no step to draw yet"),
     (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])
 def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):

@@ -42,7 +42,7 @@ def test_what_is_skipped_is_said(tmp_path):
     records, notes = read_runs([tmp_path])
     assert [record.run_id for record in records] == ["good"]
     assert [note.removeprefix(f"skipped {tmp_path}/").split(" (")[0] for note in notes] == [
-        "begun: the run is unfinished", "notes: it is no run"]
+        "begun: no finished run", "notes: no finished run"]
     for path, sentence in (("nowhere", "does not exist"), ("good/summary.json", "is a file"), ("notes", "no finished run in ")):
         with pytest.raises(UserError, match=sentence):
             read_runs([tmp_path / path])
@@ -132,7 +132,7 @@ def test_n_is_what_the_study_beside_the_run_counts_unless_words_override(tmp_pat
     assert (x.convention, y.convention, z.convention) == ("nonembed", "total", "total")
     assert (x.params_nonembed, y.params_total) == (x.N, y.N) and x.params_nonembed != x.params_total
     assert counted_as([y], "nonembed") == [replace(y, convention="nonembed")] and counted_as([y], None) == [y]
-    with pytest.raises(UserError, match="x and y differ in convention .*or count both alike: n=total or n=nonembed"):
+    with pytest.raises(UserError, match="x and y differ in convention .*fit them apart"):
         check_comparable([x, y])
     check_comparable(counted_as([x, y], "total"))
 
