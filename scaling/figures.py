@@ -68,15 +68,12 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     if handles:
         longest = max(len(handle.get_label()) for handle in handles)
         n = max(1, min(n_columns, int(size[0] * 72 / (big - 1) / (0.55 * longest + 4.2))))
-        legend = figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title, alignment="left",
-                               title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2, columnspacing=1.4, handlelength=2.2)
-        for text in (legend.get_title(), *legend.get_texts()):
-            text.set_parse_math(False)          # the name of a run or of an event is data
+        figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title, alignment="left",
+                      title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2, columnspacing=1.4, handlelength=2.2)
         figure.set_figheight(size[1] + big / 50 * (math.ceil(len(handles) / n) - math.ceil(len(handles) / n_columns)))
     else:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1, parse_math=False)
-    figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444",
-                     parse_math=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1)
+    figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444")
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
     for panel in panels.flat:
         panel.grid(True, color="#E4E4E4", linewidth=0.5)

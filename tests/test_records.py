@@ -94,11 +94,9 @@ def test_damaged_files_are_refused(tmp_path, file, content):
 
 
 @pytest.mark.parametrize(("changes", "sentence"), [
-    ({"tokenizer_sha256": "u" * 64}, "differ in tokenizer_sha256 .*fit them apart"),
-    ({"val_sha256": "w" * 64}, "differ in val_sha256 .*fit them apart"),
-    ({"vocab_size": 50257}, "differ in vocab_size .*fit them apart"),
-    ({"vocab_padded": 512}, "differ in vocab_padded .*fit them apart"),
-    ({"sources": {name: {"weight": 1} for name in ("docs", "latex", "python")}}, "differ in weights .*fit them apart"),
+    ({"tokenizer_sha256": "u" * 64}, "differ in tokenizer_sha256 "), ({"val_sha256": "w" * 64}, "differ in val_sha256 "),
+    ({"vocab_size": 50257}, "differ in vocab_size "), ({"vocab_padded": 512}, "differ in vocab_padded "),
+    ({"sources": {name: {"weight": 1} for name in ("docs", "latex", "python")}}, "differ in weights "),
     ({"run_id": "a"}, r"are one point given twice \(same run_id\): leave one out"),
     ({"params": 38_912}, r"are one point given twice \(same recipe, params_total, tokens, seed")])
 def test_what_cannot_be_compared_is_refused_naming_two_runs(tmp_path, changes, sentence):
