@@ -93,12 +93,11 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({name})"
         arms.append(Arm(record, label, read_history(record.folder), read_json(record.folder / "summary.json")))
         notes += [f"{label}: {one}" for one in _oddities(arms[-1])]
-    first = arms[0]
-    for arm in arms[1:]:
+    for arm in arms:
         for key in ("pair_id", "val_sha256", "tokenizer_sha256", "data_sha256"):
-            if (mine := first.summary.get(key)) != (its := arm.summary.get(key)):
-                raise UserError(f"{first.record.folder} and {arm.record.folder} differ in more than the precision ({key} {mine} "
-                                f"against {its}): give the runs of one training, alike in seed, data and settings")
+            if arm.summary.get(key) != arms[0].summary.get(key):
+                raise UserError(f"{arms[0].record.folder} and {arm.record.folder} differ in more than the precision ({key}): "
+                                "give the runs of one training, alike in seed, data and settings")
     return arms, notes
 
 

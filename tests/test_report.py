@@ -168,8 +168,8 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
     (["{runs}"], "metrics.jsonl", None, "metrics.jsonl does not exist"),
     (["{runs}"], "val_losses.npz", None, "val_losses.npz is missing"),
     (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts"),
-    (["{runs}"], None, {"pair_id": "another"}, "a_other differ in more than the precision (pair_id "),
-    (["{runs}"], None, {"data_sha256": "e" * 64}, "a_other differ in more than the precision (data_sha256 ")])
+    (["{runs}"], None, {"pair_id": "another"}, "a_other differ in more than the precision (pair_id): "),
+    (["{runs}"], None, {"data_sha256": "e" * 64}, "a_other differ in more than the precision (data_sha256): ")])
 def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, words, name, content, sentence):
     if isinstance(content, dict):
         write_arm(runs[0].parent / "a_other", "rowwise", **content)
