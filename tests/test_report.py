@@ -141,9 +141,10 @@ def test_time_counts_undone_steps_and_each_start(tmp_path, capsys):
     assert [note.split(":")[1] for note in result["notes"]] == [
         " 2 of 12 steps have no row in metrics.jsonl", " 1 times it went back"]
     assert result["runs"][0]["train_loss"]["n"] == 10
-    rows = [step_row(1, step_s=6.0), step_row(2, step_s=1.0, since_start=1)]
-    _, result = call(capsys, write_arm(tmp_path / "short", rows=rows))
-    assert result["runs"][0]["step_time_s"]["compile"] == 0         # no step tells what one takes without
+    for starts, compiling in ((2, 5), (1, 0)):      # of two steps the second tells what one takes, unless it compiles as well
+        rows = [step_row(1, step_s=6.0), step_row(2, step_s=1.0, since_start=starts)]
+        _, result = call(capsys, write_arm(tmp_path / f"short{starts}", rows=rows))
+        assert result["runs"][0]["step_time_s"] == {"with_compile": 7, "without_compile": 7 - compiling, "compile": compiling}
 
 
 def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
