@@ -21,7 +21,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from runtime.cli import UserError, grid, si
 from runtime.machine import metrics_rows, read_rows
-from scaling.figures import RC, STYLES, counts_axis, render, settle, sheet, steps_axis, write_files
+from scaling.figures import RC, STYLES, counts_axis, settle, sheet, steps_axis, write_with
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#999999"     # Okabe-Ito; BF16 is blue in every figure of this project
 # A shape of its own for each name; any other name gets OTHER.
@@ -52,11 +52,11 @@ def running_mean(values: np.ndarray, times: int = 1) -> np.ndarray:
     return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
 
 
-def _rows(run: Path, name: str, expected: str) -> list:
+def _rows(path: Path) -> list:
     """The rows of a file of a run. Raises UserError where it is missing."""
-    if not (run / name).is_file():
-        raise UserError(f"{run / name} does not exist: expected {expected}")
-    return read_rows(run / name)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist: give the folder of a run, for --fp8 of one trained with probe.every=STEPS")
+    return read_rows(path)
 
 
 # ------------------------------------------------------------------------------------------------------- a run's training
@@ -70,16 +70,14 @@ class History:
     marks: dict[str, list[dict]]            # name -> rows: a verdict that is not OK, an event
 
 
-def draw_run(run: Path, folder: Path) -> None:
-    """Write run.png into `folder`. Raises UserError where the run has no step to draw, or where `folder` cannot be written."""
-    with matplotlib.rc_context(RC):
-        write_files(folder, {"run.png": render(draw(read_history(run), run.resolve().name), "png")})
-    print(f"wrote {folder}/: run.png")
+def draw_run(run: Path, out: str | None) -> str:
+    """Write run.png and .svg into `out`, else run/figures; returns what to print. Raises UserError where the run has no step."""
+    return write_with(Path(out or run / "figures"), "run", draw(read_history(run), run.resolve().name), {})
 
 
 def read_history(run: Path) -> History:
     """What metrics.jsonl tells, the last of a repeated step. Raises UserError where there is no such file or no step in it."""
-    rows, undone, marks = metrics_rows(_rows(run, "metrics.jsonl", "the folder of a run, such as out/demo_s_fp8")), [], {}
+    rows, undone, marks = metrics_rows(_rows(run / "metrics.jsonl")), [], {}
     for is_undone, stretch in itertools.groupby(rows, key=lambda row: row["kind"] in ("undone", "undone_val")):
         if is_undone and (steps := {row["step"]: row for row in stretch if row["kind"] == "undone"}):
             undone.append(_columns(steps))
@@ -106,6 +104,7 @@ def _number(value) -> float:
     return float(value) if isinstance(value, int | float) and abs(value) < 1e30 else math.nan
 
 
+@matplotlib.rc_context(RC)
 def draw(history: History, name: str) -> Figure:
     """The page of one run, called `name`; panels for what the rows hold."""
     keys = [key for key in LABELS if key != "gpu_util_pct" or np.isfinite(history.train[key]).any()]
@@ -133,10 +132,9 @@ def draw(history: History, name: str) -> Figure:
         panel.set_ylabel(LABELS[key])
         for columns in history.undone:
             panel.plot(columns["step"], columns[key], color=GREY, linewidth=0.7, alpha=0.8, zorder=1.5)
-        known = np.isfinite(history.train[key])
-        panel.plot(history.train["step"][known], history.train[key][known], color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
-        x, y = _accepted(history.train, key)
-        panel.plot(x, y if key == "lr" else running_mean(y), "." if len(y) == 1 else "-", color=BLUE, linewidth=1.3, zorder=2.5)
+        panel.plot(*finite(history.train, key), color=BLUE, linewidth=0.5, alpha=0.35, zorder=2)
+        x, y = finite(history.train, key, is_ok=True)
+        panel.plot(x, y if key == "lr" else running_mean(y), color=BLUE, linewidth=1.3, zorder=2.5)
     panels["loss"].plot(history.val["step"], history.val["loss"], color="#000000", **hollow, zorder=3)
     room = max(0.6, 0.01 * np.ptp(steps))
     panels["loss"].set_xlim(min(steps) - room, max(steps) + room)
@@ -148,9 +146,9 @@ def draw(history: History, name: str) -> Figure:
     return settle(figure)
 
 
-def _accepted(columns, key) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of what was finite in the steps that were OK."""
-    known = np.isfinite(columns[key]) & (columns["ok"] > 0)
+def finite(columns: dict, key: str, is_ok: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values where the value is finite; is_ok: and the verdict on the step was OK."""
+    known = np.isfinite(columns[key]) & ((columns["ok"] > 0) | (not is_ok))
     return columns["step"][known], columns[key][known]
 
 
@@ -168,10 +166,10 @@ def _draw_marks(panels, rows, look) -> None:
 
 def _set_limits(panels, history: History) -> None:
     """Limits that one spike does not govern: what lies beyond them is cut, its mark stands at the edge."""
-    loss, norm = (_accepted(history.train, key)[1] for key in ("loss", "grad_norm"))
+    loss, norm = (finite(history.train, key, is_ok=True)[1] for key in ("loss", "grad_norm"))
     if len(loss):
         low, high = np.quantile(loss, (0.002, 0.98))
-        ends = [low, high, running_mean(loss)[0], *_accepted(history.val, "loss")[1]]
+        ends = [low, high, running_mean(loss)[0], *finite(history.val, "loss")[1]]
         room = max(0.06 * np.ptp(ends), 0.01 * abs(high), 1e-6)
         panels["loss"].set_ylim(min(ends) - room, max(ends) + room)
     if len(norm) and np.quantile(norm, 0.002) > 0:
@@ -191,21 +189,19 @@ def _set_limits(panels, history: History) -> None:
 @dataclass(frozen=True)
 class Probe:
     """The rows of one probe file as arrays, NaN where no number was written."""
-
     recipe: str                                 # of the Linears; several joined by "+"
+    steps: np.ndarray
     layers: list[str]                           # in order of depth, the head last
-    steps: np.ndarray                           # (steps,) at which Linears were probed
-    last: int                                   # index of the last step that has every layer; of a cut-off file, too
     linear: dict[tuple[str, str], np.ndarray]   # (operand, field of PROBED) -> (layers, steps)
+    last: int                                   # index of the last step that has every layer; of a cut-off file, too
     blocks: list[int]
-    block_steps: np.ndarray
     block: dict[str, np.ndarray]                # field of OUTLIERS -> (blocks, steps)
 
 
 def read_probe(path: Path) -> Probe:
     """One probe file; of a step that is there twice the last one counts. Raises UserError where it is missing, empty, damaged."""
     linear, block, recipes = {}, {}, set()
-    for row in _rows(path.parent, path.name, "the folder of a run trained with probe.every=STEPS"):
+    for row in _rows(path):
         try:
             if row["kind"] == "block":
                 block[int(row["block"]), int(row["step"])] = [_number(row[key]) for key in OUTLIERS]
@@ -214,26 +210,23 @@ def read_probe(path: Path) -> Probe:
                 linear[row["layer"], int(row["step"])] = [_number(one.get(key)) for one in numbers for key in PROBED]
                 recipes.add(row["recipe"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}: {error}): the file is "
-                            "damaged or from other code; restore it, or leave it out") from None
+            raise UserError(f"{path}: {json.dumps(row)[:80]} is no row of a probe ({type(error).__name__}: {error})") from None
     if not linear and not block:
         raise UserError(f"{path} holds no row: the run was stopped before its first probe; lower probe.every")
-    layers, steps, values = _by_step(linear, lambda layer: (*place(layer), layer), len(OPERANDS) * len(PROBED))
-    blocks, block_steps, outliers = _by_step(block, None, len(OUTLIERS))
-    count = [sum((layer, step) in linear for layer in layers) for step in steps.tolist()]
-    last = max((i for i, n in enumerate(count) if n == max(count)), default=0)
-    return Probe("+".join(sorted(recipes)), layers, steps, last,
-                 dict(zip(itertools.product(OPERANDS, PROBED), values, strict=True)), blocks, block_steps,
-                 dict(zip(OUTLIERS, outliers, strict=True)))
+    layers = sorted({layer for layer, _ in linear}, key=lambda layer: (*place(layer), layer))
+    blocks, steps = sorted({one for one, _ in block}), sorted({step for _, step in linear | block})
+    count = [sum((layer, step) in linear for layer in layers) for step in steps]
+    return Probe("+".join(sorted(recipes)), np.array(steps), layers,
+                 _by_step(linear, layers, steps, [*itertools.product(OPERANDS, PROBED)]),
+                 max(i for i, n in enumerate(count) if n == max(count)), blocks, _by_step(block, blocks, steps, OUTLIERS))
 
 
-def _by_step(rows: dict, order, n: int) -> tuple[list, np.ndarray, np.ndarray]:
-    """{(key, step): n numbers} as keys in order, steps, and n arrays of shape (keys, steps)."""
-    keys, steps = sorted({key for key, _ in rows}, key=order), sorted({step for _, step in rows})
-    values = np.full((n, len(keys), len(steps)), math.nan)
+def _by_step(rows: dict, keys: list, steps: list[int], names) -> dict:
+    """{(key, step): a number for each of names} as name -> array of shape (keys, steps)."""
+    values = np.full((len(names), len(keys), len(steps)), math.nan)
     for (key, step), numbers in rows.items():
         values[:, keys.index(key), steps.index(step)] = numbers
-    return keys, np.array(steps), values
+    return dict(zip(names, values, strict=True))
 
 
 def place(layer: str) -> tuple[float, int, str]:
@@ -265,20 +258,19 @@ def quantiles(values: np.ndarray, *percents: float) -> np.ndarray:
         return np.nanpercentile(values, percents, axis=0)
 
 
-def draw_fp8(run: Path, folder: Path) -> None:
-    """Write the figures of a run's probes into `folder`, print the table and what was left out.
-    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError: no probe rows, damaged ones, no such `folder`."""
+@matplotlib.rc_context(RC)
+def draw_fp8(run: Path, out: str | None) -> str:
+    """Write the figures of a run's probes into `out`, else run/figures; returns the worst losses and what was written.
+    Inference probes are read from run/eval/probe_*.jsonl. Raises UserError where there are no probe rows, or damaged ones."""
     probe, figures, name = read_probe(run / "probe.jsonl"), {}, run.resolve().name
-    with matplotlib.rc_context(RC):
-        if probe.layers:
-            inference = {path.stem.removeprefix("probe_"): read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))}
-            figures = {"fp8_scales": draw_scales(probe, inference, name), "fp8_underflow": draw_underflow(probe, name)}
-        if probe.blocks:
-            figures["fp8_outliers"] = draw_outliers(probe, name)
-        files = {f"{name}.{form}": render(figure, form) for name, figure in figures.items() for form in ("png", "svg")}
-    write_files(folder, files)
-    print(table(probe) if probe.layers else f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn",
-          f"wrote {folder}/: {', '.join(files)}", sep="\n\n")
+    told = [f"{run} has probed no FP8 Linear (a BF16 run?): only fp8_outliers is drawn"]
+    if probe.layers:
+        inference = {path.stem.removeprefix("probe_"): read_probe(path) for path in sorted(run.glob("eval/probe_*.jsonl"))}
+        figures = {"fp8_scales": draw_scales(probe, inference, name), "fp8_underflow": draw_underflow(probe, name)}
+        told = [table(probe)]
+    if probe.blocks:
+        figures["fp8_outliers"] = draw_outliers(probe, name)
+    return "\n".join([*told, "", *(write_with(Path(out or run / "figures"), *figure, {}) for figure in figures.items())])
 
 
 def draw_scales(probe: Probe, inference: dict[str, Probe], name: str) -> Figure:
@@ -357,14 +349,14 @@ def draw_underflow(probe: Probe, name: str) -> Figure:
 
 def draw_outliers(probe: Probe, name: str) -> Figure:
     """Largest attention logit and SwiGLU outliers over training, a line for each block."""
-    title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.block_steps)} probed steps)"
+    title = f"Outliers in {name} (n = {len(probe.blocks)} blocks, {len(probe.steps)} probed steps)"
     figure, panels = sheet((7.4, 3.1), 1, 2, title, "A line per block. SwiGLU: the product that enters mlp.down.")
     ratio = probe.block["swiglu_amax"] / np.where(probe.block["swiglu_rms"] > 0, probe.block["swiglu_rms"], math.nan)
     norm = Normalize(0, (max(probe.blocks) + 1) / 0.82)
     for panel, values, label in zip(panels[0], (probe.block["attention_logit_max"], ratio), (
             "largest attention logit", "largest / rms of SwiGLU product"), strict=True):
         for line, block in zip(values, probe.blocks, strict=True):
-            panel.plot(probe.block_steps, line, ".-", color=matplotlib.colormaps["viridis"](norm(block)), linewidth=0.9,
+            panel.plot(probe.steps, line, ".-", color=matplotlib.colormaps["viridis"](norm(block)), linewidth=0.9,
                        markersize=2)
         smallest, largest = np.fmin.reduce(values, axis=None), np.fmax.reduce(values, axis=None)
         if smallest > 0 and largest > 20 * smallest:

@@ -68,15 +68,12 @@ def sheet(size, rows: int, columns: int, title: str, caption: str, handles=(), n
     if handles:
         longest = max(len(handle.get_label()) for handle in handles)
         n = max(1, min(n_columns, int(size[0] * 72 / (big - 1) / (0.55 * longest + 4.2))))
-        legend = figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title, alignment="left",
-                               title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2, columnspacing=1.4, handlelength=2.2)
-        for text in (legend.get_title(), *legend.get_texts()):
-            text.set_parse_math(False)          # the name of a run or of an event is data
+        figure.legend(handles=handles, loc="outside upper left", ncols=n, frameon=False, title=title, alignment="left",
+                      title_fontsize=big + 1, fontsize=big - 1, borderaxespad=0.2, columnspacing=1.4, handlelength=2.2)
         figure.set_figheight(size[1] + big / 50 * (math.ceil(len(handles) / n) - math.ceil(len(handles) / n_columns)))
     else:
-        figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1, parse_math=False)
-    figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444",
-                     parse_math=False)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=big + 1)
+    figure.supxlabel(textwrap.fill(caption, int(size[0] * 164 / big)), x=0.01, ha="left", fontsize=big - 2, color="#444444")
     panels = figure.subplots(rows, columns, squeeze=False, **shared)
     for panel in panels.flat:
         panel.grid(True, color="#E4E4E4", linewidth=0.5)
@@ -148,31 +145,31 @@ def as_json(content: dict) -> str:
 
 # ------------------------------------------------------------------------------------------------------ the page of three panels
 
+@matplotlib.rc_context(LARGE)
 def draw(groups, pairs, loss_key: str) -> Figure:
     """The figure of fit.Groups: losses with their laws over C, D and N, then the pairs' gaps where there are any."""
     groups, others = drawn(groups)
     pairs = [pair for pair in pairs if pair.fp8.recipe in [group.recipe for group in groups]]
     axes = [axis for axis in AXES if all(axis in group.x for group in groups)]
     rows = [3.0, 1.0] if pairs else [3.2]
-    with matplotlib.rc_context(LARGE):
-        handles = _legend(groups)
-        size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
-        figure, panels = sheet(size, len(rows), len(axes), _title(groups, loss_key), _caption(groups, pairs, others), handles, 3,
-                               sharex="col", sharey="row", height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
-        for axis, column in zip(axes, panels.T, strict=True):
-            _draw_losses(column[0], groups, axis)
-            if pairs:
-                _draw_gaps(column[1], groups, axis, pairs, loss_key)
-            column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
-        first = panels[0, 0]
-        first.set_ylim(_loss_limits(groups))
-        first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
-        first.yaxis.set_major_formatter("{x:g}")
-        first.yaxis.set_minor_locator(NullLocator())
-        for panel, label in zip(panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False):
-            panel.set_ylabel(label)
-        figure.align_ylabels()
-        return settle(figure)
+    handles = _legend(groups)
+    size = (6.6, sum(rows) + 1.55 + 0.19 * math.ceil(len(handles) / 3))
+    figure, panels = sheet(size, len(rows), len(axes), _title(groups, loss_key), _caption(groups, pairs, others), handles, 3,
+                           sharex="col", sharey="row", height_ratios=rows, width_ratios=[1.25, 1, 1][:len(axes)])
+    for axis, column in zip(axes, panels.T, strict=True):
+        _draw_losses(column[0], groups, axis)
+        if pairs:
+            _draw_gaps(column[1], groups, axis, pairs, loss_key)
+        column[-1].set_xlabel(KIND[groups[0].convention].replace(" ", "\n") * (axis == "N") + AXES[axis])
+    first = panels[0, 0]
+    first.set_ylim(_loss_limits(groups))
+    first.yaxis.set_major_locator(MaxNLocator(7, steps=(1, 2, 2.5, 5, 10)))
+    first.yaxis.set_major_formatter("{x:g}")
+    first.yaxis.set_minor_locator(NullLocator())
+    for panel, label in zip(panels[:, 0], ("validation loss\n[nats/token]", "gap to\nBF16 [%]"), strict=False):
+        panel.set_ylabel(label)
+    figure.align_ylabels()
+    return settle(figure)
 
 
 def _draw_losses(panel, groups, axis: str) -> None:
@@ -219,11 +216,9 @@ def _draw_held(panel, held, x, style, size) -> None:
     if said is not None:
         panel.errorbar(x, said.loss, yerr=[[said.loss - said.low], [said.high - said.loss]], color=colour, marker="_",
                        markersize=1.5 * size, capsize=0.35 * size, zorder=4)
-    if held.loss is not None or said is not None:
-        is_there = held.loss is not None
-        panel.plot(x, held.loss if is_there else said.loss, marker="*", linestyle="none", markersize=size, zorder=6, color=colour,
-                   markerfacecolor=colour if is_there else "white", markeredgecolor="white" if is_there else colour,
-                   markeredgewidth=0.4 if is_there else 1)
+    y, face, edge, width = (said.loss, "white", colour, 1) if held.loss is None else (held.loss, colour, "white", 0.4)
+    panel.plot(x, y, marker="*", linestyle="none", markersize=size, zorder=6, color=colour, markerfacecolor=face,
+               markeredgecolor=edge, markeredgewidth=width)
 
 
 def _draw_gaps(panel, groups, axis: str, pairs, loss_key: str) -> None:
@@ -421,13 +416,9 @@ class Options:
 
 
 def main(arguments: list[str]) -> int:
-    """Draw one run's figures; the exit code."""
     from scaling import dynamics  # here, because it imports this module
-
-    def work(options: Options) -> None:
-        draw_run = dynamics.draw_fp8 if options.fp8 else dynamics.draw_run
-        draw_run(Path(options.run), Path(options.out or Path(options.run) / "figures"))
-    return command(__doc__, Options, arguments, work)
+    return command(__doc__, Options, arguments, lambda options: (
+        dynamics.draw_fp8 if options.fp8 else dynamics.draw_run)(Path(options.run), options.out))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 
 from runtime.cli import UserError, command, grid, run_command, si
 from scaling.figures import RC, STYLES, as_json, counts_axis, sheet, write_with
+from scaling.pairs import grouped
 from scaling.records import LAW_FOLDER, read_json, read_runs, read_study, without_repeats
 
 RULES = {"fixed batch (the rule)": -0.5, "growing batch (DeepSeek LLM)": -0.25}
@@ -74,19 +75,18 @@ class Trial:
 
 
 def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
-    """The sweep's runs, plus a line for each left out. A run of study.json without a summary.json is
-    unfinished, or diverged where it left a diagnosis.json. Raises UserError: no finished run, a damaged file, runs that
-    differ in more than the rate, the seed and the size."""
+    """The sweep's runs, plus a line for each left out. A run of study.json without a summary.json is unfinished, or diverged
+    where it left a diagnosis.json. Raises UserError where runs differ in more than the rate, the seed and the size."""
     records, notes = read_runs([folder])
     records, repeats = without_repeats(records)
-    trials, first = [], None
+    trials, first = [], {}
     for record in records:
         summary = read_json(record.folder / "summary.json")
         mine = {key: summary.get(key) for key in SAME} | {"recipe": record.recipe, "weights of the sources": record.weights}
-        first = first or mine
-        if unlike := [f"{key} ({first[key]}, {mine[key]})" for key in mine if mine[key] != first[key]]:
-            raise UserError(f"{records[0].run_id} and {record.run_id} differ in {unlike[0]}: the runs of a sweep may differ in "
-                            "learning rate, seed and size alone; leave one out")
+        for key, value in mine.items():
+            if first.setdefault(key, value) != value:
+                raise UserError(f"{records[0].run_id} and {record.run_id} differ in {key} ({first[key]}, {value}): the runs of a "
+                                "sweep may differ in learning rate, seed and size alone; leave one out")
         trials.append(Trial(record.folder.name, record.params_nonembed, record.tokens, summary["lr_peak"], record.seed,
                             record.status, record.loss_bf16 if record.status == "ok" else None))
     finished = {trial.run for trial in trials}
@@ -103,10 +103,7 @@ def read_trials(folder: Path) -> tuple[list[Trial], list[str]]:
 
 def analyse(trials: list[Trial], sizes=()) -> dict:
     """What learning_rate.json holds: each size's sweep, the base of the rule, rates for `sizes` (non-embedding parameters)."""
-    groups = {}
-    for trial in sorted(trials, key=lambda trial: (trial.N, trial.tokens, trial.lr, trial.seed)):
-        groups.setdefault((trial.N, trial.tokens), []).append(trial)
-    sweeps = [judge(group) for group in groups.values()]
+    sweeps = [judge(some) for _, some in grouped(trials, lambda trial: (trial.N, trial.tokens))]
     # Of each size the longest runs count: the rate of a trunk serves all of its branches.
     longest = {sweep["N"]: sweep for sweep in sweeps}
     smallest, *larger = [sweep for _, sweep in sorted(longest.items())]
@@ -128,9 +125,7 @@ def analyse(trials: list[Trial], sizes=()) -> dict:
 
 def judge(trials: list[Trial]) -> dict:
     """One size's sweep: a row for each rate, the optimum, or in its place the sentence that says what is missing."""
-    of = {}
-    for trial in trials:        # in rising order of the rate
-        of.setdefault(trial.lr, []).append(trial)
+    of = dict(grouped(sorted(trials, key=lambda trial: trial.seed), lambda trial: trial.lr))       # in rising order of the rate
     losses = {lr: {trial.seed: trial.loss for trial in tried if trial.status == "ok"} for lr, tried in of.items()
               if all(trial.status in ("ok", "unfinished") for trial in tried)}      # a rate at which one seed diverged is out
     sound = [lr for lr in losses if losses[lr]]
@@ -186,24 +181,24 @@ def tables(found: dict) -> str:
     return "\n\n".join(blocks)
 
 
+@matplotlib.rc_context(RC)
 def draw(found: dict, name: str) -> Figure:
     """Loss against the peak rate for each size."""
     runs = sum(len(row["runs"]) for sweep in found["sweeps"] for row in sweep["rows"])
-    with matplotlib.rc_context(RC):
-        figure, ((panel,),) = sheet((7.4, 3.4), 1, 1, f"Peak learning rate, {name} (n = {runs} runs)",
-                                    "Band: within 0.1 % of the optimum. Cross: diverged or unfinished.")
-        panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss above the lowest [%]")
-        for sweep, style in zip(found["sweeps"], itertools.cycle(STYLES), strict=False):
-            rates, percents = zip(*((row["lr"], row["percent"]) for row in sweep["rows"]), strict=True)
-            panel.plot(rates, np.array(percents, dtype=float), color=style["color"], marker=style["marker"],
-                       label=f"N = {si(sweep['N'])}, {si(sweep['tokens'])} tokens")
-            lost = [row["lr"] for row in sweep["rows"] if not row["loss"]]
-            panel.plot(lost, [0.95] * len(lost), "x", color=style["color"], transform=panel.get_xaxis_transform())
-            if sweep["optimum"]:
-                panel.axvspan(*sweep["optimum"]["flat"], color=style["color"], alpha=0.12, linewidth=0)
-        panel.set_ylim(-0.1, min(TOP, panel.get_ylim()[1]))
-        counts_axis(panel.xaxis)
-        panel.legend(frameon=False)
+    figure, ((panel,),) = sheet((7.4, 3.4), 1, 1, f"Peak learning rate, {name} (n = {runs} runs)",
+                                "Band: within 0.1 % of the optimum. Cross: diverged or unfinished.")
+    panel.set(xscale="log", xlabel="peak learning rate", ylabel="loss above the lowest [%]")
+    for sweep, style in zip(found["sweeps"], itertools.cycle(STYLES), strict=False):
+        rates, percents = zip(*((row["lr"], row["percent"]) for row in sweep["rows"]), strict=True)
+        panel.plot(rates, np.array(percents, dtype=float), color=style["color"], marker=style["marker"],
+                   label=f"N = {si(sweep['N'])}, {si(sweep['tokens'])} tokens")
+        lost = [row["lr"] for row in sweep["rows"] if not row["loss"]]
+        panel.plot(lost, [0.95] * len(lost), "x", color=style["color"], transform=panel.get_xaxis_transform())
+        if sweep["optimum"]:
+            panel.axvspan(*sweep["optimum"]["flat"], color=style["color"], alpha=0.12, linewidth=0)
+    panel.set_ylim(-0.1, min(TOP, panel.get_ylim()[1]))
+    counts_axis(panel.xaxis)
+    panel.legend(frameon=False)
     return figure
 
 

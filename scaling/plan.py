@@ -65,14 +65,13 @@ def plan(options: Options) -> list[str]:
     try:
         (law, law_note, done), (gap, gap_note) = read_law(options.law), read_gap(options, sizes)
     except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"law={options.law}, or the precision.json beside it, lacks what is needed of BF16 runs "
-                        f"({type(error).__name__}: {error}): make it anew with scaling/fit.py or scaling/precision.py") from None
+        raise UserError(f"law={options.law}, or the precision.json beside it, lacks {error}: make it anew") from None
     flops = options.gpus * peak_flops(options.gpu)[0] * options.hours * 3600      # the budget, at the BF16 peak
-    best, optima = [], [["", "N*", "D*", "D/N", "predicted loss"]]
+    best, optima = {}, [["", "N*", "D*", "D/N", "predicted loss"]]
     for name, arm_gap in (("BF16", 0), ("FP8", gap)):
         N, D = optimum(law, sizes, flops, name == "FP8")
-        best.append(law.loss(N, D))
-        optima.append([name, si(N), si(D), f"{D / N:.1f}", f"{best[-1] * (1 + arm_gap):.4f}"])
+        best[name] = law.loss(N, D)
+        optima.append([name, si(N), si(D), f"{D / N:.1f}", f"{best[name] * (1 + arm_gap):.4f}"])
     rows = [["", "N", "D", "D/N", "BF16 loss", "D/N in FP8", "FP8 loss", "speed-up", "break-even gap [%]"]]
     for size in sizes:
         N, D, most = size.N, *(float(tokens(size.N, [size], flops, in_fp8)) for in_fp8 in (False, True))
@@ -81,7 +80,7 @@ def plan(options: Options) -> list[str]:
                      f"{100 * (law.loss(N, D) / law.loss(N, most) - 1):.2f}"])
     return [f"{options.gpus} x {options.gpu} for {options.hours:g} h: {flops:.3g} FLOPs at the BF16 peak", "",
             "law: " + law_note, *notes, gap_note, "", "compute-optimal for the budget", grid(optima),
-            f"FP8 equals BF16 at a gap of {100 * (best[0] / best[1] - 1):.2f} %, each at its own best size", "",
+            f"FP8 equals BF16 at a gap of {100 * (best['BF16'] / best['FP8'] - 1):.2f} %, each at its own best size", "",
             "the repository's sizes for the whole budget", grid(rows), "", *advice(law, done, sizes, options)]
 
 
@@ -100,8 +99,8 @@ class Size:
 def read_sizes(options: Options) -> tuple[list[Size], list[str]]:
     """The repository's sizes with exact counts; MFU and FP8's speed-up as measured on that GPU, else assumed and bounded."""
     found, (bf16_peak, fp8_peak) = {}, peak_flops(options.gpu)
-    paths = sorted((ROOT / "configs").glob("gpt*_bf16.py"))
-    configs = {path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe)) for path in paths}
+    configs = {path.stem.removesuffix("_bf16"): load_config(path, fp8_overrides(options.recipe))
+               for path in sorted((ROOT / "configs").glob("gpt*_bf16.py"))}
     every = [config.model.params_total for config in configs.values()]
     for record in without_repeats(usable(read_runs([options.runs])[0])[0])[0] if options.runs else []:
         is_there = peak_flops(record.device) == (bf16_peak, fp8_peak) and options.gpu.lower() in record.device.lower()
@@ -137,13 +136,13 @@ def _near(values: dict[int, float], N: float) -> float:
 def tokens(N, sizes, flops: float, in_fp8: bool):
     """Training tokens of an N-parameter model for `flops` at the BF16 peak; between the sizes by interpolation in ln N, beyond
     them with attention's share of a token's FLOPs falling as N^-1/3, as it does when depth grows with width."""
-    N, at = np.asarray(N, dtype=float), np.log([size.N for size in sizes])
+    N = np.asarray(N, dtype=float)
 
     def along(values):
-        return np.exp(np.interp(np.log(N), at, np.log(values)))
+        return np.exp(np.interp(np.log(N), np.log([size.N for size in sizes]), np.log(values)))
 
-    within = np.clip(N, sizes[0].N, sizes[-1].N)
-    per_token = N * (6 + (along([size.flops_per_token / size.N for size in sizes]) - 6) * (N / within) ** (-1 / 3))
+    beyond = N / np.clip(N, sizes[0].N, sizes[-1].N)
+    per_token = N * (6 + (along([size.flops_per_token / size.N for size in sizes]) - 6) * beyond ** (-1 / 3))
     speed = along([size.speedup for size in sizes]) if in_fp8 else 1.0
     return flops * along([size.mfu for size in sizes]) * speed / per_token
 

@@ -75,22 +75,18 @@ def read_runs(paths) -> tuple[list[Record], list[str]]:
             continue
         if not path.is_dir():
             raise UserError(f"{path} does not exist or is a file: give a run's folder such as out/<run>, or one that holds such")
-        for folder in [path] if _is_run(path) else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != "."):
+        is_run = (path / "config.json").exists() or (path / "summary.json").exists()
+        for folder in [path] if is_run else sorted(one for one in path.iterdir() if one.is_dir() and one.name[0] != "."):
             folders.setdefault(folder.resolve(), folder)
     for folder in folders.values():
         if (folder / "summary.json").exists():
             records.append(read_record(folder))
         elif folder.name != LAW_FOLDER:
-            notes.append(f"skipped {folder}: " + ("the run is unfinished (it has no summary.json)" if _is_run(folder) else
-                                                  "it is no run (neither summary.json nor config.json in it)"))
+            notes.append(f"skipped {folder}: no finished run (it has no summary.json)")
     if not records:
         raise UserError("\n".join([f"no finished run in {', '.join(map(str, paths))}: expected folders with a summary.json",
                                    *notes]))
     return records, notes
-
-
-def _is_run(folder: Path) -> bool:
-    return (folder / "config.json").exists() or (folder / "summary.json").exists()
 
 
 COMPUTED = ("folder", "summary_sha256", "recipe", "is_compiled", "weights", "trunk", "decays_from", "convention")
@@ -130,7 +126,7 @@ def read_record(folder) -> Record:
 
 
 def _root(folder: Path, run: str | None) -> str | None:
-    """The run that the line of branches which `run` stands in began with, as far as their summaries lie in `folder`."""
+    """The run at the start of the line of branches that `run` stands in, as far as their summaries lie in `folder`."""
     line = set()        # a run may have branched off another folder's run of its own name
     while run and run not in line and (path := folder / run / "summary.json").exists() and (
             parent := read_json(path).get("parent_run")):
@@ -158,9 +154,8 @@ def without_repeats(records) -> tuple[list[Record], list[str]]:
 
 
 def _without(records, reason_of) -> tuple[list[Record], list[str]]:
-    reasons = [(one, reason_of(one)) for one in records]
-    return ([one for one, reason in reasons if not reason],
-            [f"left out {one.run_id}: {reason}" for one, reason in reasons if reason])
+    return ([one for one in records if not reason_of(one)],
+            [f"left out {one.run_id}: {reason}" for one in records if (reason := reason_of(one))])
 
 
 def counted_as(records, convention: str | None) -> list[Record]:
@@ -181,8 +176,7 @@ def check_comparable(records) -> None:
         for key, mine in kind(records[0]).items():
             if mine != (its := kind(other)[key]):
                 raise UserError(f"{records[0].run_id} and {other.run_id} differ in {key} ({mine} against {its}): their losses "
-                                "cannot enter one fit; fit them apart" + (
-                                    ", or count both alike: n=total or n=nonembed" * (key == "convention")))
+                                "cannot enter one fit; fit them apart")
     for keys in (("run_id",), ("recipe", "params_total", "tokens", "seed", "repeat")):
         seen = {}
         for record in records:

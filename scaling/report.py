@@ -26,7 +26,7 @@ from matplotlib.lines import Line2D
 
 from runtime.cli import UserError, command, run_command, si
 from scaling import learning_rate, precision
-from scaling.dynamics import History, read_history, running_mean, window_of
+from scaling.dynamics import History, finite, read_history, running_mean, window_of
 from scaling.figures import EVALUATED, RC, STYLES, as_json, settle, sheet, steps_axis, styles, write_files, write_with
 from scaling.pairs import Pair, pairs
 from scaling.precision import table
@@ -72,12 +72,13 @@ class Arm:
 def report_training(paths, out: str | None) -> str:
     """Write the report on runs of one training; returns what the console shows."""
     arms, notes = read_arms(paths)
-    folder, result, figure = Path(out or arms[0].record.folder.parent / LAW_FOLDER), analyse(arms), draw_losses(arms)
-    text = "\n\n".join([f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}", tables(result),
+    found = {pair.fp8.folder: pair for pair in pairs([arm.record for arm in arms])[0]}
+    rows = [_row(arm, found.get(arm.record.folder)) for arm in arms]
+    text = "\n\n".join([f"# {len(arms)} runs of one training: {', '.join(arm.label for arm in arms)}", tables(rows),
                         *["\n".join(f"- {note}" for note in notes)] * bool(notes)])
-    return f"{text}\n\n" + write_with(folder, "report_loss", figure, {
-        "report.md": f"{text}\n\n![loss](report_loss.png)\n",
-        "report.json": as_json({"format_version": 1, **result, "notes": notes})})
+    return f"{text}\n\n" + write_with(Path(out or arms[0].record.folder.parent / LAW_FOLDER), "report_loss", draw_losses(arms), {
+        "report.md": f"{text}\n\n![loss](report_loss.png)\n", "report.json": as_json({
+            "format_version": 1, "pair_id": arms[0].record.pair_id, "runs": rows, "notes": notes})})
 
 
 def read_arms(paths) -> tuple[list[Arm], list[str]]:
@@ -92,12 +93,11 @@ def read_arms(paths) -> tuple[list[Arm], list[str]]:
         label = record.recipe if recipes.count(record.recipe) == 1 else f"{record.recipe} ({name})"
         arms.append(Arm(record, label, read_history(record.folder), read_json(record.folder / "summary.json")))
         notes += [f"{label}: {one}" for one in _oddities(arms[-1])]
-    first = arms[0]
-    for arm in arms[1:]:
+    for arm in arms:
         for key in ("pair_id", "val_sha256", "tokenizer_sha256", "data_sha256"):
-            if (mine := first.summary.get(key)) != (its := arm.summary.get(key)):
-                raise UserError(f"{first.record.folder} and {arm.record.folder} differ in more than the precision ({key} {mine} "
-                                f"against {its}): give the runs of one training, alike in seed, data and settings")
+            if arm.summary.get(key) != arms[0].summary.get(key):
+                raise UserError(f"{arms[0].record.folder} and {arm.record.folder} differ in more than the precision ({key}): "
+                                "give the runs of one training, alike in seed, data and settings")
     return arms, notes
 
 
@@ -113,28 +113,20 @@ def _oddities(arm: Arm) -> list[str]:
     return [f"{n} {what}" for n, what in told if n] + [f"its status is {arm.record.status!r}"] * (arm.record.status != "ok")
 
 
-def step_times(history: History) -> dict | None:
-    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference; None where no row
-    tells any. The first step after a start (since_start 1) compiles: what it took beyond the median of the others."""
+# ------------------------------------------------------------------------------------------ one training: its numbers
+
+def step_times(history: History) -> dict:
+    """Seconds of all steps as they passed, undone ones too, without what compilation added, the difference. The first step
+    after a start (since_start 1) compiles: what it took beyond the median of the others."""
     seconds, is_first = history.train["step_s"], history.train["since_start"] == 1
-    is_told = np.isfinite(seconds)
-    if not is_told.any():
-        return None
-    usual = float(np.median(seconds[~is_first & is_told] if (~is_first & is_told).any() else seconds[is_told]))
+    usual = math.inf if is_first.all() else float(np.nanmedian(seconds[~is_first]))
     whole = float(np.nansum(seconds) + sum(np.nansum(lost["step_s"]) for lost in history.undone))
     compiling = float(np.nansum(np.maximum(seconds[is_first] - usual, 0)))
     return {"with_compile": whole, "without_compile": whole - compiling, "compile": compiling}
 
 
-# ------------------------------------------------------------------------------------------ one training: its numbers
-
-def analyse(arms: list[Arm]) -> dict:
-    """What report.json holds but notes: a row per arm. Losses in nats per token, times in seconds, gaps against BF16."""
-    found = {pair.fp8.folder: pair for pair in pairs([arm.record for arm in arms])[0]}
-    return {"pair_id": arms[0].record.pair_id, "runs": [_row(arm, found.get(arm.record.folder)) for arm in arms]}
-
-
 def _row(arm: Arm, pair: Pair | None) -> dict:
+    """One run in report.json: losses in nats per token, times in seconds, the gap against BF16."""
     train, record = arm.history.train, arm.record
     gaps = pair and {name: asdict(gap) | {"se_percent": gap.se and 100 * gap.se / getattr(pair.bf16, f"loss_{name}")}
                      for name, gap in (("as_trained", pair.as_trained), ("bf16", pair.in_bf16))}
@@ -162,12 +154,12 @@ def spread(values) -> dict | None:
             "sd": float(values.std(ddof=1)) if len(values) > 1 else None, "n": len(values)}
 
 
-def tables(result: dict) -> str:
-    """Markdown: training loss, validation loss, then what they cost; each with what its columns mean below it."""
+def tables(rows: list[dict]) -> str:
+    """Markdown of report.json's runs: training loss, validation loss, what they cost; each with what its columns mean below."""
     training, validation, costs = [], [], []
-    for row in result["runs"]:
-        train, val, times, memory, busy = (row[key] or {} for key in (
-            "train_loss", "val_loss", "step_time_s", "memory_percent", "utilisation_percent"))
+    for row in rows:
+        times, (train, val, memory, busy) = row["step_time_s"], (row[key] or {} for key in (
+            "train_loss", "val_loss", "memory_percent", "utilisation_percent"))
         gaps = {arm: f"{gap['percent']:+.3f}" + f" ± {_fixed(gap['se_percent'], 3)}" * bool(gap["se"])
                 for arm, gap in (row["gap"] or {}).items()}
         training.append({"recipe": row["label"], **{key: _fixed(train.get(key), 4) for key in LOSS}, "steps": train.get("n", 0)})
@@ -175,9 +167,9 @@ def tables(result: dict) -> str:
                            "validations": val.get("n", 0), "gap as trained [%]": gaps.get("as_trained"),
                            "gap in BF16 [%]": gaps.get("bf16")})
         costs.append({"recipe": row["label"], "speed against BF16": _fixed(row["speed_against_bf16"], 3),
-                      "tokens/s": _fixed(row["tok_per_s_median"], 0), "steps [s]": _fixed(times.get("with_compile"), 2),
-                      "without compilation [s]": _fixed(times.get("without_compile"), 2),
-                      "compilation [s]": _fixed(times.get("compile"), 2), "whole run [s]": _fixed(row["wall_s"], 2),
+                      "tokens/s": _fixed(row["tok_per_s_median"], 0), "steps [s]": _fixed(times["with_compile"], 2),
+                      "without compilation [s]": _fixed(times["without_compile"], 2),
+                      "compilation [s]": _fixed(times["compile"], 2), "whole run [s]": _fixed(row["wall_s"], 2),
                       "memory allocated, mean [%]": _fixed(memory.get("mean"), 1),
                       "memory, peak [GiB]": _fixed(row["mem_peak_gib"], 2),
                       "GPU utilisation, mean [%]": _fixed(busy.get("mean"), 1)})
@@ -189,7 +181,7 @@ def tables(result: dict) -> str:
         "Speed and tokens/s: of the median step; none against BF16 on another machine or compiled otherwise. Compilation: what "
         "the first step after each start took beyond the median step. Whole run: start and validations as well. Memory and "
         "utilisation: the first rank's GPU, mean over the steps after the first; peak: PyTorch's own."
-        + CPU * any(row["device"].startswith("cpu") for row in result["runs"])])
+        + CPU * any(row["device"].startswith("cpu") for row in rows)])
 
 
 def _fixed(value: float | None, digits: int) -> str | None:
@@ -198,9 +190,10 @@ def _fixed(value: float | None, digits: int) -> str | None:
 
 # ------------------------------------------------------------------------------------------- one training: its figure
 
+@matplotlib.rc_context(RC)
 def draw_losses(arms: list[Arm]) -> Figure:
     """Training loss, validation loss, and the difference to the BF16 arm where there is one, over steps."""
-    train, val = ({arm.label: _finite(getattr(arm.history, key)) for arm in arms} for key in ("train", "val"))
+    train, val = ({arm.label: finite(getattr(arm.history, key), "loss") for arm in arms} for key in ("train", "val"))
     panels = {"training loss\n[nats/token]": {label: (x, running_mean(y)) for label, (x, y) in train.items()},
               "validation loss\n[nats/token]": val}
     first, window = arms[0], window_of(arms[0].history.train["step"])
@@ -217,28 +210,22 @@ def draw_losses(arms: list[Arm]) -> Figure:
     looks = {arm.label: {"color": style["color"], "marker": style["marker"], "linewidth": 2.2 if style is STYLES[0] else 1.2,
                          "markersize": 3.6} for arm, style in zip(arms, styles(names)[not has_base:], strict=True)}
     title = f"Loss: {si(first.record.params_total)} parameters, {si(first.record.tokens)} tokens (n = 1 run each)"
-    with matplotlib.rc_context(RC):
-        figure, axes = sheet((7.4, 1.1 + 1.8 * len(panels)), len(panels), 1, title, caption,
-                             [Line2D([], [], label=label, **look) for label, look in looks.items()], sharex=True)
-        for panel, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
-            ends = []                       # of each line but its first tenth: the first steps govern no axis
-            for offset, (label, (x, y)) in enumerate(lines.items()):
-                every = max(1, len(x) // 9)     # markers at places of their own, so that lines on each other stay told apart
-                panel.plot(x, y, **looks[label], markevery=((offset * every) // 5 % every, every))
-                ends += [np.quantile(y[len(y) // 10:], (0.01, 0.99))] if len(y) else []
-            if ends:
-                low, high = np.min(ends), np.max(ends)
-                if not name.endswith("[%]"):        # nor does one run that diverged
-                    high = min(high, 1.5 * min(end[1] for end in ends))
-                panel.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.1 * (high - low) + 1e-6)
-            panel.set_ylabel(name)
-        steps_axis(axes[-1, 0])
-        return settle(figure)
-
-
-def _finite(columns: dict) -> tuple[np.ndarray, np.ndarray]:
-    known = np.isfinite(columns["loss"])
-    return columns["step"][known], columns["loss"][known]
+    figure, axes = sheet((7.4, 1.1 + 1.8 * len(panels)), len(panels), 1, title, caption,
+                         [Line2D([], [], label=label, **look) for label, look in looks.items()], sharex=True)
+    for panel, (name, lines) in zip(axes[:, 0], panels.items(), strict=True):
+        ends = []                       # of each line but its first tenth: the first steps govern no axis
+        for offset, (label, (x, y)) in enumerate(lines.items()):
+            every = max(1, len(x) // 9)     # markers at places of their own, so that lines on each other stay told apart
+            panel.plot(x, y, **looks[label], markevery=((offset * every) // 5 % every, every))
+            ends += [np.quantile(y[len(y) // 10:], (0.01, 0.99))] if len(y) else []
+        if ends:
+            low, high = np.min(ends), np.max(ends)
+            if not name.endswith("[%]"):        # nor does one run that diverged
+                high = min(high, 1.5 * min(end[1] for end in ends))
+            panel.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.1 * (high - low) + 1e-6)
+        panel.set_ylabel(name)
+    steps_axis(axes[-1, 0])
+    return settle(figure)
 
 
 # ----------------------------------------------------------------------------------------------------------- a study
@@ -317,21 +304,20 @@ def _runs(rows: list[dict], is_sweep: bool) -> str:
 
 def _laws(path: Path) -> str:
     """Each recipe's headlined law, L(N, D) beside it where that is another, and why."""
-    law, lines, reasons = read_json(path), [], []
+    law, lines = read_json(path), []
     for recipe, group in law["groups"].items():
         head = group["headline"]["form"]
-        reasons.append(f"- {recipe}: {group['headline']['reason']}")
         for form in dict.fromkeys((head, "chinchilla")):
             fit = group["laws"][form]
             ends = [f"{name} {low:.3g} to {high:.3g}" for name, (low, high) in (fit["ci95"] or {}).items()
                     if name in ("alpha", "beta", "a", "gamma")]
-            rms = fit["residual_rms"]
             lines.append({"recipe": recipe, "law": form + " (headline)" * (form == head),
                           "formula": fit["formula"] or "not fitted", "exponents, 95 %": ", ".join(ends),
-                          "residuals [%]": _fixed(rms and 100 * rms, 3),
+                          "residuals [%]": fit["residual_rms"] and f"{100 * fit['residual_rms']:.3f}",
                           "runs": fit["n"], "identified": "yes" if fit["identified"] else f"no: {fit['reason']}"})
-    return "\n\n".join([table(lines), "\n".join(reasons),
-                        f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
+    return "\n\n".join([
+        table(lines), "\n".join(f"- {recipe}: {group['headline']['reason']}" for recipe, group in law["groups"].items()),
+        f"N: {law['conventions']['N']}. Losses: {EVALUATED[law['conventions']['loss']]}."])
 
 
 def _found(folder: Path, name: str, is_wanted: bool, shown) -> str:
@@ -351,15 +337,14 @@ def _stale(path: Path, records: list[Record]) -> list[str]:
 
 
 def _predictions(predictions, folder: Path) -> str:
-    """What was frozen, and what came of it. Raises UserError for a score of another prediction."""
+    """What was frozen, and what came of it; a score of another prediction counts as none."""
     lines, lacking = [], [] if predictions else [f"a frozen prediction (`python scaling/fit.py {folder} --predict RUN`)"]
     for one in predictions:
         path = folder / LAW_FOLDER / f"score_{one.target}.json"
-        score = read_json(path) if path.exists() else {"runs": [], "prediction_sha256": one.sha256}
-        if score["prediction_sha256"] != one.sha256:
-            raise UserError(f"{path} judges another prediction than the one that lies beside it: "
-                            f"python scaling/fit.py {folder} --score")
-        lacking += [] if path.exists() else [f"the score of {one.target} (`python scaling/fit.py {folder} --score`)"]
+        score = read_json(path) if path.exists() else {}
+        if score.get("prediction_sha256") != one.sha256:
+            score = {"runs": []}
+            lacking.append(f"the score of {one.target} (`python scaling/fit.py {folder} --score`)")
         lines += [{"target": one.target, "frozen (UTC)": one.date, "sha256": f"`{one.sha256[:12]}`",
                    "predicted [nats]": f"{one.loss:.4f}", "95 % interval": f"{one.low:.4f} to {one.high:.4f}",
                    "by": one.headline, "run": run.get("run_id"), "measured [nats]": _fixed(run.get("loss"), 4),

@@ -92,13 +92,12 @@ class Row:
 
     def arguments(self, folder: Path) -> list[str]:
         """Of train.py, for a study whose runs lie in `folder`."""
-        start = [f"start_from={checkpoint_of(self, folder)}"] if self.parent else []
+        start = [f"start_from={self.branch_point(folder)}"] if self.parent else []
         return [str(ROOT / self.config), *self.overrides, f"out={folder}", *start]
 
-
-def checkpoint_of(row: Row, folder: Path) -> Path:
-    """Where a branch leaves its trunk."""
-    return folder / row.parent / "checkpoints" / f"step_{row.parent_step:08d}"
+    def branch_point(self, folder: Path) -> Path:
+        """The checkpoint of its trunk that a branch starts from."""
+        return folder / self.parent / "checkpoints" / f"step_{self.parent_step:08d}"
 
 
 # ------------------------------------------------------------------------------------------------------ the list of runs
@@ -109,9 +108,8 @@ def load_study(path: str | Path) -> Study:
     if not path.is_file():
         near = nearest(path.stem, [one.stem for one in path.parent.glob("study_*.py")])
         raise UserError(f"there is no study file {path}{near}")
-    study = runpy.run_path(str(path)).get("study")
-    if not isinstance(study, Study):
-        raise UserError(f"{path} must bind study = Study(...), but study is {type(study).__name__}")
+    if not isinstance(study := runpy.run_path(str(path)).get("study"), Study):
+        raise UserError(f"{path} must bind study = Study(...)")
     return study
 
 

@@ -43,8 +43,8 @@ from runtime.plan import ASSUMED_MFU
 from runtime.roofline import modelled_ratio
 from runtime.tokenizer import load_tokenizer, tokenizer_of
 from scaling.predict import is_at, load
-from scaling.records import LAW_FOLDER, listed, read_json
-from scaling.study import ROOT, Row, Study, checkpoint_of, expand, load_study
+from scaling.records import LAW_FOLDER, listed, read_json, read_study
+from scaling.study import ROOT, Row, Study, expand, load_study
 
 CPUS = 8            # a process, asked of Slurm: its own threads beside the GPU's, and those that read its data
 UNSEEN_S = 5.0      # assumed, for no summary tells: imports and the GPU's context before a run's clock begins, and its end
@@ -127,13 +127,12 @@ def declare(study: Study, rows: list[Row], folder: Path) -> dict:
            "declared": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "margin_percent": study.margin_percent,
            "params": study.params, "held_out": [row.run for row in rows if row.held_out],
            "runs": [{**asdict(row), "overrides": list(row.overrides)} for row in rows]}
-    path = folder / "study.json"
-    old, now = read_json(path) if path.exists() else new, {row["run"]: row for row in new["runs"]}
+    old, now = read_study(folder) or new, {row["run"]: row for row in new["runs"]}
     changes = [key for key in ("study", "margin_percent", "params") if old.get(key) != new[key]]
     changes += [f"{key} of {row['run']}" for row in old["runs"] for key in row if row[key] != now.get(row["run"], {}).get(key)]
     if changes and any((folder / row["run"] / "summary.json").exists() for row in old["runs"]):
-        raise UserError(f"{path} was declared before runs that have finished since, but {changes[0]} is another now: runs may be "
-                        f"added, but nothing may change; give the changed study another name=")
+        raise UserError(f"{folder}/study.json was declared before runs that have finished since, but {changes[0]} is another "
+                        "now: runs may be added, but nothing may change; give the changed study another name=")
     return new if changes else {**new, "declared": old["declared"]}
 
 
@@ -241,7 +240,7 @@ def placed(row: Row, folder: Path) -> Row:
     elif latest(folder / row.run):
         is_branch = read_config(folder / row.run).start_from is not None
     else:
-        is_branch = (checkpoint_of(row, folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()
+        is_branch = (row.branch_point(folder) / "DONE").exists() or not (folder / row.parent / "summary.json").exists()
     return row if is_branch else replace(row, parent=None, parent_step=None)
 
 
@@ -271,21 +270,20 @@ def cost_of(row: Row, rows: list[Row], folder: Path, options) -> tuple[float, fl
 def table(rows: list[Row], folder: Path, options) -> str:
     """A line per run: size, budget, where it branches off, FLOPs of its own steps, GPU time with its start, state; then sums."""
     costs = {row: cost_of(row, rows, folder, options) for row in rows}
+    left = {row: tokens_left(row, folder) for row in rows if not summary_of(row, folder)}
 
     def seconds(row: Row, tokens: int) -> float:
         tok_per_s, start_s, _ = costs[row]
         return start_s * options.gpus + tokens / tok_per_s
 
-    whole = {row: row.own_tokens for row in rows}
-    left = {row: tokens_left(row, folder) for row in rows if not summary_of(row, folder)}
-    lines, cells = [], [["run", "N", "tokens/N", "tokens", "from step", "FLOPs", "GPU time", "state"]]
-    for row in rows:
-        took = "~" * (costs[row][-1] is None) + duration(seconds(row, row.own_tokens))
-        cells.append([row.run, si(row.params_total), f"{row.tokens_per_param:g}", si(row.tokens), str(row.parent_step or "-"),
-                      f"{row.flops_per_token * row.own_tokens:.2e}", took, state_of(row, folder)])
-    for what, tokens in ((f"{len(rows)} runs", whole), (f"left: {len(left)} runs", left)):
-        lines.append(f"{what}: {sum(n * row.flops_per_token for row, n in tokens.items()):.3g} FLOPs, "
-                     f"{duration(sum(map(seconds, tokens, tokens.values())))} of a GPU")
+    cells = [["run", "N", "tokens/N", "tokens", "from step", "FLOPs", "GPU time", "state"], *(
+        [row.run, si(row.params_total), f"{row.tokens_per_param:g}", si(row.tokens), str(row.parent_step or "-"),
+         f"{row.flops_per_token * row.own_tokens:.2e}",
+         "~" * (costs[row][-1] is None) + duration(seconds(row, row.own_tokens)), state_of(row, folder)] for row in rows)]
+    lines = [f"{what}: {sum(n * row.flops_per_token for row, n in tokens.items()):.3g} FLOPs, "
+             f"{duration(sum(map(seconds, tokens, tokens.values())))} of a GPU"
+             for what, tokens in ((f"{len(rows)} runs", {row: row.own_tokens for row in rows}),
+                                  (f"left: {len(left)} runs", left))]
     if any(device is None for *_, device in costs.values()):
         lines.append(f"~ assumed: {100 * options.mfu:.3g}% of the {peak_flops(options.gpu)[0] / 1e12:.0f} BF16 TFLOP/s of one "
                      f"{options.gpu} (mfu=), FP8 as runtime.roofline models it, {options.start:g} s to start and end (start=)")
@@ -314,8 +312,7 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
             start_s = cost_of(row, rows, folder, options)[1]
             if time.monotonic() + start_s + leave_s(row) > deadline:
                 late.append(f"{row.run}, which takes {start_s:.0f} s to start and end")
-                continue
-            if started := start(row, folder, options, slots[0]):
+            elif started := start(row, folder, options, slots[0]):
                 running[row] = *started, slots.pop(0)
         if not running:
             break
@@ -348,8 +345,8 @@ def run(rows: list[Row], chosen: list[Row], folder: Path, options, slots: list[l
 
 def is_ready(row: Row, folder: Path) -> bool:
     """Whether a run can begin or go on: a branch once its trunk has passed its step (or is done: train.py says what is gone)."""
-    return row.parent is None or latest(folder / row.run) is not None or any(
-        path.exists() for path in (checkpoint_of(row, folder) / "DONE", folder / row.parent / "summary.json"))
+    return row.parent is None or latest(folder / row.run) is not None or (
+        (row.branch_point(folder) / "DONE").exists() or (folder / row.parent / "summary.json").exists())
 
 
 def leave_s(row: Row) -> float:

@@ -62,8 +62,7 @@ def write(folder, rows):
 
 
 def drawn(run):
-    with matplotlib.rc_context(figures.RC):
-        return dynamics.draw(dynamics.read_history(run), run.name)
+    return dynamics.draw(dynamics.read_history(run), run.name)
 
 
 def points(panel, shape, color):
@@ -71,16 +70,9 @@ def points(panel, shape, color):
     return sorted((float(x), float(y)) for line in found for x, y in line.get_xydata())
 
 
-def test_every_row_is_where_it_belongs(tmp_path):
-    history = dynamics.read_history(write(tmp_path / "run", eventful()))
-    assert list(history.train["step"]) == list(range(1, 41)) and set(dynamics.FIELDS) < set(history.train)
-    assert math.isnan(history.train["loss"][8]) and history.train["loss"][29] == 60
-    assert [list(columns["step"]) for columns in history.undone] == [[21, 22, 23, 24]]
-    assert list(history.val["step"]) == [10, 20, 30, 40] and list(history.val["loss"]) == [2.9, 2.7, 2.5 + 4 / 30, 2.6]
-    assert {name: [r["step"] for r in rows] for name, rows in history.marks.items()} == {
-        "SKIP": [5, 9, 23], "SPIKE": [30], "ROLLBACK": [24, 24], "resume": [10, 15], "save failed": [12]}
+def test_a_repeated_step_counts_as_done_last_and_each_rollback_has_its_stretch(tmp_path):
     history = dynamics.read_history(write(tmp_path / "again", [row(1), row(2, loss=9.0), row(3), row(2), row(3, loss=8.0)]))
-    assert list(history.train["loss"]) == [6.0, 4.0, 8.0]      # a repeated step counts as done last
+    assert list(history.train["loss"]) == [6.0, 4.0, 8.0]
     history = dynamics.read_history(write(tmp_path / "two", [
         row(1), row(2, "undone"), event("rollback", 2, to=1), row(2, "undone"), row(3, "undone"), event("rollback", 3, to=1)]))
     assert [list(columns["step"]) for columns in history.undone] == [[2], [2, 3]]
@@ -100,10 +92,13 @@ def test_what_the_log_writes_is_what_the_figure_reads(tiny):
     assert sorted(history.marks) == ["ROLLBACK", "SKIP", "save failed"]
 
 
-def test_all_verdicts_and_events_are_marked_and_told_apart(tmp_path):
+def test_all_losses_verdicts_and_events_are_where_the_rows_are(tmp_path):
     figure = drawn(write(tmp_path / "run", eventful()))
     loss, norm = figure.axes[:2]
     low, high = loss.get_ylim()
+    assert points(loss, "D", "#000000") == [(10, 2.9), (20, 2.7), (30, 2.5 + 4 / 30), (40, 2.6)]      # validation
+    singles = next(line.get_xydata() for line in loss.get_lines() if line.get_alpha() == 0.35).tolist()
+    assert singles == [[s, 60.0 if s == 30 else 2 + 4 / s] for s in range(1, 41) if s != 9]
     assert legend(figure) == ["training", "validation", "undone", "SKIP (3)", "SPIKE (1)", "ROLLBACK (1)", "resume (2)",
                               "save failed (1)"]
     assert len({shape for shape, _ in dynamics.MARKS.values()}) == len(dynamics.MARKS)       # told apart without colour
@@ -135,9 +130,9 @@ def test_the_mean_is_of_the_steps_that_were_ok_and_one_spike_governs_no_axis(tmp
     [row(1)], [row(s, "undone") for s in (1, 2)] + [event("rollback", 2, to=0)],
     [row(s, loss=None, grad_norm=None, verdict="SKIP") for s in (1, 2, 3)],
     [row(s, loss=2.0, grad_norm=0.0, lr=0.0, tok_per_s=0.0) for s in (1, 2, 3)],
-    eventful() + [event(f"odd {i} $x_$ \\frac", 20) for i in range(12)]])
+    eventful() + [event(f"odd_{i}", 20) for i in range(12)]])
 def test_odd_runs_are_drawn(tmp_path, rows):
-    assert drawn(write(tmp_path / "a_run_$of_a_long_name", rows)).axes
+    assert drawn(write(tmp_path / "a_run", rows)).axes
 
 
 def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time(tmp_path, capsys):
@@ -146,7 +141,7 @@ def test_a_run_that_is_still_going_or_cut_is_drawn_with_the_same_bytes_each_time
     for folder in ("one", "two"):
         (run / "metrics.jsonl").write_bytes(whole[:-30])
         assert figures.main([str(run), f"out={tmp_path}/{folder}"]) == 0
-        assert capsys.readouterr() == (f"wrote {tmp_path}/{folder}/: run.png\n", "")
+        assert capsys.readouterr() == (f"wrote {tmp_path}/{folder}/: run.png, run.svg\n", "")
     assert (tmp_path / "two/run.png").read_bytes() == (tmp_path / "one/run.png").read_bytes()
     assert dict(matplotlib.rcParams) == before
 
@@ -182,27 +177,12 @@ def probe_of(folder, rows):
     return dynamics.read_probe(write_rows(folder / "probe.jsonl", rows))
 
 
-def test_rows_become_arrays_and_the_last_of_a_repeated_step_counts(tmp_path):
-    wrong = linear_row(200, 1, 2, 300)
-    wrong["weight"] = {**wrong["weight"], "scale": 1.0}
-    probe = probe_of(tmp_path, [wrong, block_row(200, 1, 300, swiglu_rms=9), *rows_of()[::-1], linear_row(400, 0, 0, 300)])
-    assert probe.recipe == "tensorwise" and probe.blocks == [0, 1, 2]
-    assert probe.steps.tolist() == [100, 200, 300, 400] and probe.last == 2        # the last one that has every layer
-    assert probe.layers == [f"layers.{block}.{name}" for block in range(3) for name in LINEARS]
-    for name, field in itertools.product(dynamics.OPERANDS, dynamics.PROBED):
-        want = [[operand(name, i // 4, i % 4, step, 300)[field] for step in (100, 200, 300)] for i in range(12)]
-        np.testing.assert_array_equal(probe.linear[name, field][:, :3], want)
-    assert probe.block["swiglu_rms"].tolist() == [[0.5] * 3] * 3
-    probe = probe_of(tmp_path, [linear_row(1, 10, 0, 1), linear_row(1, 2, 0, 1), linear_row(1, 0, 0, 1, layer="head")])
-    assert probe.layers == ["layers.2.attn.qkv", "layers.10.attn.qkv", "head"]     # by number, the head last
-
-
 def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
     rows = [block_row(step, block, 300, **({"swiglu_amax": None} if (step, block) == (200, 1) else {}))
             for step in (100, 200, 300) for block in range(12)]
     unscaled = linear_row(300, 0, 0, 300)
     unscaled["weight"] |= {"scale": None, "error": None}
-    path = write_rows(tmp_path / "probe.jsonl", [*rows, unscaled])
+    path = write_rows(tmp_path / "probe.jsonl", [block_row(200, 5, 300, swiglu_rms=9), *rows, unscaled])    # one done again
     path.write_text(path.read_text() + '{"kind": "linear", "ste')
     probe = dynamics.read_probe(path)
     assert np.isnan(probe.linear["weight", "scale"]).all()
@@ -216,7 +196,10 @@ def test_null_is_a_gap_and_a_torn_line_is_left_out(tmp_path):
 
 
 def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
-    probe = probe_of(tmp_path, rows_of())
+    """The last of a repeated step counts; the top shows the last step that has every layer, also of a cut-off file."""
+    wrong = linear_row(300, 1, 2, 300) | {"weight": {**operand("weight", 1, 2, 300, 300), "scale": 1.0}}
+    probe = probe_of(tmp_path, [wrong, *rows_of()[::-1], *(linear_row(400, block, 0, 300) for block in range(3))])
+    assert probe.steps[probe.last] == 300
     inference = probe_of(tmp_path / "eval", [linear_row(300, block, kind, 300, gradient=None)
                                              for block in range(3) for kind in range(4)])
     figure = dynamics.draw_scales(probe, {"rowwise": inference}, "run")
@@ -231,20 +214,21 @@ def test_scales_are_drawn_where_the_rows_put_them(tmp_path):
         assert np.allclose(sorted(whiskers[1::2, 1] - whiskers[::2, 1]), 4)     # two octaves either way
         medians = [np.median([math.log2(operand(name, b, k, step, 300)["scale"]) for b in range(3) for k in range(4)])
                    for step in (100, 200, 300)]
-        assert any(len(line) == 3 and np.allclose(line, np.column_stack([(100, 200, 300), medians])) for line in lines_of(bottom))
+        assert any(np.allclose(line[:3], np.column_stack([(100, 200, 300), medians])) for line in lines_of(bottom))
     assert legend(figure) == ["qkv", "out", "gate_up", "down", "inference, rowwise"]
 
 
 def test_heat_maps_hold_the_shares_and_leave_zero_out(tmp_path):
-    figure = dynamics.draw_underflow(probe_of(tmp_path, rows_of()), "run")
+    head = [linear_row(step, 0, 0, 300, layer="head") for step in (100, 200, 300)]
+    figure = dynamics.draw_underflow(probe_of(tmp_path, [*head, *rows_of(12)]), "run")
     for row, share in enumerate(("underflow", "saturated")):
         for column, name in enumerate(dynamics.OPERANDS):
             want = np.array([[operand(name, block, kind, step, 300)[share] for step in (100, 200, 300)]
-                             for block in range(3) for kind in range(4)])
+                             for block, kind in [*itertools.product(range(12), range(4)), (0, 0)]])     # the head last
             found = figure.axes[3 * row + column].collections[0].get_array().reshape(want.shape)
             assert np.allclose(found.filled(0), 100 * want) and (np.ma.getmaskarray(found) == (want == 0)).all()
     assert [axes.get_ylabel() for axes in figure.axes[6:]] == ["underflow [% of values]", "saturated [% of values]"]
-    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == ["0", "1", "2"]
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == [*map(str, range(12)), "head"]
 
 
 # ---------------------------------------------------------------------------------------------------------- the command
@@ -271,7 +255,7 @@ def test_the_command_writes_figures_and_the_worst_of_each_kind(tmp_path, capsys,
 @pytest.mark.parametrize(("arguments", "words"), [
     (["{}/nowhere"], "nowhere/metrics.jsonl does not exist"), (["--fp8", "{}/step"], "no row of a probe"),
     (["--fp8", "{}/weight"], "no row of a probe"),
-    (["--fp8", "{}/run"], "probe.jsonl does not exist: expected the folder of a run trained with probe.every"),
+    (["--fp8", "{}/run"], "probe.jsonl does not exist: give the folder of a run, for --fp8 of one trained with probe.every"),
     (["--fp8", "{}/none"], "holds no row"), (["{}/none"], "has no step to draw yet"),
     (["{}/run", "out={}/run/metrics.jsonl"], "cannot be written")])
 def test_mistakes_get_a_sentence(tmp_path, capsys, arguments, words):

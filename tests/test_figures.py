@@ -228,12 +228,11 @@ def test_precisions_stay_apart_for_colour_blind_readers(matrix):
     assert len({style["marker"] for style in STYLES}) == len({str(style["linestyle"]) for style in STYLES}) == len(STYLES)
 
 
-@pytest.mark.parametrize("names", [["bf16", "auto", "tensorwise"], ["tensorwise", "own", "bf16"],
-                                   ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]])
-def test_a_recipe_has_one_style_in_every_figure(names):
-    looks = dict(zip(names, styles(names), strict=True))
-    assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
-    assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
+def test_a_recipe_has_one_style_in_every_figure():
+    for names in (["tensorwise", "own", "bf16"], ["bf16", "mxfp8", "nvfp4", "nvfp4_hadamard", "nvfp4_nearest", "tensorwise"]):
+        looks = dict(zip(names, styles(names), strict=True))
+        assert looks["bf16"]["color"] == "#0072B2" and looks["tensorwise"] is STYLES[1]
+        assert len({(style["color"], style["marker"]) for style in looks.values()}) == len(names)
 
 
 def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path, monkeypatch):
@@ -254,12 +253,6 @@ def test_drawing_is_deterministic_and_writes_the_json_last(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):      # whoever finds law.json finds all of it, old or new
         write_with(out, "figure", figure, {"law.json": '{"a": 2}'})
     assert (out / "law.json").read_text() == "{}"
-
-
-def test_smoothing_keeps_a_line():
-    x = np.arange(1.0, 2001.0)
-    smooth_x, smooth_y = figures.smooth(x, 3 * x)
-    assert np.allclose(smooth_y, 3 * smooth_x) and 40 < len(smooth_x) <= 80 and len(figures.smooth(x[:0], x[:0])[0]) == 0
 
 
 def test_without_a_law_of_both_points_of_one_size_and_of_one_ratio_are_joined():

@@ -11,12 +11,13 @@ import pytest
 from scaling_runs import asked, cells, declare_branches, strict, write_branches, write_run
 
 from scaling import fit, precision, report
-from scaling.dynamics import read_history
 from scaling.figures import STYLES
 from scaling.pairs import pairs
 from scaling.records import read_runs
-from scaling.report import draw_losses, read_arms, step_times
+from scaling.report import draw_losses, read_arms
 from tests.conftest import call_train, with_recipe
+from tests.test_dynamics import row as train_row
+from tests.test_dynamics import write
 
 GAPS = {"bf16": 0.0, "tensorwise": 0.01, "rowwise": -0.004}
 SPEED = {"bf16": 1000.0, "tensorwise": 1300.0, "rowwise": 1150.0}
@@ -31,9 +32,8 @@ def render_nothing(monkeypatch, request):
             monkeypatch.setattr(report, "draw_losses", lambda arms: "figure")
 
 
-def step_row(step, loss=None, kind="train", **changes):
-    return {"kind": kind, "step": step, "tokens": 512 * step, "loss": 2 + 4 / step if loss is None else loss, "lr": 1e-3,
-            "grad_norm": 1.0, "tok_per_s": 512 / 0.5, "step_s": 0.5, "verdict": "OK", "since_start": step, **changes}
+def step_row(step, kind="train", **changes):
+    return train_row(step, kind, **{"since_start": step, **changes})
 
 
 def ordinary(recipe, n=40):
@@ -43,7 +43,8 @@ def ordinary(recipe, n=40):
         seconds = 0.5 * 1000 / SPEED[recipe]
         percent = {"gpu_mem_pct": 70.0 + step % 3, "gpu_util_pct": 90.0 - step % 5} if step > 1 else {
             "gpu_mem_pct": 5.0, "gpu_util_pct": 0.0}
-        rows.append(step_row(step, 2 + 4 / step + GAPS[recipe] + 0.01 * (step % 4), step_s=seconds + 8 * (step == 1), **percent))
+        rows.append(step_row(step, loss=2 + 4 / step + GAPS[recipe] + 0.01 * (step % 4), step_s=seconds + 8 * (step == 1),
+                             **percent))
         if step % 10 == 0:
             rows.append({"kind": "val", "step": step, "tokens": 1, "loss": 2.5 + 4 / step + GAPS[recipe], "sources": {}})
     return rows
@@ -55,8 +56,7 @@ def write_arm(folder, recipe="bf16", rows=None, **changes):
         "recipe": recipe, "precision": precision, "loss": 2.6, "gap": GAPS.get(recipe, 0.0), "data_sha256": "d" * 64, "steps": 40,
         "wall_s": 60.0, "mem_peak_gib": 55.5, "device": "NVIDIA H100 80GB HBM3", "n_gpu": 4,
         "tok_per_s_median": SPEED.get(recipe, 1000.0), **changes})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows or ordinary(recipe)))
-    return folder
+    return write(folder, rows or ordinary(recipe))
 
 
 @pytest.fixture
@@ -141,6 +141,10 @@ def test_time_counts_undone_steps_and_each_start(tmp_path, capsys):
     assert [note.split(":")[1] for note in result["notes"]] == [
         " 2 of 12 steps have no row in metrics.jsonl", " 1 times it went back"]
     assert result["runs"][0]["train_loss"]["n"] == 10
+    for starts, compiling in ((2, 5), (1, 0)):      # of two steps the second tells what one takes, unless it compiles as well
+        rows = [step_row(1, step_s=6.0), step_row(2, step_s=1.0, since_start=starts)]
+        _, result = call(capsys, write_arm(tmp_path / f"short{starts}", rows=rows))
+        assert result["runs"][0]["step_time_s"] == {"with_compile": 7, "without_compile": 7 - compiling, "compile": compiling}
 
 
 def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
@@ -158,31 +162,19 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
     assert result["runs"][0]["step_time_s"]["with_compile"] == pytest.approx(28)      # they took their time
 
 
-@pytest.mark.parametrize("seconds, starts, bare", [
-    ((6.0, 1.0), (1, 2), 2.0), ((6.0, 1.0), (1, 1), 4.5), ((6.0, 1.0), (None, None), 7.0), ((None, None), (1, 2), None)])
-def test_two_steps_tell_what_compiled(tmp_path, seconds, starts, bare):
-    """6 s and 1 s: the second is what a step takes, unless both are the first after a start, or nobody says."""
-    rows = [step_row(step, step_s=s, since_start=start) for step, s, start in zip((1, 2), seconds, starts, strict=True)]
-    found = step_times(read_history(write_arm(tmp_path / "run", rows=rows, steps=2)))
-    assert found == (bare and {"with_compile": 7.0, "without_compile": bare, "compile": 7.0 - bare})
-
-
-@pytest.mark.parametrize("changes", [{"pair_id": "another"}, {"data_sha256": "e" * 64}])
-def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path, capsys, changes):
-    other = write_arm(tmp_path / "runs/other", "rowwise", **changes)
-    err = refused(capsys, runs[2], other, f"out={tmp_path / 'r'}")
-    assert f"{other} differ in more than the precision ({next(iter(changes))} " in err and not (tmp_path / "r").exists()
-
-
 @pytest.mark.parametrize("words, name, content, sentence", [
     (["{runs}/nowhere"], None, "", "does not exist"), (["out=x"], None, "", "name the runs of one training"),
     (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY alone"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], None, "", "cannot be written"),
     (["{runs}"], "metrics.jsonl", None, "metrics.jsonl does not exist"),
     (["{runs}"], "val_losses.npz", None, "val_losses.npz is missing"),
-    (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts")])
+    (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts"),
+    (["{runs}"], None, {"pair_id": "another"}, "a_other differ in more than the precision (pair_id): "),
+    (["{runs}"], None, {"data_sha256": "e" * 64}, "a_other differ in more than the precision (data_sha256): ")])
 def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, words, name, content, sentence):
-    if content:
+    if isinstance(content, dict):
+        write_arm(runs[0].parent / "a_other", "rowwise", **content)
+    elif content:
         (runs[0] / name).write_text(content)
     elif name:
         (runs[0] / name).unlink()
@@ -195,18 +187,14 @@ def test_lines_of_the_figure_are_where_the_rows_are_and_no_run_that_diverged_gov
     arms = read_arms(runs)[0]
     loss, val, gap = (panel.get_lines() for panel in draw_losses(arms).axes)
     assert val[0].get_ydata().tolist() == arms[0].history.val["loss"].tolist() and len(loss) == 3
-    steps = np.arange(1, 41)
     assert not gap[0].get_ydata().any()
-    assert gap[1].get_ydata()[20] == pytest.approx(1 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
-    assert len(draw_losses(arms[1:]).axes) == 2         # without BF16
     low, high = draw_losses(arms).axes[2].get_ylim()
     assert low < 100 * -0.004 / 2.1 and 100 * 0.01 / 2.1 < high < 1
-    for some in ([0, 1, 2], [0, 2], [1, 2]):        # a recipe has its colour in every figure, whatever stands beside it
-        for panel in draw_losses([arms[i] for i in some]).axes[:2]:
-            assert [one.get_color() for one in panel.get_lines()] == [STYLES[i]["color"] for i in some]
+    for panel in (alone := draw_losses(arms[1:]).axes):         # without BF16, whose colour nobody else gets
+        assert len(alone) == 2 and [one.get_color() for one in panel.get_lines()] == [STYLES[i]["color"] for i in (1, 2)]
     arms[1].history.train["loss"][20] += 0.3            # a difference is the mean over three steps
     assert draw_losses(arms).axes[2].get_lines()[1].get_ydata()[20] == pytest.approx(
-        11 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in steps[19:22]]), rel=1e-6)
+        11 / np.mean([2 + 4 / s + 0.01 * (s % 4) for s in (20, 21, 22)]), rel=1e-6)
     rows = ordinary("bf16")
     rows[35] |= {"loss": 1e9, "verdict": "SKIP"}
     blown = [row | {"loss": 1e6} if row["step"] > 20 else row for row in ordinary("bf16")]
@@ -335,4 +323,5 @@ def test_a_score_of_another_prediction_and_a_law_of_other_runs_are_told(study, t
     assert stale.format("law") in asked(capsys, report.main, "--study", folder)
     score = folder / "law/score_s240000_bf16_1.json"
     score.write_text(json.dumps(json.loads(score.read_text()) | {"prediction_sha256": "0"}))
-    assert "judges another prediction than the one that lies beside it" in refused(capsys, "--study", folder)
+    page = asked(capsys, report.main, "--study", folder)
+    assert f"**Missing:** the score of s240000_bf16_1 (`python scaling/fit.py {folder} --score`)" in page

@@ -109,7 +109,7 @@ def demo(**more):
     ({"recipes": ("rowwise+heads",)}, "did you mean 'fp8.head'?"), ({"switch": ("mxfp8>bf16",)}, "such as tensorwise>bf16"),
     ({"switch": ("tensorwise",)}, "such as tensorwise>bf16"), (demo(null_seeds=(7,)), "must be among its seeds"),
     (demo(recipes=("bf16",), switch=("tensorwise>bf16",)), "its trunk among recipes="),
-    (demo(tokens_per_param=(0.01, 20)), "demo_s at 0.01 tokens per parameter decays from step 0 on"),
+    (demo(tokens_per_param=(1.1, 20)), "demo_s at 1.1 tokens per parameter decays from step 29 on, in its warm-up"),
 ])
 def test_an_impossible_study_gets_a_sentence(study, tmp_path, changes, told):
     with pytest.raises(UserError) as error:
