@@ -86,8 +86,11 @@ def load(path: Path) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows with the same keys, which head the columns, in Markdown; None is an empty cell."""
-    return grid([list(rows[0]), *(["" if cell is None else str(cell) for cell in row.values()] for row in rows)]) if rows else ""
+    """Rows in Markdown, with a column for each key that some row has; floats have four digits, None is an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    written = [["" if (cell := row.get(name)) is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+                for name in names] for row in rows]
+    return grid([names, *written]) if rows else ""
 
 
 def tables(result: dict) -> list[str]:
@@ -262,10 +265,11 @@ def _run(options: Options) -> None:
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
     wrote = write_with(folder, "precision", draw_precision(result), {
         "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
-    shown = notes if options.all else notes[:SHOWN]
-    lines = [f"WARNING: {note}" for note in shown] + [f"{len(notes) - SHOWN} more in precision.json"] * (len(shown) < len(notes))
+    lines = [f"WARNING: {note}" for note in notes]
+    if len(lines) > SHOWN and not options.all:
+        lines[SHOWN:] = [f"{len(lines) - SHOWN} more in precision.json"]
     headline, *blocks = tables(result)
-    parts = [headline, *["\n".join(lines)] * bool(lines)]
+    parts = [headline, *filter(None, ["\n".join(lines)])]
     while blocks and (options.all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
     print("\n\n".join([*parts, *[f"{len(blocks)} more tables: --all"] * bool(blocks), wrote]))
