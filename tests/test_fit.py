@@ -1,6 +1,7 @@
 """The command as a user meets it: headline first, honest downgrades, one sentence for each mistake, nothing half-written."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,23 +50,19 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
     for name, begin in (("figure.png", b"\x89PNG"), ("figure.svg", b"<?xml"), ("law.json", b"{")):
         data = (folder / "report" / name).read_bytes()
         assert data.startswith(begin) and (name.endswith("png") or (folder / "again" / name).read_bytes() == data)
-    assert len(list((folder / "report").iterdir())) == 3
     assert set(content["groups"]) == {"bf16", "tensorwise"} and content["delta"] == 1e-3 and "laws" not in content
     group = content["groups"]["bf16"]
     assert group["runs"] == ["a_bf16", "b_bf16", "c_bf16"] and group["headline"]["form"] == "power_c"
     assert list(group["laws"]) == ["chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop"]
-    ray, power = group["laws"]["ray"], group["laws"]["power_c"]
+    ray = group["laws"]["ray"]
     assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6)
     assert ray["identified"] is False and ray["ci95"] is None and ray["starts_at_best"] == ray["starts"] == 15
-    assert power["identified"] and power["ci95"]["gamma"][0] < power["gamma"] < power["ci95"]["gamma"][1]
-    assert {"objective", "n", "gradient_norm", "residual_rms", "se", "reason"} <= power.keys()
     # Under another convention it is the power law on that convention's numbers.
     runs = [summary(folder / "out" / f"{letter}_bf16") for letter in "abc"]
     x = [one["flops_per_token_6n_nonembed"] * one["tokens"] for one in runs]
     row = next(row for row in group["robustness"] if row["value"] == "flops_per_token_6n_nonembed")
     assert row["gamma"] == pytest.approx(fit_law("power_c", x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
-    variants = [row["variant"] for row in group["robustness"]]
-    assert variants == ["declared", "drop highest", *["delta"] * 3, *["count C as"] * 4, *["leave out N"] * 3]
+    assert [row["variant"] for row in group["robustness"]].count("count C as") == 4
     first = content["inputs"][0]
     assert len(content["inputs"]) == 6 and len(first["summary_sha256"]) == 64 and first["loss"] == runs[0]["loss_bf16"]
     assert (first["N"], first["D"], first["trunk"]) == (38_912, 778_240, "a_bf16")
@@ -84,14 +81,11 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     out = asked(capsys, cli.main, tmp_path / "out", "loss=as_trained", "--seed-sd=0.01")
     content = strict(tmp_path / "out" / "law" / "law.json")
     assert "skipped" not in out and "no paired gap: " in out and "No BF16/FP8 pair" in out
-    assert content["conventions"]["loss"] == "loss_as_trained" and len(content["notes"]) == 1
     assert content["seed_noise"] == {"estimate": None, "degrees_of_freedom": 0, "used": 0.01}
     runs = [summary(tmp_path / "out" / f"{letter}_fp8") for letter in "abc"]
-    law_c = content["groups"]["tensorwise"]["laws"]["power_c"]
     expected = fit_law("power_c", [one["flops_per_token"] * one["tokens"] for one in runs],
                        [one["loss_as_trained"] for one in runs], seed_sd=0.01)
-    assert law_c["gamma"] == pytest.approx(expected.parameters["gamma"])
-    assert law_c["se"]["gamma"] == pytest.approx(expected.se["gamma"])
+    assert content["groups"]["tensorwise"]["laws"]["power_c"]["se"] == pytest.approx(expected.se)
 
 
 LONG = [int(size) for size in np.geomspace(3e4, 3e7, 8)]
@@ -123,12 +117,11 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
     folder = write_branches(tmp_path / "out", curve=False)
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
-    assert "why this law: the points identify L(N, D)" in out
+    assert "why this law: the points identify L(N, D)" in out and "40 BF16/FP8 pairs" in out
     content = strict(folder / "law" / "law.json")
     for group in content["groups"].values():
         fit = group["laws"]["chinchilla"]
         assert fit["identified"] and group["headline"]["form"] == "chinchilla" and fit["clusters"] == 10
-        assert fit["alpha"] == pytest.approx(0.35, abs=0.04) and fit["beta"] == pytest.approx(0.3, abs=0.04)
         for name, truth in (("E", 0.8), ("alpha", 0.35), ("beta", 0.3)):
             assert fit["ci95"][name][0] < truth + 0.01 and truth - 0.01 < fit["ci95"][name][1]
         counts = {row["value"]: row for row in group["robustness"] if row["variant"] == "count N as"}
@@ -136,33 +129,23 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
-    losses = {path.parent.name: json.loads(path.read_text())["loss_bf16"] for path in folder.glob("*/summary.json")}
-    squares = sum(np.log(losses[name] / losses[name.replace("_1", "_2", 1)]) ** 2 / 2 for name in losses if "_1" in name)
-    assert content["seed_noise"]["estimate"] == pytest.approx((squares / 40) ** 0.5, rel=1e-9)
-    assert "40 BF16/FP8 pairs" in out
-    assert {one["trunk"] for one in content["inputs"]} == {f"s{n}_{r}_{s}" for n in (30_000, 60_000, 120_000, 240_000, 480_000)
-                                                          for r in ("bf16", "tensorwise") for s in (1, 2)}
+    assert {one["trunk"] for one in content["inputs"]} == {re.sub(r"_d\d+$", "", one["run_id"]) for one in content["inputs"]}
 
 
 def test_predict_before_and_score_after(tmp_path, capsys, no_figure):
-    for name, params in zip("abc", (33_000, 74_000, 130_000), strict=True):
-        write_run(tmp_path / "out" / name, params=params, curve=False)
-    big = {"params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320, "tokens": 20 * 184_320,
-           "flops_per_token": 6 * 184_320 + 300_000}
-    (tmp_path / "out" / "study.json").write_text(json.dumps(
-        {"held_out": ["big"], "runs": [big | {"run": "big", "recipe": "bf16"}]}))
-    folder = tmp_path / "out"
+    folder, big = write_ladder(tmp_path / "out", sizes=(33_000, 74_000, 130_000), curve=False), 184_320
+    goal = {"params_nonembed": 150_000, "params_matmul": big, "tokens": 20 * big, "flops_per_token": 6 * big + 300_000}
+    (folder / "study.json").write_text(json.dumps(
+        {"held_out": ["big"], "runs": [goal | {"run": "big", "recipe": "bf16", "params_total": big}]}))
     assert "nobody" in asked(capsys, cli.main, folder, "--predict", "nobody", code=2) and not (folder / "law").exists()
     assert "big: predicted loss_bf16 " in asked(capsys, cli.main, folder, "--predict", "big")
     before = strict(folder / "law" / "law.json")
-    count = {key: value for key, value in big.items() if key != "params_total"}
     for name, seed in (("big", 1337), ("large", 2)):        # another seed of what was predicted is held out too
-        write_run(folder / name, params=184_320, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **count)
+        write_run(folder / name, params=big, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **goal)
     out = asked(capsys, cli.main, folder, "--score")
     for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 ", "inside the interval"):
         assert line in out, line
-    after = strict(folder / "law" / "law.json")
-    assert after["groups"]["bf16"]["runs"] == ["a", "b", "c"] and before["laws"] == after["laws"]      # in no fit
+    assert strict(folder / "law" / "law.json")["groups"] == before["groups"]       # in no fit
 
 
 def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
