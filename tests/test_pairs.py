@@ -70,10 +70,14 @@ def test_power_is_the_noncentral_t():
         assert pairs.power(n, pairs.smallest_seen(0.4, n) / 0.4) == pytest.approx(0.8, abs=1e-6)
 
 
-def fake(percent, N=1, D=1, trunk="", seed=0):
-    """A pair as far as estimates over pairs look at it."""
-    return SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), gap=lambda arm: SimpleNamespace(percent=percent),
-                           fp8=SimpleNamespace(trunk=f"f{trunk}", N=N, seed=seed, tokens=D))
+def fake(percent, N=1, D=1, trunk="", seed=0, recipe="tensorwise", speed=None, device="GPU", linears=8):
+    """A pair as far as estimates over pairs and their ranking look at it; the gap as trained is 1.5 times as large."""
+    def gap(arm):
+        return SimpleNamespace(percent=percent * (1.5 if arm == "as_trained" else 1))
+    fp8 = SimpleNamespace(trunk=f"f{trunk}", N=N, seed=seed, tokens=D, recipe=recipe, device=device,
+                          run_id=f"{recipe}_{N}_{seed}")
+    return SimpleNamespace(bf16=SimpleNamespace(trunk=f"b{trunk}"), fp8=fp8, gap=gap, tok_per_s_ratio=speed, n_converted=linears,
+                           log_percent=lambda arm: 100 * math.log1p(gap(arm).percent / 100))
 
 
 def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_runs_do_not():
@@ -208,84 +212,61 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
 # -------------------------------------------------------------------------------------------------------------- ranking
 
 SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
-NOISE = {(40_000, 1): 0.001, (40_000, 2): -0.002, (90_000, 1): 0.0015, (90_000, 2): -0.0004}     # nats, the BF16 run's own
-OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # nats / 10,000, of each cell
-GPU = "NVIDIA H100 80GB HBM3"
+NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
+OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
 
 
-def write_cell(folder, recipe, N, seed, gap=0.0, ratio=20, speed=1000.0, linears=8, device=GPU):
-    write_run(folder / f"{recipe}_{N}_{seed}_{ratio}", recipe=recipe, params=N, tokens=ratio * N, seed=seed, loss=2.0, gap=gap,
-              device=device, tok_per_s_median=speed, curve=False, precision={
-                  "recipe": recipe, "compile": True, "layers_converted": [f"layers.{i}" for i in range(linears)],
-                  "layers_skipped": {}})
-
-
-def write_study(folder, recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, device=GPU):
-    """recipes: name -> (mean gap in nats, tokens per second); BF16's own deviation is shared, each recipe adds its own."""
-    for i, (N, seed) in enumerate((N, seed) for N in sizes for seed in seeds):
-        write_cell(folder, "bf16", N, seed, ratio=ratio, device=device)
-        for recipe, (gap, speed) in recipes.items():
-            write_cell(folder, recipe, N, seed, gap + NOISE.get((N, seed), 0) + 1e-4 * OWN[recipe][i % 4], ratio, speed,
-                       device=device)
-    return folder
-
-
-def ranked(folder, arm="bf16"):
-    return pairs.rank(pairs.pairs(read_runs([folder])[0])[0], arm)
+def cells(recipes, sizes=BUDGETS, seeds=SEEDS, ratio=20, **more):
+    """recipes: name -> (mean gap in per cent, speed against BF16); BF16's own deviation is shared, each recipe adds its own."""
+    return [fake(gap + NOISE.get((N, seed), 0) + 0.005 * OWN[recipe][i % 4], N, ratio * N, "", seed, recipe, speed, **more)
+            for i, (N, seed) in enumerate(itertools.product(sizes, seeds)) for recipe, (gap, speed) in recipes.items()]
 
 
 def names(found):
     return [row["recipe"] for row in found["recipes"]]
 
 
-def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties(tmp_path):
-    write_study(tmp_path, {"rowwise": (0.002, 800), "tensorwise": (0.00205, 1100), "cscale": (0.02, 1300)})
-    found = ranked(tmp_path)
+def test_the_lowest_gap_is_first_and_the_paired_difference_decides_who_ties():
+    some = cells({"rowwise": (0.1, 0.8), "tensorwise": (0.1025, 1.1), "cscale": (1.0, 1.3)})
+    found, trained = (pairs.rank(some, arm) for arm in ("bf16", "as_trained"))
     assert names(found) == ["rowwise", "tensorwise", "cscale"]
     assert [row["ties"] for row in found["recipes"]] == [True, True, False]
-    gaps = {recipe: mean + np.array([*NOISE.values()]) + 1e-4 * np.array(OWN[recipe])
-            for recipe, mean in (("rowwise", 0.002), ("tensorwise", 0.00205))}
-    theirs = 100 * (np.log1p(gaps["tensorwise"] / 2.0) - np.log1p(gaps["rowwise"] / 2.0))
+    logs = {name: [p.log_percent("bf16") for p in some if p.fp8.recipe == name] for name in names(found)}
     difference = found["recipes"][1]["difference"]
-    interval = ttest_1samp(theirs, 0).confidence_interval()
+    interval = ttest_1samp(np.subtract(logs["tensorwise"], logs["rowwise"]), 0).confidence_interval()
     assert (difference.low, difference.high) == pytest.approx((interval.low, interval.high))
     # BF16's own deviations are a hundred times the difference: it is paired, or nothing could be told apart.
     assert difference.half < 0.2 * found["recipes"][0]["gap"].half
     assert found["best"] == "tensorwise" and "the fastest, 1.100 of BF16's tokens per second" in found["reason"]
-    plain, trained = (ranked(tmp_path, arm)["recipes"][2]["gap"].mean for arm in ("bf16", "as_trained"))
-    assert trained == pytest.approx(1.5 * plain, rel=1e-2)
+    assert trained["recipes"][2]["gap"].mean == pytest.approx(1.5 * found["recipes"][2]["gap"].mean, rel=1e-2)
 
 
-@pytest.mark.parametrize("recipes, device, sizes, seeds, best, words", [
-    ({"rowwise": (0.002, 700), "tensorwise": (0.006, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe"),
-    ({"rowwise": (-0.03, 700), "tensorwise": (0.001, 1400)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe"),
-    ({"rowwise": (0.002, 800), "tensorwise": (0.00205, 1100)}, "cpu EPYC", BUDGETS, SEEDS, "rowwise", "a CPU has no FP8 units"),
-    ({"rowwise": (0.002, 800), "tensorwise": (0.02, 1100)}, GPU, BUDGETS[:1], SEEDS[:1], "tensorwise", "over 1 pairs at"),
-    ({"rowwise": (0.002, 800)}, GPU, BUDGETS, SEEDS, "rowwise", "no other ranked recipe")])
-def test_the_best_recipe_by_the_declared_rule(tmp_path, recipes, device, sizes, seeds, best, words):
-    found = ranked(write_study(tmp_path, recipes, sizes, seeds, device=device))
+@pytest.mark.parametrize("recipes, more, best, words", [
+    ({"rowwise": (0.1, 0.7), "tensorwise": (0.3, 1.4)}, {}, "rowwise", "no other ranked recipe"),
+    ({"rowwise": (-1.5, 0.7), "tensorwise": (0.05, 1.4)}, {}, "rowwise", "no other ranked recipe"),
+    ({"rowwise": (0.1, 0.8), "tensorwise": (0.1025, 1.1)}, {"device": "cpu EPYC"}, "rowwise", "a CPU has no FP8 units"),
+    ({"rowwise": (0.1, 0.8), "tensorwise": (1.0, 1.1)}, {"sizes": BUDGETS[:1], "seeds": SEEDS[:1]}, "tensorwise", "over 1 pairs"),
+    ({"rowwise": (0.1, 0.8)}, {}, "rowwise", "no other ranked recipe")])
+def test_the_best_recipe_by_the_declared_rule(recipes, more, best, words):
+    found = pairs.rank(cells(recipes, **more), "bf16")
     assert found["best"] == best and words in found["reason"]
 
 
-def test_what_cannot_be_compared_is_not_ranked(tmp_path):
-    write_study(tmp_path, {"rowwise": (0.002, 800), "tensorwise": (0.006, 1100)})
-    write_study(tmp_path, {"rowwise": (0.9, 800), "tensorwise": (0.1, 1100)}, ratio=10)     # the smaller budget does not count
-    for N, seed in NOISE:
-        write_cell(tmp_path, "auto", N, seed, -0.5, speed=2000.0, linears=0 if (N, seed) == (40_000, 2) else 3)
-    found = ranked(tmp_path)
+def test_what_cannot_be_compared_is_not_ranked():
+    some = cells({"rowwise": (0.1, 0.8), "tensorwise": (0.3, 1.1)})
+    some += cells({"rowwise": (45, 0.8), "tensorwise": (5, 1.1)}, ratio=10)         # the smaller budget does not count
+    some += [fake(-25, N, 20 * N, "", seed, "auto", 2.0, linears=0 if (N, seed) == (40_000, 2) else 3) for N, seed in NOISE]
+    found = pairs.rank(some, "bf16")
     assert found["best"] == "rowwise" and found["recipes"][0]["gap"].n == 4
-    assert found["left_out"] == [{"recipe": "auto", "reason": "converts no Linear in auto_40000_2_20: it is BF16 there"}]
+    assert found["left_out"] == [{"recipe": "auto", "reason": "converts no Linear in auto_40000_2: it is BF16 there"}]
     for more in ({"sizes": (200_000,)}, {"ratio": 40}):         # the chosen recipe's further sizes and budgets undo nothing
-        write_study(tmp_path, {"rowwise": (0.5, 800)}, **more)
-    assert ranked(tmp_path) == found
-    write_study(tmp_path / "c", {"rowwise": (0.002, 800), "tensorwise": (0.006, 1100), "cscale": (0.001, 1300)})
-    (tmp_path / "c/cscale_90000_2_20/summary.json").unlink()
-    found = ranked(tmp_path / "c")
+        some += cells({"rowwise": (25, 0.8)}, **more)
+    assert pairs.rank(some, "bf16") == found
+    found = pairs.rank(cells({"rowwise": (0.1, 0.8), "tensorwise": (0.3, 1.1), "cscale": (0.05, 1.3)})[:-1], "bf16")
     assert names(found) == ["rowwise", "tensorwise"]
     assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at 90k seed 2"}]
-    write_study(tmp_path / "d", {"rowwise": (0.002, 800)}, sizes=BUDGETS[:1])
-    write_study(tmp_path / "d", {"tensorwise": (0.002, 800)}, sizes=BUDGETS[1:])
-    assert ranked(tmp_path / "d")["best"] is None and len(ranked(tmp_path / "d")["left_out"]) == 2
+    found = pairs.rank(cells({"rowwise": (0.1, 0.8)}, BUDGETS[:1]) + cells({"tensorwise": (0.1, 0.8)}, BUDGETS[1:]), "bf16")
+    assert found["best"] is None and len(found["left_out"]) == 2
 
 
 # ----------------------------------------------------------------------------------- published laws, what a gap costs
@@ -391,7 +372,7 @@ def test_a_law_of_our_own_or_the_reason_why_there_is_none(tmp_path):
 
 def test_throughput_is_a_geometric_mean_and_means_nothing_on_a_cpu():
     def of(*ratios, device="NVIDIA H100"):
-        return pairs.throughput([SimpleNamespace(tok_per_s_ratio=one, fp8=SimpleNamespace(device=device)) for one in ratios])
+        return pairs.throughput([fake(0, speed=one, device=device) for one in ratios])
     assert of(1.1, 1.3, None) == {"ratio": pytest.approx(math.sqrt(1.1 * 1.3)), "reason": None,
                                   "se_log": pytest.approx(abs(math.log(1.1 / 1.3)) / 2)}
     assert of(1.2)["se_log"] is None and "different devices, numbers of GPUs or" in of(None)["reason"]
