@@ -32,9 +32,6 @@ def analysed(folder, arm="bf16", convention=None):
     return analyse(records, pairs.pairs(records)[0], arm, None)
 
 
-# --------------------------------------------------------------------------------------------- intervals and equivalence
-
-
 @pytest.mark.parametrize("n, mean, sd, words", [
     (2, 0.1, 0.1, "undecided"), (6, 0.1, 0.21, "undecided"),        # the second: p between .05 and .1
     (30, 0.24, 0.1, "costs 0.24 %"), (5, 0.5, 0.1, "costs 0.5 %"), (5, -0.5, 0.1, "gains 0.5 %"),
@@ -94,8 +91,6 @@ def test_intervals_cover_with_clusters_of_unequal_size_and_branches_counted_as_r
     assert [own.tolist() for own in shared] == [[0, 2, 3], [1, 4], [5]]
 
 
-# --------------------------------------------------------------------------------------------------------------- trends
-
 SIZES = np.array([125e6, 250e6, 350e6, 1.5e9])      # nominal counts, 20 tokens per parameter, as in the published tables
 
 
@@ -129,8 +124,6 @@ def test_the_change_over_tokens_is_each_trunks_own_and_covers():
     assert slope.n == 6 and covered / 1000 == pytest.approx(0.95, abs=0.02) and naive / 1000 < 0.85
     assert pairs.over_tokens(found[:1] + found[5:6], "bf16") is None
 
-
-# ------------------------------------------------------------------------------------------------------ pairs and nulls
 
 FP8 = {"recipe": "tensorwise", "precision": RECIPE}
 LOSS, GAP, NULL = {1: 2.20, 2: 2.21}, {1: 0.010, 2: 0.014}, {1: 0.002, 2: -0.004}       # nats
@@ -209,8 +202,6 @@ def test_our_law_and_trend_are_of_our_count_of_parameters(tmp_path):
         assert found["common"]["tensorwise"]["over_sizes"].se == pytest.approx(line.stderr, rel=1e-6)
 
 
-# -------------------------------------------------------------------------------------------------------------- ranking
-
 SEEDS, BUDGETS = (1, 2), (40_000, 90_000)
 NOISE = {(40_000, 1): 0.05, (40_000, 2): -0.1, (90_000, 1): 0.075, (90_000, 2): -0.02}           # per cent, the BF16 run's own
 OWN = {"rowwise": (1, -1, 1, -1), "tensorwise": (1, 1, -1, -1), "cscale": (1, -1, -1, 1)}        # 0.005 per cent, of each cell
@@ -267,9 +258,6 @@ def test_what_cannot_be_compared_is_not_ranked():
     assert found["left_out"] == [{"recipe": "cscale", "reason": "no finished pair at 90k seed 2"}]
     found = pairs.rank(cells({"rowwise": (0.1, 0.8)}, BUDGETS[:1]) + cells({"tensorwise": (0.1, 0.8)}, BUDGETS[1:]), "bf16")
     assert found["best"] is None and len(found["left_out"]) == 2
-
-
-# ----------------------------------------------------------------------------------- published laws, what a gap costs
 
 
 def test_kumar_and_sun_give_the_table_of_four_sizes():

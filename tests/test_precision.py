@@ -52,9 +52,6 @@ def row(output, name, first="N"):
     return next(line for line in cells(table) if name in line)
 
 
-# ------------------------------------------------------------------------------------------------------ statistics
-
-
 def test_mean_interval_and_null_are_those_of_the_textbook(tmp_path, capsys):
     gaps = [0.004, 0.010, 0.007]
     output, result = run(capsys, write_seeds(tmp_path, gaps))
@@ -122,9 +119,6 @@ def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(tmp
     assert "Not ranked: auto (converts no Linear in auto_38912_1 and 2 more: it is BF16 there)." in output
 
 
-# ----------------------------------------------------------------------------------------------------------- costs
-
-
 def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     output, result = run(capsys, write_seeds(tmp_path / "cpu", [0.004, 0.010, 0.007]))
     assert "a CPU has no FP8 units" in output
@@ -146,9 +140,6 @@ def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_
     assert (one["law"], epoch["law"]) == ("own, at this N", "Epoch")
     assert one["extra_tokens"] == pytest.approx((1 - 0.01 / 2.0) ** (-1 / beta))
     assert [cost["law"] for cost in result["sizes"][2]["costs"]] == ["Epoch"]       # one token count at that size
-
-
-# -------------------------------------------------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize("arguments, sentence", [
@@ -204,9 +195,6 @@ def test_a_sequence_may_be_context_alone(tmp_path, capsys):
         np.savez(path, **losses)
     (pair,) = run(capsys, tmp_path)[1]["pairs"]
     assert pair["gap_bf16"]["nats"] == pytest.approx(plain["gap_bf16"]["nats"]) and pair["gap_bf16"]["se"] > 0
-
-
-# ----------------------------------------------------------------------------------------------------------- its figure
 
 
 def analysed(folder, margin=None):

@@ -19,7 +19,7 @@ from scaling.laws import GAMMAS, Points, fit_law
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT
-from tests.scaling_runs import law, write_run
+from tests.scaling_runs import law, write_ladder, write_run
 from tests.test_laws import EPOCH as EPOCHS
 from tests.test_laws import law as loss_of
 
@@ -166,10 +166,7 @@ def test_real_ladders_hold_out_sizes(train_set, known):
 @pytest.fixture
 def study(tmp_path):
     """A folder of three BF16 and three FP8 runs, with a study.json that declares a larger one, `big`, in either precision."""
-    folder = tmp_path / "study"
-    for name, params in zip("abc", (33_000, 74_000, 100_000), strict=True):
-        write_run(folder / f"{name}_bf16", params=params, curve=False)
-        write_run(folder / f"{name}_fp8", params=params, recipe="tensorwise", gap=0.01, curve=False)
+    folder = write_ladder(tmp_path / "study", (33_000, 74_000, 100_000), curve=False)
     runs = [GOAL, GOAL | {"run": "seed2"}, *(GOAL | {"run": f"big_{name}", "recipe": recipe} for name, recipe in (
         ("fp8", "tensorwise"), ("row", "rowwise")))]
     (folder / "study.json").write_text(json.dumps({"held_out": ["big"], "runs": runs}))
