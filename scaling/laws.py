@@ -178,11 +178,10 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
         fit = fit_law(form, *points.axes(form), points.loss, seed_sd=seed_sd, delta=delta)
     except UserError as error:
         return unfitted(form, len(points.loss), str(error))
-    low, high = ray_of(points)
-    if form != "ray" or on_one_ray((low, high)):
+    if form != "ray" or on_one_ray(ray := ray_of(points)):
         return fit
     return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
-        f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
+        "the points lie at {:.3g} to {:.3g} tokens per parameter; the ray law needs one ratio".format(*ray)))
 
 
 def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,

@@ -270,15 +270,13 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,). Raises
     UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
     path, names = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens")
-    if not path.exists():
-        raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
-                        "trained, or have train.py write it again: delete summary.json and repeat the run's command")
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
             losses = {name: file[name] for name in names}
             said = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in names[:2]}
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): restore it, or leave the run out") from None
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): leave the run out, copy the file from where it was "
+                        "trained, or write it again: delete summary.json and repeat the run's command") from None
     for arm, loss in said.items():
         if not abs(loss - (expected := getattr(record, f"loss_{arm}"))) <= LOSS_TOLERANCE * expected:
             raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={expected:.6f}; the two "

@@ -95,7 +95,7 @@ def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, c
     output, result = run(capsys, study(tmp_path))
     words = row(output, "tensorwise", "recipe")
     assert re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", words[2]) and result["margin"]["is_declared"]
-    assert words[-1] == f"{result['common']['tensorwise']['smallest_seen']:.2g}"
+    assert words[-1] == f"{result['common']['tensorwise']['smallest_seen']:.4g}"
     output, result = run(capsys, tmp_path, "margin=0.5")
     assert "margin after the fact" in output and "±0.5 %" in output and not result["margin"]["is_declared"]
     output, _ = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))

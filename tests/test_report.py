@@ -179,7 +179,7 @@ def test_runs_that_differ_in_more_than_the_precision_are_refused(runs, tmp_path,
     (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY alone"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], None, "", "cannot be written"),
     (["{runs}"], "metrics.jsonl", None, "metrics.jsonl does not exist"),
-    (["{runs}"], "val_losses.npz", None, "val_losses.npz is missing"),
+    (["{runs}"], "val_losses.npz", None, "val_losses.npz cannot be read"),
     (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts")])
 def test_mistakes_are_a_sentence_and_nothing_is_written(runs, capsys, words, name, content, sentence):
     if content:
