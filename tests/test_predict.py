@@ -262,29 +262,20 @@ def test_scoring(study, tmp_path):
         assert row["inside"] == (form["low"] <= loss <= form["high"])
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, "is not older than its run.*move .*/prediction_big.json away to use the run in fits"),
-    ({"t_start": None}, "is not older than its run"), ({"val_sha256": "w" * 64}, "another validation set"),
-    ({"tokenizer_sha256": "w" * 64}, "another tokenizer"), ({"tokens": 40 * 184_320}, "another recipe, size or number of")])
-def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, changes, sentence):
-    freeze("big", study, tmp_path)
+@pytest.mark.parametrize("changes, damage, sentence", [
+    ({"t_start": "2020-01-01T00:00:00Z"}, {}, "not older than its run.*move .*/prediction_big.json away to use the run in fits"),
+    ({"t_start": None}, {}, "is not older than its run"), ({"val_sha256": "w" * 64}, {}, "another validation set"),
+    ({"tokenizer_sha256": "w" * 64}, {}, "another tokenizer"),
+    ({"tokens": 40 * 184_320}, {}, "another recipe, size or number of"), ({}, {"high": 9.0}, "was edited after it was frozen"),
+    ({}, {"date": "2020-01-01T00:00:00Z"}, "was edited"), ({}, {"target": 3}, "another version"), ({}, None, "not valid JSON")])
+def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path, changes, damage, sentence):
+    made = freeze("big", study, tmp_path)
+    made.path.write_text(made.path.read_text()[:400] if damage is None else json.dumps(made.content | damage))
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, read_runs([study / "elsewhere"])[0])
     assert not (tmp_path / "score_big.json").exists()
-
-
-@pytest.mark.parametrize("damage, sentence", [
-    (lambda content: json.dumps(content | {"high": 9.0}), "was edited after it was frozen"),
-    (lambda content: json.dumps(content | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
-    (lambda content: json.dumps(content | {"target": 3}), "or is of another version"),
-    (lambda content: json.dumps(content)[:400], "not valid JSON")])
-def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
-    made = freeze("big", study, tmp_path)
-    made.path.write_text(damage(made.content))
-    with pytest.raises(UserError, match=sentence):
-        predict.score(tmp_path, read_runs([study])[0])
 
 
 def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):
