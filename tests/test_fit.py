@@ -1,6 +1,7 @@
 """The command as a user meets it: headline first, honest downgrades, one sentence for each mistake, nothing half-written."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -126,6 +127,8 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
         assert fit["identified"] and group["headline"]["form"] == "chinchilla" and fit["clusters"] == 10
         for name, truth in (("E", 0.8), ("alpha", 0.35), ("beta", 0.3)):
             assert fit["ci95"][name][0] < truth + 0.01 and truth - 0.01 < fit["ci95"][name][1]
+        doubt, at = group["form_doubt"], math.sqrt(10) * 480_000        # ten times the largest compute, at its ratio
+        assert (doubt["N"], doubt["D"]) == pytest.approx((at, 40 * at)) and doubt["low"] < doubt["high"]
         counts = {row["value"]: row for row in group["robustness"] if row["variant"] == "count N as"}
         assert set(counts) == {"params_nonembed", "params_matmul"}      # params_matmul equals params_total in these runs
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
