@@ -28,13 +28,14 @@ from typing import ClassVar
 
 import numpy as np
 
-from runtime.cli import UserError, command, grid, run_command
+from runtime.cli import UserError, command, run_command
 from scaling import predict
 from scaling.figures import as_json, draw, write_with
 from scaling.intervals import lack_of_fit, robustness, with_bootstrap
 from scaling.laws import DELTA, ONE_RAY, Fit, Points, fit_band, fit_form, fit_law, on_one_ray, ray_of, unfitted
 from scaling.pairs import KIND, human, pairs
 from scaling.points import read_points
+from scaling.precision import table
 from scaling.records import check_comparable, counted_as, from_scratch, law_folder, read_curve, read_runs, usable, without_repeats
 
 LINES = 40                  # of text, without --all
@@ -156,11 +157,11 @@ def _finish(groups, found, loss_key: str, law: dict, folder: Path, said: list[st
     for group in groups:
         lines += ["", *_headline_lines(group)[:None if everything or len(groups) <= 2 else 3]]
     for group in groups if everything else ():
-        lines += ["", f"{group.recipe}: every law", *_table(
+        lines += ["", f"{group.recipe}: every law", table([
             {"law": form, "n": fit.n, "fitted": fit.formula(), "95 %": _intervals(fit), "rms": fit.residual_rms,
              "starts at best": fit.starts and f"{fit.starts_at_best} of {fit.starts}", "gradient": fit.gradient_norm,
-             "not identified because": fit.reason} for form, fit in group.laws.items())]
-        lines += ["", f"{group.recipe}: {group.headline} under other choices", *_table(group.robustness)]
+             "not identified because": fit.reason} for form, fit in group.laws.items()])]
+        lines += ["", f"{group.recipe}: {group.headline} under other choices", table(group.robustness)]
     lines, room = "\n".join([*lines, "", *law["notes"]]).strip("\n").split("\n"), max(1, LINES - 2 - len(said))
     if len(lines) > room and not everything:
         lines = [*lines[:room - 1], f"... {len(lines) - room + 1} more lines with --all"]
@@ -243,9 +244,10 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
                insist: bool = False) -> Group:
     """Fit every law to points of any origin. axes="N" where tokens and compute are unknown: only the power law in N is
     fitted then, and D and C of the points are not looked at. insist: headline L(N, D) even where it does not fit."""
-    x = {axis: getattr(points, axis) for axis in axes}
-    laws = {form: _fitted(form, points, seed_sd, resamples) if form == "power_n" or len(axes) > 1 else unfitted(
-        form, len(points.loss), "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
+    x, n = {axis: getattr(points, axis) for axis in axes}, len(points.loss)
+    resamples = min(resamples, max(200, RESAMPLED // n))
+    laws = {form: with_bootstrap(fit_form(form, points, seed_sd), points, resamples) if form == "power_n" or "D" in x else
+            unfitted(form, n, "the table gives neither tokens (--d) nor compute (--c)") for form in FORMS}
     ray = ray_of(points) if "D" in x else None
     lack = lack_of_fit(laws["chinchilla"], points, seed_sd) if laws["chinchilla"].identified else None
     headline, reason = _headline(laws, ray, lack and not insist)
@@ -254,29 +256,21 @@ def fit_points(points: Points, name: str, axes: str = "NDC", seed_sd: float = 0.
                  _form_doubt(points, seed_sd) if headline == "chinchilla" else None, lack)
 
 
-def _fitted(form: str, points: Points, seed_sd: float, resamples: int) -> Fit:
-    """The form with the intervals that the points' trajectories allow."""
-    fit = fit_form(form, points, seed_sd)
-    return with_bootstrap(fit, points, min(resamples, max(200, RESAMPLED // len(points.loss)))) if resamples else fit
-
-
 def _form_doubt(points: Points, seed_sd: float) -> dict | None:
     """What the forms that the points do not refute say at ten times the largest compute, at the tokens per parameter that
     most points have: {N, D, C, low, high, forms}; None where no other form reaches there."""
     ratios = points.D / points.N
     near = [int(np.sum((ratios <= ratio * ONE_RAY) & (ratios >= ratio / ONE_RAY))) for ratio in ratios]
     at = max(range(len(ratios)), key=lambda i: (near[i], points.C[i]))
-    grow = math.sqrt(10 * points.C.max() / points.C[at])
-    target = (points.N[at] * grow, points.D[at] * grow, 10 * points.C.max())
+    C = 10 * float(points.C.max())
+    N, D = (float(x[at] * math.sqrt(C / points.C[at])) for x in (points.N, points.D))
     try:
-        said = predict.forecast(points, target, seed_sd)
+        said = predict.forecast(points, (N, D, C), seed_sd)
     except UserError:
         return None
-    if len(said["forms"]) == 1:
-        return None
     low, high = said["parts"]["model_form"]
-    N, D, C = map(float, target)
-    return {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": [one["form"] for one in said["forms"]]}
+    forms = [one["form"] for one in said["forms"]]
+    return {"N": N, "D": D, "C": C, "low": low, "high": high, "forms": forms} if len(forms) > 1 else None
 
 
 def seed_noise(records, loss_key: str = "loss_bf16") -> tuple[float | None, int]:
@@ -363,14 +357,6 @@ def _headline_lines(group) -> list[str]:
 
 def _intervals(fit) -> str:
     return ", ".join(f"{name} {low:.4g} to {high:.4g}" for name, (low, high) in (fit.ci95 or {}).items())
-
-
-def _table(rows) -> list[str]:
-    """Rows as a table with a column for each key that some row fills, numbers with four digits."""
-    rows = list(rows)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return grid([names, *([f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name) or "") for name in names]
-                          for row in rows)]).split("\n")
 
 
 if __name__ == "__main__":

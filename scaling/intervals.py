@@ -25,10 +25,11 @@ MANY = 2000                         # points: a quarter of the resamples must do
 
 
 def with_bootstrap(fit: Fit, points: Points, resamples: int = 1000, seed: int = 42) -> Fit:
-    """The fit with the intervals that its trajectories allow, which judge anew whether an exponent's holds 0.
+    """The fit with the intervals that its trajectories allow, which judge anew whether an exponent's holds 0; as it is without
+    resamples.
     Every point its own trajectory and fewer than CLUSTERS: Student's t, as fitted. Shared trajectories, fewer than CLUSTERS: the
     jackknife over them. From CLUSTERS on: the bootstrap, unless seeds differ by more than the residuals, which it cannot know."""
-    if fit.ci95 is None or fit.optimum is None:
+    if fit.ci95 is None or fit.optimum is None or not resamples:
         return fit
     clusters = len(np.unique(points.cluster))
     before, fit = replace(fit, clusters=clusters), replace(fit, clusters=clusters, identified=True, reason=None)

@@ -178,11 +178,10 @@ def fit_form(form: str, points: Points, seed_sd: float = 0.0, delta: float | Non
         fit = fit_law(form, *points.axes(form), points.loss, seed_sd=seed_sd, delta=delta)
     except UserError as error:
         return unfitted(form, len(points.loss), str(error))
-    low, high = ray_of(points)
-    if form != "ray" or on_one_ray((low, high)):
+    if form != "ray" or on_one_ray(ray := ray_of(points)):
         return fit
     return replace(fit, identified=False, se=None, ci95=None, interval=None, reason=(
-        f"the points lie at {low:.3g} to {high:.3g} tokens per parameter; the ray law needs one ratio"))
+        "the points lie at {:.3g} to {:.3g} tokens per parameter; the ray law needs one ratio".format(*ray)))
 
 
 def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA, gamma: float | None = None,
@@ -190,12 +189,8 @@ def fit_law(form: str, *data, seed_sd: float = 0.0, delta: float | None = DELTA,
     """Fit one of NAMES (see Fit) to data: the form's abscissae as Points.axes has them, then losses, each of shape (n,).
     seed_sd: of ln L between seeds, a floor under the residuals in intervals. delta: Huber's threshold on ln L, None for squares.
     gamma: the ray law's exponent, held fixed. raw: squares of L itself, Gadre et al. 2024's objective, in nats squared. Raises
-    UserError for points that are not positive or fewer than the parameters; others that cannot tell are fitted and say so."""
+    UserError for fewer points than parameters; others that cannot tell are fitted and say so."""
     *axes, loss = data
-    for name, values in [*(("point", x) for x in axes), ("loss", loss)]:
-        values = np.asarray(values, dtype=float)
-        for i in np.flatnonzero(~((values > 0) & (values < math.inf))):
-            raise UserError(f"{name} {i} is {values[i]}; a law needs finite values above zero")
     p = len(NAMES[form]) - (gamma is not None)
     if (found := len(np.unique(np.array(axes), axis=1).T)) < p:
         raise UserError(f"{found} distinct point(s); this law needs at least {p}")
@@ -240,15 +235,6 @@ def _starts(form: str, logs, y, gamma: float | None) -> list[list[float]]:
         height = np.mean(np.log(np.exp(y) - floor)) - np.log(len(logs))
         starts += [[np.log(floor), *[height] * len(logs), *some] for some in product(slopes, repeat=free)]
     return starts
-
-
-def frontier(fit: Fit, C):
-    """(N*, D*, L*) of C's shape: where Chinchilla's law is lowest on C = 6 N D FLOPs."""
-    p, C = fit.parameters, np.asarray(C, dtype=float)
-    G = (p["alpha"] * p["A"] / (p["beta"] * p["B"])) ** (1 / (p["alpha"] + p["beta"]))
-    N = G * (C / 6) ** p["a"]
-    D = C / (6 * N)
-    return N, D, fit.predict(N, D)
 
 
 def ray_of(points: Points) -> tuple[float, float]:
@@ -309,12 +295,11 @@ def _lacking(form, axes, values, y, p) -> str | None:
             return (f"the points lie at {ratio.min():.3g} to {ratio.max():.3g} tokens per parameter: alpha and beta need ratios "
                     f"at least {SPREAD}x apart")
         for name, x in zip("ND", axes, strict=True):
-            levels = [0.0]
-            for value in np.sort(x):
-                if value > ONE_RAY * levels[-1]:
-                    levels.append(value)
-            if len(levels) <= needed:
-                return f"the points hold {len(levels) - 1} distinct {name}: its term needs {needed} to be told from E"
+            found, left = 0, np.sort(x)
+            while len(left):
+                found, left = found + 1, left[left > ONE_RAY * left[0]]
+            if found < needed:
+                return f"the points hold {found} distinct {name}: its term needs {needed} to be told from E"
         if needed == 3 and (points := len(np.unique(axes, axis=1).T)) < FEWEST:
             return f"{points} distinct points are too few for five parameters: {FEWEST} at least"
     if len(y) <= p:
@@ -549,7 +534,7 @@ def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
         kept, middle = inside, x[inside].mean()
         unit = np.abs(x[kept] - middle).max()
         some = (x[kept] - middle) / unit
-        cubic, left = _polynomial(some, loss[kept], 3)
+        cubic, left, *_ = np.polyfit(some, loss[kept], 3, full=True)        # left: the squares
         # Its minimum, of the two places where it is level: 3 a t^2 + 2 b t + c = 0 with 6 a t + 2 b above 0.
         a, b, c, _ = cubic
         bend = b * b - 3 * a * c
@@ -559,12 +544,6 @@ def _minimum(points: Points, window: float | None) -> tuple[dict, tuple | None]:
         at = middle + unit * lowest
     gain = None
     if kept.sum() > SIZES:
-        _, least = _polynomial(some, loss[kept], 4)
-        gain = (left - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
+        least = float(np.polyfit(some, loss[kept], 4, full=True)[1][0])
+        gain = (float(left[0]) - least) / loss.min() ** 2, least / loss.min() ** 2, kept.sum() - 5
     return row | {"N": float(np.exp(at)), "D": float(np.exp(np.interp(at, x, d))), "loss": float(np.polyval(cubic, lowest))}, gain
-
-
-def _polynomial(x, y, degree: int):
-    """(coefficients, sum of squares left) of a least-squares polynomial."""
-    found = np.linalg.lstsq(np.vander(x, degree + 1), y, rcond=None)[0]
-    return found, np.sum((y - np.polyval(found, x)) ** 2)

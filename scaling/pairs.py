@@ -21,7 +21,7 @@ from scipy.stats import t as student
 from runtime.cli import UserError
 from runtime.cli import si as human
 from scaling.intervals import with_bootstrap
-from scaling.laws import ONE_RAY, Points, fit_law
+from scaling.laws import Points, fit_law
 from scaling.records import Record, check_comparable, listed, read_json, read_study
 
 ALPHA = 0.05
@@ -87,27 +87,23 @@ class Margin:
 def read_margin(records, given: float | None = None) -> Margin | None:
     """The margin of the study.json beside the records' folders, or `given` on the command line; None without either. Raises
     UserError for a damaged study.json, for studies that declare different margins, for a wrong `given`."""
-    found = [] if given is None else [(given, "given on the command line, after the fact", True)]       # True: it came late
-    for record in records if given is None else ():
-        if study := read_study(folder := record.folder.parent):
+    found = [] if given is None else [Margin(given, "given on the command line, after the fact", False)]
+    for folder, some in grouped(records, lambda record: record.folder.parent) if given is None else ():
+        if study := read_study(folder):
             try:
                 declared = datetime.fromisoformat(study["declared"])
-                is_late = not record.t_start or datetime.fromisoformat(record.t_start) < declared
-                found.append((float(study["margin_percent"]), f"{folder}/study.json, declared {study['declared']}", is_late))
+                late = sum(not one.t_start or datetime.fromisoformat(one.t_start) < declared for one in some)
+                when = f"after {late} of {len(some)} runs had begun" if late else "before the runs"
+                found.append(Margin(float(study["margin_percent"]),
+                                    f"{folder}/study.json, declared {study['declared']}, {when}", not late))
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(f"{folder}/study.json cannot be read ({type(error).__name__}: {error}): restore it or give "
                                 "margin=PERCENT") from None
-    if not found:
-        return None
-    percents = sorted({percent for percent, *_ in found})
-    if len(percents) > 1 or not 0 < percents[0] < 100:
+    percents = sorted({margin.percent for margin in found})
+    if len(percents) > 1 or any(not 0 < percent < 100 for percent in percents):
         raise UserError(f"margin: {', '.join(map(str, percents))}; expected one number of per cent of the loss, above 0 and "
                         "below 100: correct it, analyse one study at a time, or give margin=PERCENT")
-    late = sum(is_late for *_, is_late in found)
-    percent, source, _ = max(found, key=lambda one: one[2])     # of a run that had begun, where there is one
-    if given is None:
-        source += f", after {late} of {len(found)} runs had begun" if late else ", before the runs"
-    return Margin(percent, source, not late)
+    return min(found, key=lambda margin: margin.is_declared, default=None)      # the late one, where there is one
 
 
 def tost(found: Estimate, margin: float) -> float | None:
@@ -274,15 +270,13 @@ def load_val_losses(record: Record) -> dict[str, np.ndarray]:
     """A run's val_losses.npz: as_trained and bf16 (nats per sequence), source, n_tokens; each of shape (sequences,). Raises
     UserError where arrays are missing, damaged, or do not give the losses of summary.json."""
     path, names = record.folder / "val_losses.npz", ("as_trained", "bf16", "source", "n_tokens")
-    if not path.exists():
-        raise UserError(f"{path} is missing: the paired gap needs it beside summary.json; copy it from where the run was "
-                        "trained, or have train.py write it again: delete summary.json and repeat the run's command")
     try:
         with np.load(path, allow_pickle=False) as file, np.errstate(divide="ignore", invalid="ignore"):
             losses = {name: file[name] for name in names}
             said = {arm: _gap(losses[arm], losses, record.weights.values(), 1.0).nats for arm in names[:2]}
     except (OSError, ValueError, KeyError, IndexError, EOFError, zipfile.BadZipFile) as error:
-        raise UserError(f"{path} cannot be read ({type(error).__name__}: {error}): restore it, or leave the run out") from None
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): leave the run out, copy the file from where it was "
+                        "trained, or write it again: delete summary.json and repeat the run's command") from None
     for arm, loss in said.items():
         if not abs(loss - (expected := getattr(record, f"loss_{arm}"))) <= LOSS_TOLERANCE * expected:
             raise UserError(f"{path}: {arm!r} gives a loss of {loss:.6f}, summary.json says loss_{arm}={expected:.6f}; the two "
@@ -448,8 +442,6 @@ HOFFMANN = Surface("Hoffmann", "Hoffmann et al. 2022, arXiv:2203.15556, approach
 def own_surface(N, D, L, trunks, counts: str = "total") -> tuple[Surface | None, str | None]:
     """Chinchilla's law of our BF16 runs, arrays of shape (runs,); or None with the reason why they do not give one. trunks: equal
     for branches of one trajectory. counts: what N counts."""
-    if len(N) and np.max(D / N) <= ONE_RAY * np.min(D / N):     # as fit_law would find, seconds later
-        return None, f"one ray of {np.mean(D / N):.3g} tokens per parameter does not separate N from D"
     try:
         fit = with_bootstrap(fit_law("chinchilla", N, D, L), Points(N, D, 6 * N * D, L, trunks))
     except UserError as error:

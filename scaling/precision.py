@@ -49,8 +49,6 @@ class Options:
     POSITIONAL: ClassVar = ("paths",)
 
 
-# ------------------------------------------------------------------------------------------------------------ analysis
-
 def analyse(records, found, arm: str, margin) -> dict:
     """What precision.json holds but notes and inputs, Estimates as they are; gaps in per cent of the BF16 loss. found: Pairs of
     `records`; arm: "bf16" or "as_trained", the evaluation that is judged; margin: a Margin or None."""
@@ -77,8 +75,6 @@ def analyse(records, found, arm: str, margin) -> dict:
                        "tok_per_s_ratio": p.tok_per_s_ratio, "device": p.fp8.device} for p in found]}
 
 
-# -------------------------------------------------------------------------------------------------------------- tables
-
 def load(path: Path) -> dict:
     """A precision.json with its dataclasses, as analyse gave it."""
     kinds = {frozenset(kind.__dataclass_fields__): kind for kind in (pairs.Estimate, pairs.Margin)}
@@ -86,8 +82,11 @@ def load(path: Path) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """Rows with the same keys, which head the columns, in Markdown; None is an empty cell."""
-    return grid([list(rows[0]), *(["" if cell is None else str(cell) for cell in row.values()] for row in rows)]) if rows else ""
+    """Rows in Markdown, with a column for each key that some row has; floats have four digits, None is an empty cell."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    written = [["" if (cell := row.get(name)) is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+                for name in names] for row in rows]
+    return grid([names, *written]) if rows else ""
 
 
 def tables(result: dict) -> list[str]:
@@ -101,7 +100,7 @@ def _headline(result: dict) -> str:
     rows = [{"recipe": recipe, "gap [%]": one[arm], "verdict": one["verdict"],
              "independent pairs": f"{one[arm].n} of {one['pairs']}", "sizes": one["sizes"],
              "per decade of N [%]": one["over_sizes"], "per doubling of D [%]": one["over_tokens"],
-             "sees from [%]": one["smallest_seen"] and f"{one['smallest_seen']:.2g}"} for recipe, one in common.items()]
+             "sees from [%]": one["smallest_seen"]} for recipe, one in common.items()]
     text = [f"FP8 minus BF16, {ARMS[arm]}, in per cent of the loss, over all sizes, ± half a 95 % t-interval over independent "
             "pairs (branches of one trunk count once). Per decade of N, per doubling of D at a size: its change. Seen: with a "
             "probability of 80 %."]
@@ -116,8 +115,8 @@ def _headline(result: dict) -> str:
 def _ranking(ranking: dict) -> str:
     """A row per recipe by the declared rule (pairs.rank)."""
     rows = [{"recipe, lowest gap first": row["recipe"], "gap [%]": row["gap"], "above the first [%]": row["difference"],
-             "ties with it": "yes" if row["ties"] else "no",
-             "tok/s FP8/BF16": row["throughput"]["ratio"] and f"{row['throughput']['ratio']:.3f}"} for row in ranking["recipes"]]
+             "ties with it": "yes" if row["ties"] else "no", "tok/s FP8/BF16": row["throughput"]["ratio"]}
+            for row in ranking["recipes"]]
     left_out = [f"Not ranked: {one['recipe']} ({one['reason']})." for one in ranking["left_out"]]
     return "\n".join([table(rows), "", "Pairs at the largest common budget of each size, the same sizes and seeds for all; a "
                       "tie: the interval of the difference holds 0, or there is none.", *left_out])
@@ -161,8 +160,6 @@ def _ends(values, form: str) -> str:
     value, *ends = ["?" if one is None else format(one, form) for one in values]
     return "none" if value == "?" else value if ends == ["?", "?"] else f"{value} [{ends[0]} to {ends[1]}]"
 
-
-# ---------------------------------------------------------------------------------------------------------- its figure
 
 def draw_precision(result: dict):
     """The figure of analyse's result: gap [%] over size, then nats beside published laws."""
@@ -240,8 +237,6 @@ def _draw_nats(panel, sizes, looks, ratio: float) -> None:
     panel.legend(loc="upper right", frameon=False, fontsize=7, borderaxespad=0, handlelength=2.8, labelspacing=0.25)
 
 
-# ------------------------------------------------------------------------------------------------------------- command
-
 def main(arguments: list[str]) -> int:
     """Run the command line; the exit code."""
     return command(__doc__, Options, arguments, _run)
@@ -262,10 +257,11 @@ def _run(options: Options) -> None:
     inputs = [{"run_id": r.run_id, "recipe": r.recipe, "summary_sha256": r.summary_sha256} for r in records]
     wrote = write_with(folder, "precision", draw_precision(result), {
         "precision.json": as_json({"format_version": 1, **result, "notes": notes, "inputs": inputs})})
-    shown = notes if options.all else notes[:SHOWN]
-    lines = [f"WARNING: {note}" for note in shown] + [f"{len(notes) - SHOWN} more in precision.json"] * (len(shown) < len(notes))
+    lines = [f"WARNING: {note}" for note in notes]
+    if len(lines) > SHOWN and not options.all:
+        lines[SHOWN:] = [f"{len(lines) - SHOWN} more in precision.json"]
     headline, *blocks = tables(result)
-    parts = [headline, *["\n".join(lines)] * bool(lines)]
+    parts = [headline, "\n".join(lines)] if lines else [headline]
     while blocks and (options.all or "\n\n".join([*parts, blocks[0]]).count("\n") + 5 <= LINES):
         parts.append(blocks.pop(0))
     print("\n\n".join([*parts, *[f"{len(blocks)} more tables: --all"] * bool(blocks), wrote]))

@@ -1,6 +1,8 @@
 """The command as a user meets it: headline first, honest downgrades, one sentence for each mistake, nothing half-written."""
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +13,12 @@ from scaling_runs import asked, cut, declare_branches, law, strict, write_branch
 
 from scaling import fit as cli
 from scaling.fit import fit_group, fit_points, seed_noise
-from scaling.laws import Points, fit_law
+from scaling.laws import fit_law
 from scaling.records import read_runs
+from tests.test_intervals import early
 from tests.test_laws import FOLDER, published
 from tests.test_laws import ladder as ladder_of
+from tests.test_laws import law as surface_of
 
 
 def summary(folder):
@@ -49,23 +53,19 @@ def test_a_ladder_on_one_ray(tmp_path, capsys):
     for name, begin in (("figure.png", b"\x89PNG"), ("figure.svg", b"<?xml"), ("law.json", b"{")):
         data = (folder / "report" / name).read_bytes()
         assert data.startswith(begin) and (name.endswith("png") or (folder / "again" / name).read_bytes() == data)
-    assert len(list((folder / "report").iterdir())) == 3
     assert set(content["groups"]) == {"bf16", "tensorwise"} and content["delta"] == 1e-3 and "laws" not in content
     group = content["groups"]["bf16"]
     assert group["runs"] == ["a_bf16", "b_bf16", "c_bf16"] and group["headline"]["form"] == "power_c"
     assert list(group["laws"]) == ["chinchilla", "ray", "power_n", "power_d", "power_c", "isoflop"]
-    ray, power = group["laws"]["ray"], group["laws"]["power_c"]
+    ray = group["laws"]["ray"]
     assert [ray["E"], ray["K"], ray["gamma"]] == pytest.approx([0.9, 330, 0.2], rel=1e-6)
     assert ray["identified"] is False and ray["ci95"] is None and ray["starts_at_best"] == ray["starts"] == 15
-    assert power["identified"] and power["ci95"]["gamma"][0] < power["gamma"] < power["ci95"]["gamma"][1]
-    assert {"objective", "n", "gradient_norm", "residual_rms", "se", "reason"} <= power.keys()
     # Under another convention it is the power law on that convention's numbers.
     runs = [summary(folder / "out" / f"{letter}_bf16") for letter in "abc"]
     x = [one["flops_per_token_6n_nonembed"] * one["tokens"] for one in runs]
     row = next(row for row in group["robustness"] if row["value"] == "flops_per_token_6n_nonembed")
     assert row["gamma"] == pytest.approx(fit_law("power_c", x, [one["loss_bf16"] for one in runs]).parameters["gamma"])
-    variants = [row["variant"] for row in group["robustness"]]
-    assert variants == ["declared", "drop highest", *["delta"] * 3, *["count C as"] * 4, *["leave out N"] * 3]
+    assert [row["variant"] for row in group["robustness"]].count("count C as") == 4
     first = content["inputs"][0]
     assert len(content["inputs"]) == 6 and len(first["summary_sha256"]) == 64 and first["loss"] == runs[0]["loss_bf16"]
     assert (first["N"], first["D"], first["trunk"]) == (38_912, 778_240, "a_bf16")
@@ -84,14 +84,11 @@ def test_as_trained_losses_seed_sd_and_the_default_folder(tmp_path, capsys, no_f
     out = asked(capsys, cli.main, tmp_path / "out", "loss=as_trained", "--seed-sd=0.01")
     content = strict(tmp_path / "out" / "law" / "law.json")
     assert "skipped" not in out and "no paired gap: " in out and "No BF16/FP8 pair" in out
-    assert content["conventions"]["loss"] == "loss_as_trained" and len(content["notes"]) == 1
     assert content["seed_noise"] == {"estimate": None, "degrees_of_freedom": 0, "used": 0.01}
     runs = [summary(tmp_path / "out" / f"{letter}_fp8") for letter in "abc"]
-    law_c = content["groups"]["tensorwise"]["laws"]["power_c"]
     expected = fit_law("power_c", [one["flops_per_token"] * one["tokens"] for one in runs],
                        [one["loss_as_trained"] for one in runs], seed_sd=0.01)
-    assert law_c["gamma"] == pytest.approx(expected.parameters["gamma"])
-    assert law_c["se"]["gamma"] == pytest.approx(expected.se["gamma"])
+    assert content["groups"]["tensorwise"]["laws"]["power_c"]["se"] == pytest.approx(expected.se)
 
 
 LONG = [int(size) for size in np.geomspace(3e4, 3e7, 8)]
@@ -123,57 +120,46 @@ def test_a_study_of_branches_end_to_end(tmp_path, capsys, no_figure):
     folder = write_branches(tmp_path / "out", curve=False)
     out = asked(capsys, cli.main, folder, "--all")
     assert out.startswith("bf16: 40 runs of 10 trajectories, N 30k to 480k, 5 to 40 tokens per parameter\n  chinchilla: L = ")
-    assert "why this law: the points identify L(N, D)" in out
+    assert "why this law: the points identify L(N, D)" in out and "40 BF16/FP8 pairs" in out
     content = strict(folder / "law" / "law.json")
     for group in content["groups"].values():
         fit = group["laws"]["chinchilla"]
         assert fit["identified"] and group["headline"]["form"] == "chinchilla" and fit["clusters"] == 10
-        assert fit["alpha"] == pytest.approx(0.35, abs=0.04) and fit["beta"] == pytest.approx(0.3, abs=0.04)
         for name, truth in (("E", 0.8), ("alpha", 0.35), ("beta", 0.3)):
             assert fit["ci95"][name][0] < truth + 0.01 and truth - 0.01 < fit["ci95"][name][1]
+        doubt, at = group["form_doubt"], math.sqrt(10) * 480_000        # ten times the largest compute, at its ratio
+        assert (doubt["N"], doubt["D"]) == pytest.approx((at, 40 * at)) and doubt["low"] < doubt["high"]
         counts = {row["value"]: row for row in group["robustness"] if row["variant"] == "count N as"}
         assert set(counts) == {"params_nonembed", "params_matmul"}      # params_matmul equals params_total in these runs
         assert counts["params_matmul"]["alpha"] == pytest.approx(fit["alpha"], rel=1e-9)
         assert counts["params_nonembed"]["alpha"] != pytest.approx(fit["alpha"], rel=1e-3)
     assert content["seed_noise"]["degrees_of_freedom"] == 5     # five sizes, two seeds; recipes and branches add none
-    losses = {path.parent.name: json.loads(path.read_text())["loss_bf16"] for path in folder.glob("*/summary.json")}
-    squares = sum(np.log(losses[name] / losses[name.replace("_1", "_2", 1)]) ** 2 / 2 for name in losses if "_1" in name)
-    assert content["seed_noise"]["estimate"] == pytest.approx((squares / 40) ** 0.5, rel=1e-9)
-    assert "40 BF16/FP8 pairs" in out
-    assert {one["trunk"] for one in content["inputs"]} == {f"s{n}_{r}_{s}" for n in (30_000, 60_000, 120_000, 240_000, 480_000)
-                                                          for r in ("bf16", "tensorwise") for s in (1, 2)}
+    assert {one["trunk"] for one in content["inputs"]} == {re.sub(r"_d\d+$", "", one["run_id"]) for one in content["inputs"]}
 
 
 def test_predict_before_and_score_after(tmp_path, capsys, no_figure):
-    for name, params in zip("abc", (33_000, 74_000, 130_000), strict=True):
-        write_run(tmp_path / "out" / name, params=params, curve=False)
-    big = {"params_total": 184_320, "params_nonembed": 150_000, "params_matmul": 184_320, "tokens": 20 * 184_320,
-           "flops_per_token": 6 * 184_320 + 300_000}
-    (tmp_path / "out" / "study.json").write_text(json.dumps(
-        {"held_out": ["big"], "runs": [big | {"run": "big", "recipe": "bf16"}]}))
-    folder = tmp_path / "out"
+    folder, big = write_ladder(tmp_path / "out", sizes=(33_000, 74_000, 130_000), curve=False), 184_320
+    goal = {"params_nonembed": 150_000, "params_matmul": big, "tokens": 20 * big, "flops_per_token": 6 * big + 300_000}
+    (folder / "study.json").write_text(json.dumps(
+        {"held_out": ["big"], "runs": [goal | {"run": "big", "recipe": "bf16", "params_total": big}]}))
     assert "nobody" in asked(capsys, cli.main, folder, "--predict", "nobody", code=2) and not (folder / "law").exists()
     assert "big: predicted loss_bf16 " in asked(capsys, cli.main, folder, "--predict", "big")
     before = strict(folder / "law" / "law.json")
-    count = {key: value for key, value in big.items() if key != "params_total"}
     for name, seed in (("big", 1337), ("large", 2)):        # another seed of what was predicted is held out too
-        write_run(folder / name, params=184_320, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **count)
+        write_run(folder / name, params=big, curve=False, seed=seed, t_start="2999-01-01T00:00:00Z", **goal)
     out = asked(capsys, cli.main, folder, "--score")
     for line in ("held out of every fit: big\n", "held out of every fit: large\n", "big: loss_bf16 ", "inside the interval"):
         assert line in out, line
-    after = strict(folder / "law" / "law.json")
-    assert after["groups"]["bf16"]["runs"] == ["a", "b", "c"] and before["laws"] == after["laws"]      # in no fit
+    assert strict(folder / "law" / "law.json")["groups"] == before["groups"]       # in no fit
 
 
 def test_seed_noise_is_pooled_over_runs_equal_but_for_the_seed(tmp_path):
-    losses = {(40_000, 1): 3.0, (40_000, 2): 3.03, (40_000, 3): 3.06, (90_000, 1): 2.5, (90_000, 2): 2.51, (200_000, 1): 2.0}
-    for (params, seed), loss in losses.items():
-        write_run(tmp_path / f"{params}_{seed}", params=params, seed=seed, loss=loss, curve=False)
+    for params, losses in ((40_000, (3.0, 3.03, 3.06)), (90_000, (2.5, 2.51)), (200_000, (2.0,))):
+        for seed, loss in enumerate(losses):
+            write_run(tmp_path / f"{params}_{seed}", params=params, seed=seed, loss=loss, curve=False)
     records, _ = read_runs([tmp_path])
-    first, second = np.log([3.0, 3.03, 3.06]), np.log([2.5, 2.51])
-    expected = ((2 * first.var(ddof=1) + second.var(ddof=1)) / 3) ** 0.5
-    assert seed_noise(records) == (pytest.approx(expected, rel=1e-12), 3)
-    assert seed_noise(records[:1]) == (None, 0)
+    expected = ((2 * np.log([3.0, 3.03, 3.06]).var(ddof=1) + np.log([2.5, 2.51]).var(ddof=1)) / 3) ** 0.5
+    assert seed_noise(records) == (pytest.approx(expected, rel=1e-12), 3) and seed_noise(records[:1]) == (None, 0)
     assert fit_group(records, resamples=0).seed_sd == pytest.approx(expected)
     assert fit_group(records, seed_sd=0.5, resamples=0).seed_sd == 0.5
 
@@ -191,45 +177,40 @@ def test_a_branch_that_was_trained_from_scratch_is_no_trajectory_of_its_own(tmp_
     assert fits[0].laws["power_c"].ci95 == fits[1].laws["power_c"].ci95
 
 
-def write_points(path, N, D, loss, head="Model Size,tokens,val"):
-    path.write_text("\n".join([head, *(f"{n:.10g},{d:.10g},{v:.12g}" for n, d, v in zip(N, D, loss, strict=True))]) + "\n")
+def write_points(path, N, D, loss):
+    path.write_text("\n".join(["Model Size,tokens,val", *(f"{n:.10g},{d:.10g},{v:.12g}" for n, d, v in zip(
+        N, D, loss, strict=True))]) + "\n")
     return path
 
 
 def test_a_table_of_a_known_law(tmp_path, capsys, no_figure):
     N, D, _ = ladder_of((3e7, 1e8, 3e8, 1e9), (5, 20, 80, 320))
-    path = write_points(tmp_path / "points.csv", N, D, 1.8 + 400 * N**-0.34 + 1500 * D**-0.36)
+    truth = {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}
+    path = write_points(tmp_path / "points.csv", N, D, surface_of(N, D, truth))
     words = (f"out={tmp_path / 'r'}", "--points", path, "--n=Model Size", "--loss", "val")
     out, content = fitted(capsys, *words, "d=tokens")
     assert out.startswith("points.csv: 16 points of 16 trajectories, N 30M to 1B, 5 to 320 tokens per parameter\n  chinchilla: L")
     fit = content["laws"]["chinchilla"]
-    assert {name: fit[name] for name in ("E", "A", "B", "alpha", "beta")} == pytest.approx(
-        {"E": 1.8, "A": 400, "B": 1500, "alpha": 0.34, "beta": 0.36}, rel=1e-5)
-    assert fit["a"] == pytest.approx(0.36 / 0.70, rel=1e-5) and fit["identified"] and fit["starts_at_best"] == fit["starts"]
+    assert {name: fit[name] for name in truth} == pytest.approx(truth, rel=1e-5)
     assert content["headline"]["form"] == "chinchilla" and content["source"]["columns"]["N"] == "Model Size"
     write_points(path, N, N, 15 * N**-0.076)        # N alone: the power law in N
     content = fitted(capsys, *words)[1]
     assert content["headline"]["form"] == "power_n"
     assert [content["laws"]["power_n"][name] for name in ("A", "alpha")] == pytest.approx([15, 0.076], rel=1e-8)
-    for form in ("chinchilla", "ray", "power_d", "power_c", "isoflop"):
-        fit = content["laws"][form]
-        assert not fit["identified"] and fit["reason"] == "the table gives neither tokens (--d) nor compute (--c)"
-        assert fit["objective"] is None and fit["se"] is None and fit["n"] == 16
+    assert {form: fit["reason"] for form, fit in content["laws"].items() if fit["objective"] is None} == dict.fromkeys(
+        ("chinchilla", "ray", "power_d", "power_c", "isoflop"), "the table gives neither tokens (--d) nor compute (--c)")
 
 
 def test_a_law_that_does_not_fit_is_no_headline_unless_the_user_insists(tmp_path, capsys, no_figure):
-    N, D, _ = ladder_of(np.geomspace(3e7, 1e9, 8), (0.1, 1, 5, 20, 80, 320))
-    early = D / N < 0.5
-    loss = (1.8 + 400 * N**-0.34 + 1500 * D**-0.36) * np.where(early, 1.3, 1)
-    loss *= np.exp(np.random.default_rng(0).normal(0, 2e-3, 48))
-    path = write_points(tmp_path / "p.csv", N, D, loss)
+    points = early(0.3)
+    path = write_points(tmp_path / "p.csv", points.N, points.D, points.loss)
     words = [f"out={tmp_path}", "--points", path, "n=Model Size", "d=tokens", "loss=val"]
     out, content = fitted(capsys, *words)
     assert out.startswith("WARNING: p.csv: L(N, D) does not fit: residuals of ") and content["headline"]["form"] == "power_c"
     lack = content["lack_of_fit"]
-    assert lack["left_out"] == [str(2 + i) for i in np.flatnonzero(early)] and content["laws"]["chinchilla"]["identified"]
-    assert lack["without"]["alpha"] == pytest.approx(0.34, abs=0.02) and lack["without"]["residual_rms"] < 0.003
-    assert fit_points(Points(N, D, 6 * N * D, loss, np.arange(48)), "p", resamples=200, insist=True).headline == "chinchilla"
+    assert content["laws"]["chinchilla"]["identified"] and lack["without"]["alpha"] == pytest.approx(0.34, abs=0.02)
+    assert {str(2 + i) for i in np.flatnonzero(points.D / points.N < 0.5)} <= set(lack["left_out"])       # lines of the file
+    assert fit_points(points, "p", resamples=200, insist=True).headline == "chinchilla"
 
 
 @published
@@ -250,8 +231,8 @@ def test_published_chinchilla_points(tmp_path, capsys, no_figure):
 
 @pytest.mark.parametrize(("words", "sentence"), [
     ("out=r", "give either run folders"), ("good points=t.csv n=N loss=L out=r", "give either run folders"),
-    ("good/a", "out=DIR is missing"), ("good mixed", "out=DIR is missing"), ("points=t.csv n=N loss=L", "out=DIR is missing"),
-    ("good --out", "--out needs a value"), ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"),
+    ("good mixed", "out=DIR is missing"), ("points=t.csv n=N loss=L", "out=DIR is missing"),
+    ("good out=r --drop-higest=2", "there is no key 'drop-higest'; did you mean"),
     ("good out=r n=N", "n='N' must be total or nonembed for runs"),
     ("good out=r loss=fp8", "loss='fp8' must be bf16 or as_trained"),
     ("good out=r d=D", "d: only for a table of points"), ("good out=r --where a=b", "where: only for a table of points"),

@@ -1,5 +1,7 @@
 """Strangers' tables are read as they stand: what can be read is, what cannot is refused by line, nothing is guessed."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -38,15 +40,11 @@ def test_compute_tokens_or_neither(tmp_path):
     assert refusal(path, d="tokens", c="flops").startswith("d and c are both given; choose one")
 
 
-@pytest.mark.parametrize("mark", [",", "\t", ";"])
-@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_separators_line_ends_and_a_byte_order_mark(tmp_path, mark, end):
-    text = "\ufeff" + end.join(line.replace(",", mark) for line in (HEAD, *ROWS)) + end
-    chosen = read_points(table(tmp_path, text=text), "N", "loss", d="tokens")
-    assert np.array_equal(chosen.points.N, N) and np.array_equal(chosen.points.D, D)
-
-
 def test_what_spreadsheets_and_pandas_write(tmp_path):
+    for mark, end in itertools.product(",\t;", ("\n", "\r\n", "\r")):         # after a byte order mark
+        text = "\ufeff" + end.join(line.replace(",", mark) for line in (HEAD, *ROWS)) + end
+        chosen = read_points(table(tmp_path, text=text), "N", "loss", d="tokens")
+        assert np.array_equal(chosen.points.N, N) and np.array_equal(chosen.points.D, D)
     text = ('\n,"Model Size (params)", Training FLOP ,"loss, final",note,note\n'
             '0,"100000000",1.2E+18, 3.5 ,"said ""fine""",x\n\n'
             "1,2e8,4800000000000000000,3.25,,\n"
@@ -86,25 +84,21 @@ def test_the_highest_losses_are_dropped_and_named(tmp_path):
 
 
 def test_conditions_and_clusters(tmp_path):
-    path = table(tmp_path, [*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,"])
+    path = table(tmp_path, [*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,", "x,?,?,?,?,9"])     # left out: anything
     for where, kept in ((["run=b"], [2e8, 3e8, 5e8]), (["run=a", "run=c"], [1e8, 4e8]), (["lr=3e-3"], [1e8, 2e8, 3e8]),
                         (["run=b", "lr=0.003"], [2e8, 3e8]), (["lr="], [5e8]), ([" run = b "], [2e8, 3e8, 5e8])):
         assert read_points(path, "N", "loss", where=where).points.N.tolist() == kept
     chosen = read_points(path, "N", "loss", where=["run=b", "run=a"], cluster="run")
-    assert chosen.source["filters"] == {"run": ["b", "a"]} and chosen.source["rows"] == 6
-    assert chosen.notes == ["4 of 6 rows of points.csv meet run = b or a"]
+    assert chosen.source["filters"] == {"run": ["b", "a"]} and chosen.source["rows"] == 7
+    assert chosen.notes == ["4 of 7 rows of points.csv meet run = b or a"]
     assert chosen.points.cluster.tolist() == ["a", "b", "b", "b"]
-    label = read_points(path, "N", "loss", cluster="lr").points.cluster     # an empty cell is a trajectory of its own
-    assert len(set(label)) == 5 and label[0] == label[1] != label[5]
-    label = read_points(table(tmp_path, ["3,1e8,1,1,3.5,", ",2e8,1,1,3,"]), "N", "loss", cluster="run").points.cluster
-    assert len(set(label)) == 2         # line 3 does not join the run called 3
-    path = table(tmp_path, [*ROWS, "b,3e8,6e9,1e19,3.1,.0030", "b,5e8,1e10,3e19,2.9,"])
-    assert read_points(path, "N", "loss", cluster="N").points.cluster.tolist()[:2] == ["1e8", "2e8"]
-    assert refusal(path, where=["run=x"]) == "no row has run=x; values there: a, b, c, d"
-    assert refusal(path, where=["run=a", "lr=0.03"]).startswith("no row is left to fit: 6 rows, 0 meet the conditions")
+    assert refusal(path, where=["run=z"]) == "no row has run=z; values there: a, b, c, d, x"
+    assert refusal(path, where=["run=a", "lr=0.03"]).startswith("no row is left to fit: 7 rows, 0 meet the conditions")
     assert refusal(path, where=["runs=a"]) == "has 0 columns called 'runs'; did you mean 'run'?"
-    # A row that a condition leaves out may hold anything.
-    assert read_points(table(tmp_path, [*ROWS, "x,?,?,?,?,9"]), "N", "loss", where=["run=a"]).points.N.tolist() == [1e8]
+    # An empty cell is a trajectory of its own, and line 3 does not join the run called 3.
+    path = table(tmp_path, ["3,1e8,1,1,3.5,", *[",2e8,1,1,3,"] * 2])
+    label = read_points(path, "N", "loss", cluster="run").points.cluster
+    assert len(set(label)) == 3
 
 
 @pytest.mark.parametrize(("text", "sentence"), [

@@ -29,10 +29,9 @@ def render_nothing(monkeypatch, request):
 def write_seeds(folder, gaps, recipe="tensorwise", params=38_912, **changes):
     """A BF16 run and its FP8 partner for each seed; gaps in nats."""
     for seed, gap in enumerate(gaps, 1):
-        if not (folder / f"bf16_{params}_{seed}").exists():
-            write_run(folder / f"bf16_{params}_{seed}", loss=BF16[seed], seed=seed, curve=False, params=params, **changes)
-        write_run(folder / f"{recipe}_{params}_{seed}", recipe=recipe, loss=BF16[seed], gap=gap, seed=seed, curve=False,
-                  params=params, **changes)
+        for name, own in (("bf16", 0.0), (recipe, gap)):
+            if not (path := folder / f"{name}_{params}_{seed}").exists():
+                write_run(path, recipe=name, loss=BF16[seed], gap=own, seed=seed, curve=False, params=params, **changes)
     return folder
 
 
@@ -53,15 +52,14 @@ def row(output, name, first="N"):
     return next(line for line in cells(table) if name in line)
 
 
-# ------------------------------------------------------------------------------------------------------ statistics
-
-
 def test_mean_interval_and_null_are_those_of_the_textbook(tmp_path, capsys):
     gaps = [0.004, 0.010, 0.007]
     output, result = run(capsys, write_seeds(tmp_path, gaps))
-    percent = [100 * gap / loss for gap, loss in zip(gaps, BF16.values(), strict=True)]
-    half = 4.302652729911275 * np.std(percent, ddof=1) / math.sqrt(3)        # Student's t, 97.5 %, two degrees of freedom
-    assert row(output, "tensorwise")[3:5] == ["3", f"{np.mean(percent):+.3f} ± {half:.3f}"]
+    theirs = ttest_1samp([100 * gap / loss for gap, loss in zip(gaps, BF16.values(), strict=True)], 0).confidence_interval()
+    mean, half = (theirs.low + theirs.high) / 2, (theirs.high - theirs.low) / 2
+    assert row(output, "tensorwise")[3:5] == ["3", f"{mean:+.3f} ± {half:.3f}"]
+    logs = [100 * math.log1p(gap / loss) for gap, loss in zip(gaps, BF16.values(), strict=True)]
+    assert result["common"]["tensorwise"]["bf16"]["mean"] == pytest.approx(np.mean(logs), rel=1e-9)
     null = 100 * math.sqrt(2) * np.log(list(BF16.values())).std(ddof=1)
     assert row(output, "bf16, two seeds")[3:6] == ["3 runs", f"SD {null:.3f}", f"SD {null:.3f}"]
     output, result = run(capsys, study(write_seeds(tmp_path / "one", [0.01], "amax")))
@@ -81,13 +79,6 @@ def test_branches_of_one_trunk_count_once_and_the_console_gets_forty_lines(tmp_p
     assert row(output, "tensorwise", "recipe")[3] == "6 of 24" and "own" in result["laws"]
     assert (result["null"]["pooled"]["runs"], result["null"]["pooled"]["dof"]) == (24, 3)   # two seeds at each of three sizes
     assert all(one["bf16"]["n"] == 2 for one in result["sizes"]) and len(result["sizes"]) == 12
-    trunks = {}
-    for pair in result["pairs"]:
-        logs = trunks.setdefault(re.sub(r"_d\d+$", "", pair["fp8"]), [])
-        logs.append(100 * math.log1p(pair["gap_bf16"]["percent"] / 100))
-    theirs = ttest_1samp([np.mean(own) for own in trunks.values()], 0).confidence_interval()
-    found = result["common"]["tensorwise"]["bf16"]
-    assert (found["low"], found["high"]) == pytest.approx((theirs.low, theirs.high))
     short = asked(capsys, precision.main, tmp_path)
     assert output.count("\n") > 55 and output.count("WARNING: unpaired alone") == 12 and short.count("\n") <= 40
     assert "tensorwise" in short.splitlines()[2] and "more in precision.json" in short and "more tables: --all" in short
@@ -99,19 +90,17 @@ def test_a_margin_declared_before_the_runs_makes_an_equivalence_test(tmp_path, c
     output, result = run(capsys, study(tmp_path))
     words = row(output, "tensorwise", "recipe")
     assert re.fullmatch(r"equivalent within ±0\.25 % \(TOST, p=[\d.e-]+\)", words[2]) and result["margin"]["is_declared"]
-    one = result["common"]["tensorwise"]
-    assert words[-1] == f"{one['smallest_seen']:.2g}"
+    assert words[-1] == f"{result['common']['tensorwise']['smallest_seen']:.4g}"
     output, result = run(capsys, tmp_path, "margin=0.5")
     assert "margin after the fact" in output and "±0.5 %" in output and not result["margin"]["is_declared"]
     output, _ = run(capsys, study(tmp_path, declared="2026-11-20T09:00:01Z"))
     assert "margin after the fact" in output and "after 6 of 6 runs had begun" in output
-    write_seeds(tmp_path / "later", [0.0002], params=60_000)
-    both = asked(capsys, precision.main, tmp_path, study(tmp_path / "later"), f"out={tmp_path}/law")
-    assert f"Margin ±0.25 %: {tmp_path}/study.json, declared 2026-11-20T09:00:01Z, after 6 of 8 runs" in both   # not the other's
-    write_seeds(tmp_path / "b", [0.0002], params=50_000, t_start=...)
-    assert not run(capsys, study(tmp_path / "b", 0.5))[1]["margin"]["is_declared"]      # nobody knows when they began
-    both = asked(capsys, precision.main, tmp_path, tmp_path / "b", f"out={tmp_path}/c", code=2)
-    assert "0.25, 0.5; expected one" in both
+    study(write_seeds(tmp_path / "later", [0.0002], params=60_000))
+    both = asked(capsys, precision.main, tmp_path, tmp_path / "later", f"out={tmp_path}/law")
+    assert f"Margin ±0.25 %: {tmp_path}/study.json, declared 2026-11-20T09:00:01Z, after 6 of 6 runs" in both   # not the other's
+    study(write_seeds(tmp_path / "b", [0.0002], params=50_000, t_start=...), 0.5)       # nobody knows when they began
+    assert not run(capsys, tmp_path / "b")[1]["margin"]["is_declared"]
+    assert "0.25, 0.5; expected one" in asked(capsys, precision.main, tmp_path, tmp_path / "b", f"out={tmp_path}/c", code=2)
 
 
 def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(tmp_path, capsys):
@@ -125,9 +114,6 @@ def test_a_recipe_that_converts_nothing_is_called_bf16_and_the_best_is_named(tmp
     assert "Not ranked: auto (converts no Linear in auto_38912_1 and 2 more: it is BF16 there)." in output
 
 
-# ----------------------------------------------------------------------------------------------------------- costs
-
-
 def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     output, result = run(capsys, write_seeds(tmp_path / "cpu", [0.004, 0.010, 0.007]))
     assert "a CPU has no FP8 units" in output
@@ -137,8 +123,6 @@ def test_on_a_cpu_there_is_no_speed_up_and_on_a_gpu_there_is(tmp_path, capsys):
     cost = next(one for one in result["sizes"][0]["costs"] if one["law"] == "Epoch")
     r = EPOCH.extra_tokens(0.007, 30e9)
     assert cost["extra_tokens"] == pytest.approx(r) and cost["speedup"] == pytest.approx(1 / r)     # equal throughput
-    half = student.ppf(0.975, 2) * 0.003 / math.sqrt(3) / EPOCH.slope(30e9)
-    assert np.log(cost["speedup_ci95"]) == pytest.approx([-math.log(r) - half, -math.log(r) + half], rel=1e-5)
 
 
 def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_path, capsys):
@@ -153,15 +137,12 @@ def test_without_a_law_of_our_own_the_runs_of_one_size_say_what_tokens_gain(tmp_
     assert [cost["law"] for cost in result["sizes"][2]["costs"]] == ["Epoch"]       # one token count at that size
 
 
-# -------------------------------------------------------------------------------------------------------- mistakes
-
-
 @pytest.mark.parametrize("arguments, sentence", [
     (["{runs}/nowhere"], "does not exist"), (["{runs}", "loss=fp8"], "loss='fp8'"), (["{runs}", "margin=0"], "margin: 0"),
     (["{runs}/bf16_38912_1"], "out=DIR is missing"),
     (["{runs}/bf16_38912_1", "out=x"], "no BF16/FP8 pair among these runs: there is no gap to report\nunpaired bf16_38912_1")])
 def test_mistakes_are_a_sentence(tmp_path, capsys, arguments, sentence):
-    study(write_seeds(tmp_path, [0.004, 0.010, 0.007]))
+    write_seeds(tmp_path, [0.004])
     before = sorted(tmp_path.rglob("*"))
     assert sentence in asked(capsys, precision.main, *(word.format(runs=tmp_path) for word in arguments), code=2)
     assert sorted(tmp_path.rglob("*")) == before
@@ -175,8 +156,7 @@ def damaged(runs, shift=0, **arrays):
 
 @pytest.mark.parametrize("damage, sentence", [
     (lambda runs: (runs / "study.json").write_text('{"margin_percent": 1}'), "study.json cannot be read (KeyError"),
-    (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, percent="x"), "margin"),
-    (lambda runs: study(runs, declared="yesterday"), "margin"),
+    (lambda runs: study(runs, percent=0), "margin"), (lambda runs: study(runs, declared="yesterday"), "margin"),
     (lambda runs: write_run(runs / "again", loss=2.2, seed=1, recipe="tensorwise", curve=False), "given twice"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").unlink(), "delete summary.json and repeat the run's command"),
     (lambda runs: (runs / "bf16_38912_2/val_losses.npz").write_bytes(b"PK"), "val_losses.npz cannot be read"),
@@ -198,22 +178,18 @@ def test_damaged_runs_are_a_sentence_and_nothing_is_written(tmp_path, capsys, da
 
 def test_a_sequence_may_be_context_alone(tmp_path, capsys):
     """Instruction data: sequences differ in their targets, a window of prompt has none; the loss is the same by construction."""
-    _, plain = run(capsys, write_seeds(tmp_path, [0.004, 0.010, 0.007]))
+    (plain,) = run(capsys, write_seeds(tmp_path, [0.004]))[1]["pairs"]
     tokens = np.array([0, 0, 5, 128, 7, 0, 64, 1, 2, 3, 0, 90])
-    for folder in tmp_path.glob("*_[123]"):
-        with np.load(folder / "val_losses.npz") as file:
+    for path in tmp_path.glob("*/val_losses.npz"):
+        with np.load(path) as file:
             losses = dict(file)
         first = losses["source"] == 0
         for arm in ("as_trained", "bf16"):
             losses[arm][first] = losses[arm][first].sum() / losses["n_tokens"][first].sum() * tokens
         losses["n_tokens"][first] = tokens
-        np.savez(folder / "val_losses.npz", **losses)
-    _, result = run(capsys, tmp_path)
-    for before, after in zip(plain["pairs"], result["pairs"], strict=True):
-        assert after["gap_bf16"]["nats"] == pytest.approx(before["gap_bf16"]["nats"]) and after["gap_bf16"]["se"] > 0
-
-
-# ----------------------------------------------------------------------------------------------------------- its figure
+        np.savez(path, **losses)
+    (pair,) = run(capsys, tmp_path)[1]["pairs"]
+    assert pair["gap_bf16"]["nats"] == pytest.approx(plain["gap_bf16"]["nats"]) and pair["gap_bf16"]["se"] > 0
 
 
 def analysed(folder, margin=None):

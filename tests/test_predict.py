@@ -19,7 +19,7 @@ from scaling.laws import GAMMAS, Points, fit_law
 from scaling.predict import FLOOR, forecast
 from scaling.records import read_runs
 from tests.conftest import ROOT
-from tests.scaling_runs import law, write_run
+from tests.scaling_runs import law, write_ladder, write_run
 from tests.test_laws import EPOCH as EPOCHS
 from tests.test_laws import law as loss_of
 
@@ -166,10 +166,7 @@ def test_real_ladders_hold_out_sizes(train_set, known):
 @pytest.fixture
 def study(tmp_path):
     """A folder of three BF16 and three FP8 runs, with a study.json that declares a larger one, `big`, in either precision."""
-    folder = tmp_path / "study"
-    for name, params in zip("abc", (33_000, 74_000, 100_000), strict=True):
-        write_run(folder / f"{name}_bf16", params=params, curve=False)
-        write_run(folder / f"{name}_fp8", params=params, recipe="tensorwise", gap=0.01, curve=False)
+    folder = write_ladder(tmp_path / "study", (33_000, 74_000, 100_000), curve=False)
     runs = [GOAL, GOAL | {"run": "seed2"}, *(GOAL | {"run": f"big_{name}", "recipe": recipe} for name, recipe in (
         ("fp8", "tensorwise"), ("row", "rowwise")))]
     (folder / "study.json").write_text(json.dumps({"held_out": ["big"], "runs": runs}))
@@ -178,10 +175,9 @@ def study(tmp_path):
 
 def freeze(name, study, folder):
     """What fit.py --predict does."""
-    records, groups = read_runs([study])[0], []
-    for recipe in ("bf16", "tensorwise"):
-        some = [one for one in records if one.recipe == recipe and one.params_total < GOAL["params_total"]]
-        groups += [fit.fit_group(some, resamples=0)]
+    records = read_runs([study])[0]
+    groups = [fit.fit_group([one for one in records if one.recipe == recipe and one.params_total < GOAL["params_total"]],
+                            resamples=0) for recipe in ("bf16", "tensorwise")]
     return predict.freeze(name, groups, records, folder)
 
 
@@ -197,24 +193,21 @@ def test_a_prediction_is_written_with_all_that_it_rests_on(study, tmp_path):
     content = json.loads((tmp_path / "law" / "prediction_big.json").read_text())
     rest = {key: value for key, value in content.items() if key != "sha256"}
     assert content["sha256"] == hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    for one in content["inputs"]:
-        assert one["summary_sha256"] == hashlib.sha256((study / one["run_id"] / "summary.json").read_bytes()).hexdigest()
-    assert [one["run_id"] for one in content["inputs"]] == ["a_bf16", "b_bf16", "c_bf16"]
+    assert [(one["run_id"], one["summary_sha256"]) for one in content["inputs"]] == [
+        (f"{name}_bf16", hashlib.sha256((study / f"{name}_bf16" / "summary.json").read_bytes()).hexdigest()) for name in "abc"]
     assert content["tokenizer_sha256"] == "t" * 64 and content["val_sha256"] == "v" * 64 and content["loss_key"] == "loss_bf16"
     assert (made.low, made.loss, made.high) == (content["low"], content["loss"], content["high"])
     assert made.low < law(GOAL["flops_per_token"] * GOAL["tokens"]) < made.high and content["extrapolation"] > 1
     text = "\n".join(predict.describe(made))
-    assert f"{made.loss:.4f}" in text and f"{made.low:.4f} to {made.high:.4f}" in text
-    assert all(row["form"] in text for row in made.forms)
+    assert all(word in text for word in (f"{made.loss:.4f}", f"{made.low:.4f} to {made.high:.4f}",
+                                         *(row["form"] for row in made.forms)))
     assert [one.sha256 for one in predict.load(tmp_path / "law")] == [made.sha256] and predict.load(tmp_path / "none") == []
     with pytest.raises(UserError, match="is there already"):        # nothing is frozen twice
         freeze("big.py", study, tmp_path / "law")
-    assert json.loads((tmp_path / "law" / "prediction_big.json").read_text()) == content
     fp8 = freeze("big_fp8", study, tmp_path)         # from its own recipe alone
     assert [one["run_id"] for one in fp8.content["inputs"]] == ["a_fp8", "b_fp8", "c_fp8"] and fp8.loss > made.loss
     demo = freeze("demo_s_fp8", study, tmp_path)     # a config, counted as train.py --plan counts it
-    lines = "\n".join(train_plan(load_config(ROOT / "configs" / "demo_s_fp8.py"), "", torch.bfloat16))
-    goal = demo.content["target"]
+    lines, goal = "\n".join(train_plan(load_config(ROOT / "configs/demo_s_fp8.py"), "", torch.bfloat16)), demo.content["target"]
     assert demo.recipe == fp8.recipe == "tensorwise" and re.search(rf"  total +{goal['params_total']:,} ", lines)
     assert re.search(rf"  tokens +{goal['tokens']:,} ", lines)
     assert f"+ attention            {goal['flops_per_token'] * goal['tokens']:.4e}" in lines
@@ -235,30 +228,25 @@ def test_what_cannot_be_predicted_is_refused(study, tmp_path, name, before, sent
 
 
 def test_what_is_held_out_is_there_or_to_come(study, tmp_path):
-    made, records = freeze("big_fp8", study, tmp_path), read_runs([study])[0]
-    assert predict.named_held_out(records) == {"big"}
+    made, C = freeze("big_fp8", study, tmp_path), GOAL["flops_per_token"] * GOAL["tokens"]
 
     def held(recipe, loss_key="loss_bf16", convention="total"):
         records = read_runs([study])[0]
         some = [one for one in records if predict.is_held(one, [made], predict.named_held_out(records))]
         return predict.held_of(recipe, some, [made], loss_key, convention)
 
-    C = GOAL["flops_per_token"] * GOAL["tokens"]
     for convention in ("total", "nonembed"):        # a figure counts as its own laws do
         assert held("tensorwise", convention=convention) == (
             predict.Held("big_fp8", GOAL[f"params_{convention}"], GOAL["tokens"], C, None, made),)
     write_big(study)
     write_big(study, "big_fp8_seed2", recipe="tensorwise", seed=2, loss=1.5)
-    (one,) = held("tensorwise")
+    (one,), (other,) = held("tensorwise"), held("bf16")
     assert (one.name, one.N, one.loss, one.prediction) == ("big_fp8_seed2", GOAL["params_total"], 1.5, made)
     assert held("tensorwise", "loss_as_trained")[0].prediction is None      # of which nothing was predicted
-    (one,) = held("bf16")
-    assert (one.name, one.prediction) == ("big", None)
+    assert (other.name, other.prediction) == ("big", None)
 
 
 def test_scoring(study, tmp_path):
-    with pytest.raises(UserError, match="holds no prediction"):
-        predict.score(tmp_path, [])
     made = freeze("big", study, tmp_path)
     assert "not there yet" in predict.score(tmp_path, read_runs([study])[0])[0] and not (tmp_path / "score_big.json").exists()
     loss = 1.001 * made.loss
@@ -274,29 +262,20 @@ def test_scoring(study, tmp_path):
         assert row["inside"] == (form["low"] <= loss <= form["high"])
 
 
-@pytest.mark.parametrize("changes, sentence", [
-    ({"t_start": "2020-01-01T00:00:00Z"}, "is not older than its run.*move .*/prediction_big.json away to use the run in fits"),
-    ({"t_start": None}, "is not older than its run"), ({"val_sha256": "w" * 64}, "another validation set"),
-    ({"tokenizer_sha256": "w" * 64}, "another tokenizer"), ({"tokens": 40 * 184_320}, "another recipe, size or number of")])
-def test_a_run_that_is_not_the_predicted_one_is_not_scored(study, tmp_path, changes, sentence):
-    freeze("big", study, tmp_path)
+@pytest.mark.parametrize("changes, damage, sentence", [
+    ({"t_start": "2020-01-01T00:00:00Z"}, {}, "not older than its run.*move .*/prediction_big.json away to use the run in fits"),
+    ({"t_start": None}, {}, "is not older than its run"), ({"val_sha256": "w" * 64}, {}, "another validation set"),
+    ({"tokenizer_sha256": "w" * 64}, {}, "another tokenizer"),
+    ({"tokens": 40 * 184_320}, {}, "another recipe, size or number of"), ({}, {"high": 9.0}, "was edited after it was frozen"),
+    ({}, {"date": "2020-01-01T00:00:00Z"}, "was edited"), ({}, {"target": 3}, "another version"), ({}, None, "not valid JSON")])
+def test_neither_another_run_nor_a_damaged_prediction_is_scored(study, tmp_path, changes, damage, sentence):
+    made = freeze("big", study, tmp_path)
+    made.path.write_text(made.path.read_text()[:400] if damage is None else json.dumps(made.content | damage))
     (study / "elsewhere").mkdir()
     write_big(study / "elsewhere", **changes)
     with pytest.raises(UserError, match=sentence):
         predict.score(tmp_path, read_runs([study / "elsewhere"])[0])
     assert not (tmp_path / "score_big.json").exists()
-
-
-@pytest.mark.parametrize("damage, sentence", [
-    (lambda content: json.dumps(content | {"high": 9.0}), "was edited after it was frozen"),
-    (lambda content: json.dumps(content | {"date": "2020-01-01T00:00:00Z"}), "was edited after it was frozen"),
-    (lambda content: json.dumps(content | {"target": 3}), "or is of another version"),
-    (lambda content: json.dumps(content)[:400], "not valid JSON")])
-def test_a_damaged_prediction_is_refused(study, tmp_path, damage, sentence):
-    made = freeze("big", study, tmp_path)
-    made.path.write_text(damage(made.content))
-    with pytest.raises(UserError, match=sentence):
-        predict.score(tmp_path, read_runs([study])[0])
 
 
 def test_a_study_in_nonembedding_parameters_is_predicted_in_them(study, tmp_path):

@@ -167,7 +167,7 @@ def test_steps_without_a_finite_loss_are_left_out_and_told(tmp_path, capsys):
     (["{runs}/c_bf16", "study={runs}"], None, "", "or --study out/STUDY alone"),
     (["{runs}/c_bf16", "out={runs}/c_bf16/config.json"], None, "", "cannot be written"),
     (["{runs}"], "metrics.jsonl", None, "metrics.jsonl does not exist"),
-    (["{runs}"], "val_losses.npz", None, "val_losses.npz is missing"),
+    (["{runs}"], "val_losses.npz", None, "val_losses.npz cannot be read"),
     (["{runs}"], "metrics.jsonl", json.dumps(step_row(1, kind="undone")) + "\n", "holds no step that counts"),
     (["{runs}"], None, {"pair_id": "another"}, "a_other differ in more than the precision (pair_id): "),
     (["{runs}"], None, {"data_sha256": "e" * 64}, "a_other differ in more than the precision (data_sha256): ")])
