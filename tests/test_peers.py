@@ -1,4 +1,4 @@
-"""bench/peers.py against the imitations of tests/peer_checkouts.py."""
+"""bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan; their own code is never here."""
 
 import os
 import subprocess
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
 
 import model as our_model
@@ -14,25 +15,123 @@ from bench.peers import BESIDE, LABELS, OURS, groups_of, load
 from bench.throughput import Cell, config_of, measure
 from model import GPT, GPTConfig
 from runtime.cli import UserError
-from tests.peer_checkouts import FILES, make
 
 CPU = torch.device("cpu")
-MATMUL = 2 * 128 * 128 + 160 * 128 + 12     # of the imitation of nanochat, two blocks 128 wide, a gate of 12
+MATMUL = 2 * 128 * 128 + 160 * 128 + 12     # of the stand-in for nanochat, two blocks 128 wide, a gate of 12
+
+
+class Titan(nn.Module):
+    linear = nn.Linear
+
+    def __init__(self, config):
+        super().__init__()
+        C, V, L = (getattr(config, "dim", None) or config.n_embd, config.vocab_size,
+                   getattr(config, "n_layers", None) or config.n_layer)
+        self.embedding = nn.Embedding(V, C)
+        self.layers = nn.ModuleDict({str(i): self.linear(C, C, bias=False) for i in range(L)})
+        self.output = self.linear(C, V, bias=False)
+
+    def init_weights(self, buffer_device=None):
+        for p in self.parameters():
+            p.uniform_(-0.02, 0.02)         # in place: theirs wants no_grad()
+
+    def run(self, h):
+        for layer in self.layers.values():
+            h = h + layer(h)
+        return self.output(h)
+
+    def forward(self, tokens):
+        return self.run(self.embedding(tokens))
+
+
+class Nano(Titan):
+    def __init__(self, config):
+        super().__init__(config)
+        assert not (config.bias or config.dropout)
+        self.embedding.weight = self.output.weight
+
+    def forward(self, x, targets):
+        logits = super().forward(x)
+        return logits, cross_entropy(logits, targets)
+
+    def configure_optimizers(self, *asked):
+        self.asked = asked
+        return torch.optim.SGD(self.parameters(), lr=asked[1])
+
+
+class ChatLinear(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Float8Linear(ChatLinear):
+    pass
+
+
+def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
+    assert config == "tensorwise"
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear) and module_filter_fn(child, name):
+            child.__class__ = Float8Linear
+
+
+class Chat(Titan):
+    linear = ChatLinear
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate = ChatLinear(12, 1, bias=False)
+        self.scale = nn.Parameter(torch.zeros(1))
+
+    @torch.no_grad()
+    def init_weights(self):
+        for name, p in self.named_parameters():
+            nn.init.normal_(p, std=0.0 if "layers" in name or name == "scale" else 0.02)
+
+    def forward(self, x, targets):
+        h = self.embedding(x).bfloat16()
+        return cross_entropy(self.run(h * (1 + self.gate(h[..., :12])) * (1 + self.scale.bfloat16())), targets)
+
+    def setup_optimizer(self, **rates):
+        self.asked = rates
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def cross_entropy(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# The files of a made-up checkout import what they hold from here; a config is a SimpleNamespace of what the benchmark gives.
+CONFIG, HERE = "from types import SimpleNamespace as ", "from test_peers import "
+LLAMA = "torchtitan/models/llama3/model/"
+FILES = {
+    "nanogpt": {"model.py": f"{CONFIG}GPTConfig\n{HERE}Nano as GPT\n"},
+    "nanochat": {
+        "nanochat/__init__.py": "", "nanochat/flash_attention.py": "USE_FA3 = False\n",
+        "nanochat/fp8.py": f"{HERE}convert_to_float8_training\nclass Float8LinearConfig:\n    from_recipe_name = str\n",
+        "nanochat/gpt.py": "import os\nassert os.environ['NANOCHAT_DTYPE'] == 'bfloat16'\n"
+                           f"{CONFIG}GPTConfig\n{HERE}Chat as GPT, ChatLinear as Linear\n"},
+    "torchtitan": {f"{LLAMA}args.py": f"{CONFIG}TransformerModelArgs\n", f"{LLAMA}model.py": f"{HERE}Titan as Transformer\n"},
+}
+
+
+def make(peer, folder):
+    for name, text in FILES[peer].items():
+        (path := folder / name).parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return str(folder)
 
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch):
     """What a peer changes in its process is put back; what it would compile runs as it is, and is noted."""
-    precision, tf32, search = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32, [*sys.path]
-    for name in ("NANOCHAT_DTYPE", "HF_HUB_OFFLINE"):
-        monkeypatch.setenv(name, "")
-        del os.environ[name]
-    noted = []
+    precision, noted = torch.get_float32_matmul_precision(), []
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(os, "environ", {**os.environ})
     monkeypatch.setattr(torch, "compile", lambda model, **how: noted.append(how) or model)
     yield noted
     torch.set_float32_matmul_precision(precision)
-    torch.backends.cudnn.allow_tf32 = tf32
-    sys.path[:] = search
     for name in [n for n in sys.modules if n == "nanogpt_model" or n.partition(".")[0] in ("nanochat", "torchtitan")]:
         del sys.modules[name]
 
@@ -44,17 +143,13 @@ def cell(folder, label, vocab=160):
     return Cell(f"{peer}_toy", label, 2, 16, 96, "cpu", small | {"vocab_size": vocab}, make(peer, folder))
 
 
-def batch():
-    return torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
-
-
 def loss_of(subject, label, x, y):
     """By definition: the mean cross-entropy of the model's logits."""
     if label.startswith("nanochat"):
         return subject.model(x, y)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=label.startswith("torchtitan")):
         logits = subject.model(x, y)[0] if label == "nanogpt" else subject.model(x)
-        return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        return cross_entropy(logits, y)
 
 
 @pytest.mark.parametrize("label, how", [("nanogpt", [{}]), ("nanochat_bf16", [{"dynamic": False}]),
@@ -62,7 +157,7 @@ def loss_of(subject, label, x, y):
 def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how):
     subject = load(cell(tmp_path / "peer", label), CPU)
     assert compiled == how and subject.vocab == 160
-    x, y = batch()
+    x, y = torch.randint(0, 160, (2, 2, 16), generator=torch.Generator().manual_seed(1))
     loss, parameters = subject.micro_step(x, y), list(subject.model.parameters())
     assert loss.shape == () and not loss.requires_grad and loss == loss_of(subject, label, x, y)
     want = torch.autograd.grad(loss_of(subject, label, x, y) / 3, parameters)       # a step is three micro-batches

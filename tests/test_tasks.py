@@ -19,16 +19,18 @@ def test_what_was_fetched_is_scored_without_network(tmp_path):
     rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
     write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
                                                       (("train", 3), ("validation", 7))})
-    harness, scoring = ("-m", "eval.harness"), (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
+    scoring = (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
+
+    def harness(*arguments, home, url="http://127.0.0.1:1"):
+        return process("-m", "eval.harness", *arguments, HF_ENDPOINT=url, HF_HOME=f"{tmp_path / home}")
     with HubServer(tmp_path / "hub") as server:
-        done = process(*harness, "--fetch", tmp_path / "saved", "tasks=piqa,demo", HF_ENDPOINT=server.url,
-                       HF_HOME=f"{tmp_path}/a")
+        done = harness("--fetch", tmp_path / "saved", "tasks=piqa,demo", home="a", url=server.url)
     assert (done.returncode, done.stdout) == (0, "piqa: 7 documents\n"), done.stderr
-    done = process(*harness, *scoring, "tasks=piqa", HF_ENDPOINT="http://127.0.0.1:1", HF_HOME=f"{tmp_path}/b")
+    done = harness(*scoring, "tasks=piqa", home="b")
     assert (done.returncode, done.stderr) == (0, "")
     found = json.loads((tmp_path / "run/eval/piqa_float32.json").read_text())["tasks"]["piqa"]
     assert (found["n"], found["chance"]) == (7, 0.5)
-    done = process(*harness, *scoring, "tasks=hellaswag", HF_HOME=f"{tmp_path}/c")
+    done = harness(*scoring, "tasks=hellaswag", home="c")
     assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
 
 
