@@ -113,8 +113,7 @@ def directly(model, context, continuation):
 
 def expected_pair(model, context, continuation):
     stripped = context.rstrip()     # lm-eval's rule: blanks at the end of a context belong to the continuation
-    continuation = context[len(stripped):] + continuation
-    return directly(model, list(stripped.encode()) or [256], list(continuation.encode()))
+    return directly(model, list(stripped.encode()) or [256], list((context[len(stripped):] + continuation).encode()))
 
 
 def rolled(model, prefix, ids):
@@ -151,8 +150,7 @@ def protect_environment(monkeypatch):
 
 
 def write_shards(folder, texts, shards=2):
-    share = -(-len(texts) // shards)
-    val = [np.concatenate([encode_document(BYTES, text) for text in texts[i * share:(i + 1) * share]]) for i in range(shards)]
+    val = [np.concatenate([encode_document(BYTES, text) for text in part]) for part in np.array_split(texts, shards)]
     conftest.write_shards(folder, {"train": [], "val": val})
 
 
@@ -169,14 +167,11 @@ def make_task(folder, rows, name="sums", **changes):
     return folder
 
 
-SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24}
-
-
 def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,
               **model):
     """A Config and its rough GPT in fp32, after writing folder/config.json and folder/checkpoints/step_.."""
-    sizes = SIZES | {"vocab_size": load_tokenizer(tokenizer).vocab_size} | model
-    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**sizes),
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24, "vocab_size": load_tokenizer(tokenizer).vocab_size}
+    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**sizes | model),
                     fp8=fp8 or FP8Config(), optim=OptimConfig(lr=1e-2),
                     data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
                                     tokens_per_step=384, micro_batch=4))
@@ -216,18 +211,3 @@ def read_llama(folder):
         p.data = p.data.clone()
     return model
 
-
-WORDS = ("naïve Straße Ελληνικά русский 中文字符 日本語 한국어 العربية עברית हिन्दी ไทย 🙂 👩\u200d👧 e\u0301 \u200b ﬁ \ufeff "
-         "\x00 \x7f it's I'LL 3.14159 1234567890 1e-5 £5 ½ ¿qué? ... -- == <s> [INST] <|endoftext|>x")
-
-
-def documents(n=300):
-    """Code, prose, scripts, emoji, runs of white space, odd line ends, numbers, control characters, special tokens' spelling."""
-    rng, words = random.Random(0), WORDS.split(" ")
-    lines = [line for path in ("README.md", "model.py", "train.py") for line in (conftest.ROOT / path).read_text().splitlines()]
-    blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
-    letters = (range(0x20, 0x7F), range(0xA0, 0xD800), range(0x1F000, 0x1FB00))
-    kinds = (lambda: rng.choice(lines), lambda: rng.choice(words), lambda: "".join(rng.choices(blanks, k=rng.randrange(20))),
-             lambda: "".join(chr(rng.choice(rng.choice(letters))) for _ in range(9)))
-    return ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b", *(
-        "".join(rng.choice(kinds)() + rng.choice(blanks) for _ in range(rng.randrange(40))) for _ in range(n - 5))]

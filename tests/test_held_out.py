@@ -13,9 +13,7 @@ from eval import harness, held_out
 from tests.conftest import write_index
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return build_run(tmp_path, monkeypatch)
+run = pytest.fixture(build_run)
 
 
 def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(run):

@@ -10,7 +10,7 @@ import torch
 from eval_runs import BYTES, TINY, build, build_lm, expected_pair, generate, greedy_text, request, rigged, rolled, words
 
 from eval import lm as eval_lm
-from eval.lm import CheckpointLM, chunks, plan
+from eval.lm import CheckpointLM
 from runtime.parallel import World
 from tests.conftest import encode_document
 
@@ -36,12 +36,16 @@ def test_loglikelihood_is_the_models_own_token_by_token(micro_batch):
 
 
 def test_the_head_sees_scored_positions_alone_and_few_at_a_time(monkeypatch):
-    model, rows = build(), []
+    model, rows, lengths = build(), [], []
     model.head.register_forward_hook(lambda module, args, out: rows.append(len(out)))
-    pairs = [request("a" * 20, "bc"), request("a" * 5, "d"), request("", "xyz")]
+    model.wte.register_forward_hook(lambda module, args, out: lengths.append(args[0].size(1)))
+    pairs = [request("", "xyz"), request("a" * 20, "bc"), request("a" * 5, "d")]
     whole = build_lm(model).loglikelihood(pairs)
     monkeypatch.setattr(eval_lm, "HEAD_ROWS", {"cpu": 4})
     assert build_lm(model).loglikelihood(pairs) == whole and rows == [2 + 1 + 3, 4, 2]
+    lengths.clear()
+    build_lm(model, 1).loglikelihood([*pairs, request("b" * 30, "c")])
+    assert lengths == [30, 21, 5, 3], "the longest leads: memory runs out at once or never"
 
 
 def test_a_long_context_loses_its_beginning_and_is_counted():
@@ -94,7 +98,7 @@ def test_generate_until_is_greedy_and_stops_where_asked():
     model, calls = build(), []
 
     def answers(lm, prompts, until=(), n=12):
-        return lm.generate_until([request(prompt, {"until": list(until), "max_gen_toks": n}) for prompt in prompts])
+        return lm.generate_until([request(prompt, {"until": until, "max_gen_toks": n}) for prompt in prompts])
     prompts, lm = ["one", "two", "a longer prompt", "x" * 31, "y" * 80], build_lm(model, micro_batch=2)
     got = answers(lm, prompts)
     assert all(got) and lm.n_truncated == 2     # 31 + 12 and 80 + 12 tokens do not fit 32
@@ -111,8 +115,7 @@ def test_generate_until_is_greedy_and_stops_where_asked():
 
 @pytest.mark.parametrize("micro_batch, n_shots", [(1, 12), (50, 12), (1, 0), (50, 0)])
 def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_tokens(micro_batch, n_shots, monkeypatch):
-    """Against log-likelihoods taken one token at a time; no forward pass is longer than micro_batch contexts, and of a long
-    context as much as LONG_ROW counts."""
+    """No forward pass is longer than micro_batch contexts, and of a long context as much as LONG_ROW counts."""
     monkeypatch.setattr(eval_lm, "LONG_ROW", 80)
     rng, seen, model = random.Random(5), [], build(replace(TINY, n_ctx=128))
     shots = words(rng, n_shots)
@@ -128,32 +131,12 @@ def test_shared_contexts_score_as_each_alone_for_little_more_than_half_of_the_to
     assert max(seen) == 2 * 90
 
 
-def test_no_batch_is_larger_than_the_budget_and_its_rows_begin_alike():
-    for seed in range(40):
-        rng = random.Random(seed)
-        budget, few_shot = rng.choice([1, 64, 400]), [rng.randrange(9) for _ in range(rng.choice([0, 40]))]
-        questions = [[*few_shot, *(rng.randrange(9) for _ in range(rng.randint(1, 30)))] for _ in range(rng.randint(1, 12))]
-        rows = list({(*question, *range(i * n)) for question in questions for n in range(3) for i in range(rng.randint(1, 4))})
-        batches = plan(rows, budget)
-        assert sorted(row for batch in batches for group in batch.groups for row in group) == list(range(len(rows)))
-        alone = [len(rows[row]) for batch in batches if not batch.past for (row,) in batch.groups]
-        assert alone == sorted(alone, reverse=True), "the longest leads: memory runs out at once or never"
-        for batch in batches:
-            n, longest = len(batch.groups), max(len(rows[row]) for group in batch.groups for row in group)
-            assert n == 1 or n * (batch.past or longest) <= max(budget, longest)
-            for group in batch.groups:
-                assert len({rows[row][:batch.past] for row in group}) == 1 and (len(group) == 1 or batch.past >= 6)
-            lengths = [len(rows[row]) - batch.past for group in batch.groups for row in group if len(rows[row]) > batch.past]
-            for chunk in chunks(lengths, batch.past, budget):
-                longest = max(lengths[i] for i in chunk)
-                assert lengths[chunk[0]] == longest and (len(chunk) == 1 or len(chunk) * (batch.past + longest) <= budget)
-
-
 def test_ranks_share_the_batches_and_answer_as_one_bit_for_bit(monkeypatch):
     """Ranks that are threads here; processes, by the command: tests/test_harness.py."""
     rng, batches = random.Random(3), {}
-    pairs = [(words(rng, 3), " " + words(rng, 1)) for _ in range(20)] + [("the same context", f" {i}") for i in range(5)]
-    requests, greedy = [request(*p) for p in pairs], [request(a, {"until": ["e"], "max_gen_toks": 4}) for a, _ in pairs]
+    requests = [request(words(rng, 3), " " + words(rng, 1)) for _ in range(20)]
+    requests += [request("the same context", f" {i}") for i in range(5)]
+    greedy = [request(r.args[0], {"until": ["e"], "max_gen_toks": 4}) for r in requests]
 
     def answer(world):
         lm = CheckpointLM(build(), BYTES, 1, world.device, world)

@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 CPU = torch.device("cpu")
 
 
-class Fixed:
+class Fixed(torch.utils.data.TensorDataset):
     """n validation sequences of random tokens; one has no targets, one a few."""
 
     def __init__(self, n, seed):
@@ -22,12 +22,10 @@ class Fixed:
         self.x, self.y = ids[:, :-1], ids[:, 1:].clone()
         self.y[0], self.y[1, :9] = -100, -100
         self.targets = (self.y >= 0).sum(1).numpy()
-
-    def __len__(self):
-        return len(self.x)
+        super().__init__(self.x, self.y)
 
     def batch(self, start, stop):
-        return self.x[start:stop], self.y[start:stop]
+        return self[start:stop]
 
 
 SETS, WEIGHTS = {"a": Fixed(7, 0), "b": Fixed(3, 1)}, {"a": 0.25, "b": 0.75}

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import re
 
 import numpy as np
 import pytest
@@ -15,25 +16,25 @@ from eval import table
 N = 400
 
 
-def docs(task, n=N):
-    return [hashlib.sha256(f"{task}{i}".encode()).hexdigest() for i in range(n)]
-
-
-def digest(hashes):
+def digest(*hashes):
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def answers(task, seed, n=N):
     """Logged samples of a multiple-choice task: a third of the questions is answered alike by everybody."""
     shared, own = random.Random(task), random.Random(f"{task}{seed}")
-    return [{"doc_id": i, "doc_hash": doc, "filter": "none", "acc": float((shared if i % 3 else own).random() < 0.5)}
-            for i, doc in enumerate(docs(task, n))]
+    return [{"doc_id": i, "doc_hash": digest(task, str(i)), "filter": "none",
+             "acc": float((shared if i % 3 else own).random() < 0.5)} for i in range(n)]
+
+
+def documents_of(rows):
+    return digest(*(row["doc_hash"] for row in rows))
 
 
 def mean_row(rows, **more):
     x = np.array([row["acc"] for row in rows])
     return {"acc": x.mean(), "acc_se": x.std(ddof=1) / math.sqrt(len(x)), "n": len(x), "chance": 0.25,
-            "docs_sha256": digest([row["doc_hash"] for row in rows]), **more}
+            "docs_sha256": documents_of(rows), **more}
 
 
 def write_log(path, rows):
@@ -43,9 +44,10 @@ def write_log(path, rows):
 def write(folder, name="core", summary=None, tasks=None, samples=None, **more):
     """A record below a run's eval/, its tasks given as rows of samples, whose log lies beside it, or as they stand there."""
     (folder / "eval").mkdir(parents=True, exist_ok=True)
+    tasks = dict(tasks or {})
     for task, rows in (samples or {}).items():
         write_log(folder / "eval" / f"{name}_{task}.gz", rows)
-    tasks = {task: mean_row(rows, samples=f"{name}_{task}.gz") for task, rows in (samples or {}).items()} | (tasks or {})
+        tasks.setdefault(task, mean_row(rows, samples=f"{name}_{task}.gz"))
     record = {"run": f"out/{folder.name}", "tasks": tasks, "limit": None, "dtype": "bfloat16", "fp8": "off"} | more
     (folder / "eval" / f"{name}.json").write_text(json.dumps(record))
     if summary:
@@ -64,10 +66,10 @@ def out(tmp_path):
 @pytest.fixture
 def pair(out):
     """(BF16 rows, FP8 rows) of two runs written below `out`."""
-    both = [answers("arc_easy", recipe) for recipe in ("bf16", "tensorwise")]
-    for recipe, rows in zip(("bf16", "tensorwise"), both, strict=True):
+    both = {recipe: answers("arc_easy", recipe) for recipe in ("bf16", "tensorwise")}
+    for recipe, rows in both.items():
         write(out / f"run_{recipe}", samples={"arc_easy": rows}, summary=summary(recipe))
-    return both
+    return [*both.values()]
 
 
 def page(*paths):
@@ -86,10 +88,9 @@ def shown(mine, base):
 
 
 def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(out, pair):
-    lines, text = page(out).splitlines(), page(out)
+    text = page(out)
     assert cells(text, "*minus run_bf16*")[-1] == shown(pair[1], pair[0])
-    names = [line.split(" | ")[0].strip("| ") for line in lines if line.startswith(("| run", "| *minus"))]
-    assert names == ["run_bf16", "run_tensorwise", "*minus run_bf16*"]
+    assert re.findall(r"^\| (run\S+|\*minus \S+) ", text, re.M) == ["run_bf16", "run_tensorwise", "*minus run_bf16*"]
     assert cells(text, "run_tensorwise")[1:4] == ["100M", "2B", "FP8 tensorwise"]
 
 
@@ -130,10 +131,10 @@ def test_differences_of_perplexities_have_the_error_of_a_paired_bootstrap(tmp_pa
         nats = size * (hard + shift + rng.normal(0, 0.1, N))
         write_log(path := tmp_path / f"{shift}.gz", [
             {"doc_hash": doc, metric: -x if metric == "perplexity" else [-x, int(n)]}
-            for doc, x, n in zip(docs("t"), nats.tolist(), size.tolist(), strict=True)])
+            for doc, x, n in zip(map(str, range(N)), nats.tolist(), size.tolist(), strict=True)])
         arms.append((nats, table.Score(float(value(nats, size)), None, None, [path])))
     (base_nats, base), (nats, score) = arms
-    difference, error = table.paired_difference(table.Column("t", metric, digest(docs("t")), None, 0, ""), score, base)
+    difference, error = table.paired_difference(table.Column("t", metric, digest(*map(str, range(N))), None, 0, ""), score, base)
     draws = rng.integers(N, size=(4000, N))
     bootstrap = value(nats[draws], size[draws]) - value(base_nats[draws], size[draws])
     assert difference == pytest.approx(value(nats, size) - value(base_nats, size))
@@ -164,7 +165,7 @@ def test_of_a_group_the_differences_rest_on_all_its_questions(out):
         parts = {f"mmlu_{i}": answers(f"mmlu_{i}", recipe, n=100 + i) for i in range(3)}
         wholes.append(whole := sum(parts.values(), []))
         group = mean_row(whole, subtasks=list(parts), num_fewshot=5) | {
-            "docs_sha256": digest([digest(docs(name, len(rows))) for name, rows in parts.items()])}
+            "docs_sha256": digest(*map(documents_of, parts.values()))}
         within = mean_row(parts["mmlu_1"], subtasks=["mmlu_1"])     # a group within the group
         write(out / recipe, tasks={"mmlu": group, "mmlu_stem": within}, samples=parts, summary=summary(recipe))
     text = page(out)
@@ -184,8 +185,7 @@ def test_limited_scores_and_other_documents_never_share_a_column(out):
     assert [text.split(":")[0] for text in limited] == ["50", "400"]
     assert "| part " not in whole and "| marked " not in whole and "| full " not in limited[0] + limited[1].split("##")[0]
     header = cells(whole, "model")
-    marks = [f"documents {digest(docs(task))[:6]}" for task in ("piqa", "piqa of another year")]
-    assert len(header) == 4 and all(mark in "".join(header) for mark in marks)
+    assert len(header) == 4 and all(f"documents {documents_of(rows)[:6]}" in "".join(header) for rows in (full, other))
     call(table, out / "part", f"out={out / 'page'}")
     assert [path.name for path in (out / "page").iterdir()] == ["table.md"], "parts of tasks have no figure"
 
