@@ -1,4 +1,5 @@
-"""eval/harness.py: scores against the models' own log-likelihoods, chance, what is written where, public models, mistakes."""
+"""eval/harness.py with eval/tasks.py and eval/held_out.py: scores against the models' own log-likelihoods, chance, what is
+written where, questions of validation shards, data without network, public models, mistakes."""
 
 import json
 import math
@@ -6,13 +7,18 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import eval_runs
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, CPU, build_run, call, directly, expected_pair, make_llama, make_task, refused, request, rolled
+from eval_runs import (BYTES, CPU, TINY, build, build_lm, build_run, call, directly, expected_pair, make_llama, make_task, refused,
+                       request, rolled, write_run)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,14 +26,17 @@ from eval import harness, held_out, precision, sample, tasks
 from eval.sample import Inference
 from eval.table import Column, Score, read_samples
 from runtime.cli import UserError
+from tests.conftest import write_index
+from tests.hub_server import HubServer, write_repository
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
+finished = pytest.fixture(build_run, name="finished")
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(finished, monkeypatch):
     monkeypatch.setattr(held_out, "QUESTIONS", 20)
-    return build_run(tmp_path, monkeypatch)
+    return finished
 
 
 def record_of(run, name):
@@ -36,7 +45,7 @@ def record_of(run, name):
 
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     call(harness, run, "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu")
-    out, record, model = capsys.readouterr().out, record_of(run, "demo_float32_limit12"), eval_runs.build()
+    out, record, model = capsys.readouterr().out, record_of(run, "demo_float32_limit12"), build()
     assert record["step"] == 1 and not list(run.rglob("*.tmp"))
     rows = [row["text"] for row in list(held_out.documents(str(run))["validation"])[:12]]
     nats = np.array([-rolled(model, [256], list(text.encode())) for text in rows])
@@ -97,7 +106,7 @@ def test_tasks_of_the_users_own(run, tmp_path):
               doc_to_choice=None, doc_to_target="answers", metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
               generation_kwargs={"until": ["\n"], "max_gen_toks": 5, "do_sample": False})
     call(harness, run, "tasks=sums,echo", f"include={folder}", "dtype=float32")
-    found, model = record_of(run, "sums+echo_float32")["tasks"], eval_runs.build()
+    found, model = record_of(run, "sums+echo_float32")["tasks"], build()
     right = [np.argmax([directly(model, [*row["q"].encode()], [*f" {answer}".encode()])[0] for answer in row["answers"]]) == 0
              for row in rows]
     assert found["sums"]["acc"] == pytest.approx(np.mean(right)) and found["sums"]["chance"] == 0.5
@@ -141,7 +150,7 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     Any look at the label, or an answer that is read at another place than its neighbours, would show."""
     monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")      # a subject alone, without lm-eval's whole index
     monkeypatch.setattr(datasets, "load_dataset", load_questions)
-    model = eval_runs.build(replace(eval_runs.TINY, n_ctx=2048), 2)
+    model = build(replace(TINY, n_ctx=2048), 2)
     monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, BYTES, CPU, [], 1))
     names = tuple(task for task, *_ in LAYOUTS.values())
     scores = harness.score(harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join())["tasks"]
@@ -174,7 +183,6 @@ def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, argumen
 
 
 def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(run, capsys, monkeypatch):
-    import lm_eval.tasks
     asked = []
 
     def small(include_defaults, make=lm_eval.tasks.TaskManager, **settings):     # lm-eval's own index takes ten seconds to build
@@ -256,3 +264,101 @@ def test_a_folder_that_cannot_be_written_is_told_before_the_scoring_and_a_run_wi
     assert harness.main([str(run), "tasks=demo"]) == 1 and f"{run / 'eval'}" in capsys.readouterr().err
     shutil.rmtree(run / "checkpoints")
     assert "has no finished checkpoint yet" in refused(capsys, harness, run, "tasks=demo")
+
+
+def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
+    rows, documents = (list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents))
+    assert [rows, documents] == [list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents)]
+    assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
+    texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(finished))}
+    assert sum(map(len, texts.values())) == 500 and len(documents) == 64
+    assert all(row["text"] in texts[row["source"]] for row in documents)
+    assert np.bincount([row["label"] for row in rows], minlength=4).min() > 30
+    for row in rows:
+        right, *wrong = sorted(row["choices"], key=lambda choice: choice != row["choices"][row["label"]])
+        home, = (text for text in texts[row["source"]] if row["context"] + right in text)
+        assert len(row["context"]) == 96 and len(set(row["choices"])) == 4
+        assert all(len(choice) == 32 and choice[0].isspace() for choice in row["choices"])
+        assert all(choice not in home and any(choice in text for text in texts[row["source"]]) for choice in wrong)
+
+
+def frequencies(requests):
+    """Log-likelihoods that ignore the context, but know how frequent each letter is."""
+    return [(-sum(3.0 if letter == " " else 1.0 + "abcdefghij".find(letter) / 9 for letter in r.args[1]), False) for r in requests]
+
+
+@pytest.mark.parametrize("judges", [
+    [build_lm(build(replace(TINY, n_ctx=192), seed), 32).loglikelihood for seed in range(4)], [frequencies]])
+def test_who_knows_nothing_scores_chance(finished, judges):
+    """Within two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %."""
+    rows = list(held_out.questions(str(finished))["validation"])
+    pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
+    right = [np.array([t for t, _ in judge(pairs)]).reshape(-1, 4).argmax(1) == [row["label"] for row in rows] for judge in judges]
+    assert abs(np.mean(right) - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows))
+
+
+def shorten(folder):
+    for source in ("prose", "code"):
+        shutil.rmtree(f"data/{source}")
+        eval_runs.write_shards(Path("data", source), ["short"] * 6)
+
+
+@pytest.mark.parametrize("damage, sentence", [
+    (lambda f: write_index(f, tokenizer="gpt2"), "was made with another tokenizer"),
+    (lambda f: (f / "val_00000.bin").unlink(), "data/code/val_00000.bin is missing"), (shorten, "no source of")])
+def test_damaged_shards_get_a_sentence(run, capsys, damage, sentence):
+    damage(Path("data/code"))
+    assert sentence in refused(capsys, harness, run, "--tasks", "demo") and not (run / "eval").exists()
+
+
+def test_what_was_fetched_is_scored_without_network(tmp_path):
+    """Each time with an empty cache elsewhere, as on another machine."""
+    write_run(tmp_path / "run")
+    rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
+    write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
+                                                      (("train", 3), ("validation", 7))})
+    scoring = (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
+
+    def command(*arguments, home, url="http://127.0.0.1:1"):
+        return eval_runs.process("-m", "eval.harness", *arguments, HF_ENDPOINT=url, HF_HOME=f"{tmp_path / home}")
+    with HubServer(tmp_path / "hub") as server:
+        done = command("--fetch", tmp_path / "saved", "tasks=piqa,demo", home="a", url=server.url)
+    assert (done.returncode, done.stdout) == (0, "piqa: 7 documents\n"), done.stderr
+    done = command(*scoring, "tasks=piqa", home="b")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads((tmp_path / "run/eval/piqa_float32.json").read_text())["tasks"]["piqa"]
+    assert (found["n"], found["chance"]) == (7, 0.5)
+    done = command(*scoring, "tasks=hellaswag", home="c")
+    assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
+
+
+def test_the_groups_are_lm_evals_own_tasks():
+    folders = {Path(lm_eval.__file__).parent / "tasks" / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
+    assert set(tasks.FULL) <= set(lm_eval.tasks.TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
+    assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
+    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
+
+
+def test_another_group_is_not_looked_for_in_its_own_folder_alone(monkeypatch):
+    """The group spanish_bench of the folder spanish_bench names tasks of other folders."""
+    manager = Mock(return_value=SimpleNamespace(all_tasks=["spanish_bench"], load=Mock(side_effect=KeyError)))
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
+    with pytest.raises(UserError):
+        tasks.load(["spanish_bench"], None)
+    assert manager.call_args.kwargs["include_path"] == [tasks.DEMO_TASKS]
+
+
+def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
+    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    make_task(mine, [], "drawn", output_type="generate_until", doc_to_choice=None, generation_kwargs={"do_sample": True},
+              dataset_kwargs={"data_files": {"validation": str(mine / "sums.jsonl")}})
+    (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
+    assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
+    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
+    for names, words in ((["sums", "five"], "five shows 2 examples to 'sums', other tasks= another number"),
+                         (["drawn"], "'drawn' asks for sampled answers")):
+        with pytest.raises(UserError, match=words):
+            tasks.load(names, str(mine))
+    (mine / "sums.jsonl").unlink()
+    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data come from where"):
+        tasks.load(["sums"], str(mine))
