@@ -2,10 +2,10 @@
 
 import json
 import os
+import queue
 import random
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -79,14 +79,12 @@ def build_lm(model, micro_batch=4, tokenizer=BYTES):
 
 def on_two_ranks(monkeypatch, module, work):
     """What work(world) returns or raises on each of two ranks, threads that meet in gather()."""
-    barrier, values = threading.Barrier(2), [None, None]
+    inbox = queue.Queue(), queue.Queue()
 
     def gather(value, world):
-        values[world.rank] = value
-        barrier.wait()
-        found = list(values)
-        barrier.wait()
-        return found
+        inbox[1 - world.rank].put(value)
+        other = inbox[world.rank].get(timeout=60)
+        return [other, value] if world.rank else [value, other]
     monkeypatch.setattr(module, "gather", gather)
     with ThreadPoolExecutor(2) as pool:
         done = [pool.submit(work, World(rank, rank, 2, CPU)) for rank in range(2)]
@@ -186,7 +184,7 @@ def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir
 
 LLAMA = {"vocab_size": 420, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False}
-ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+ROPE = {"rope_type": "llama3", "rope_theta": 5000.0, "factor": 5.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
         "original_max_position_embeddings": 32}
 
 

@@ -11,6 +11,8 @@ from eval_runs import call, generate, process, refused, write_run
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torchao.quantization import Float8Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import export
 from eval.export import write_safetensors
@@ -50,7 +52,6 @@ def documents():
 
 
 def auto_model(folder):
-    from transformers import AutoModelForCausalLM
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -61,8 +62,6 @@ def auto_model(folder):
 def test_transformers_computes_the_same_bits(tmp_path, name):
     config, ours = write_run(tmp_path / "run", **VARIANTS[name])
     theirs = auto_model(folder := exported(tmp_path / "run", tmp_path / "hf", "dtype=fp32"))
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if config.model.qk_norm else "LlamaForCausalLM")
-    assert theirs.dtype == torch.float32
     for shape in ((1, 1), (1, 2), (1, 7), (3, 24)):
         x = tokens(config.model, *shape)
         assert torch.equal(theirs(x).logits, ours(x)), shape
@@ -85,7 +84,6 @@ def test_transformers_computes_the_same_bits(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
 def test_the_tokens_of_300_documents(tmp_path, name):
-    from transformers import AutoTokenizer
     write_run(tmp_path / "run", tokenizer=name)
     folder, texts = exported(tmp_path / "run", tmp_path / "hf"), documents()
     ours, file, theirs = load_tokenizer(name), load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -99,7 +97,6 @@ def test_the_tokens_of_300_documents(tmp_path, name):
         assert theirs.decode(ids) == ours.decode(ids) == text
     assert (file.prefix, file.vocab_size) == (ours.prefix, ours.vocab_size)
     assert (len(theirs), theirs.eos_token_id, theirs.bos_token_id) == (ours.vocab_size, ours.eot, ours.eot)
-    assert theirs.decode([ours.eot]) == ours.decode([ours.eot]) == END_OF_TEXT
     assert theirs.decode(range(128, 160)) == ours.decode(range(128, 160))       # bytes that are no text
     assert theirs.model_max_length == 24 and set(theirs("a")) == {"input_ids", "attention_mask"} == set(theirs.model_input_names)
     # Versions of transformers differ in what a tokenizer gives where its file does not say it.
@@ -146,16 +143,15 @@ def near(a, b):
 @torch.no_grad()
 @pytest.mark.parametrize("recipe, n_files", [("tensorwise", 1), ("rowwise", 3)])
 def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, recipe, n_files, emulated_scaled_mm):
-    from torchao.quantization import Float8Tensor
     monkeypatch.setattr(export, "FILE_BYTES", 10**9 if n_files == 1 else 60_000)
     config, ours = write_run(tmp_path / "run", fp8=FP8Config(recipe=recipe, skip=("layers.1.attn.out",)), n_kv_head=2)
     folder = exported(tmp_path / "run", tmp_path / "f8", f"float8={recipe}")
     assert len(list(folder.glob("*.safetensors"))) == n_files
     theirs = auto_model(folder)
-    block, other = ours.layers[0], theirs.model.layers[0]
-    for fused, parts in ((block.attn.qkv, [other.self_attn.q_proj, other.self_attn.k_proj, other.self_attn.v_proj]),
-                         (block.mlp.gate_up, [other.mlp.gate_proj, other.mlp.up_proj]),
-                         (block.attn.out, [other.self_attn.o_proj]), (block.mlp.down, [other.mlp.down_proj])):
+    block, attn, mlp = ours.layers[0], theirs.model.layers[0].self_attn, theirs.model.layers[0].mlp
+    qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+    for fused, parts in ((block.attn.qkv, qkv), (block.mlp.gate_up, [mlp.gate_proj, mlp.up_proj]),
+                         (block.attn.out, [attn.o_proj]), (block.mlp.down, [mlp.down_proj])):
         assert all(type(part.weight.data) is Float8Tensor and part.weight.qdata.dtype is torch.float8_e4m3fn for part in parts)
         values, scale = quantised(fused.weight, OPERANDS[recipe][1], 1)      # of the whole matrix by fp64 arithmetic
         assert torch.equal(torch.cat([part.weight.qdata for part in parts]).float(), (values * scale).float())
@@ -170,7 +166,7 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
     # powers of two and torchao's inference does not, so that the two round apart. From BF16 both are equally far.
     own, bf16 = (load_for_inference(str(tmp_path / "run"), "cpu", "bfloat16", name).model for name in (recipe, "off"))
     h = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = torch.cat([part(h) for part in (other.self_attn.q_proj, other.self_attn.k_proj, other.self_attn.v_proj)], -1)
+    y = torch.cat([part(h) for part in qkv], -1)
     assert near(y, own.layers[0].attn.qkv(h)) < (0.02 if recipe == "tensorwise" else 0.05)
     x = tokens(config.model, 4, 24)
     assert 0.5 < near(theirs(x).logits, bf16(x)) / near(own(x), bf16(x)) < 1.5
@@ -245,7 +241,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     assert "trained with nanoFP8 from scratch, 6 of 6 steps of 384 tokens" in text
     assert "Precision of the matmuls: FP8 tensorwise." in text and "3.2104 as trained, 3.2011 in BF16" in text
     assert text.count("75.0 ± 1.4") == 2 and "| run, FP8 inference (rowwise) |" in text
-    (run / "summary.json").write_text(json.dumps({"steps": 12, "loss_as_trained": 3.2104, "loss_bf16": 3.2011}))
+    (run / "summary.json").write_text(json.dumps({"steps": 12, "loss_bf16": 3.2011}))       # of other weights
     assert "3.2011" not in (text := card_of(run)[0]) and str(tmp_path) not in text
 
 

@@ -64,15 +64,11 @@ class ChatLinear(nn.Linear):
         return F.linear(x, self.weight.to(x.dtype))
 
 
-class Float8Linear(ChatLinear):
-    pass
-
-
 def convert_to_float8_training(module, *, config=None, module_filter_fn=None):
     assert config == "tensorwise"
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear) and module_filter_fn(child, name):
-            child.__class__ = Float8Linear
+            child.__class__ = type("Float8Linear", (ChatLinear,), {})
 
 
 class Chat(Titan):
@@ -172,22 +168,11 @@ def test_a_peer_trains_as_its_script_does(tmp_path, compiled, label, how):
         assert subject.model.asked == (0.1, 6e-4, (0.9, 0.95), "cpu") and torch.backends.cuda.matmul.allow_tf32
         assert moved.norm().item() == pytest.approx(6e-4, rel=1e-3)       # lr x the norm that was clipped to 1
     elif label == "nanochat_bf16":
-        assert subject.model.asked == {"unembedding_lr": 0.008, "embedding_lr": 0.3, "scalar_lr": 0.5, "matrix_lr": 0.02,
-                                       "weight_decay": 0.28}
+        assert tuple(subject.model.asked.values()) == (0.008, 0.3, 0.5, 0.02, 0.28)      # its four rates, weight decay
         assert moved.norm().item() == pytest.approx(0.1 * sum(g.numel() * 9 for g in grads) ** 0.5, rel=1e-3)     # not clipped
         assert torch.get_float32_matmul_precision() == "high" and os.environ["HF_HUB_OFFLINE"] == "1"
     else:
         assert type(subject.optimizers[0]) is torch.optim.AdamW and moved.abs().max().item() == pytest.approx(8e-4, rel=0.1)
-
-
-def test_no_matrix_of_nanochat_is_zero_and_all_else_is_as_it_was(tmp_path):
-    """Its matmuls would be timed on zeros."""
-    subject = load(cell(tmp_path / "peer", "nanochat_bf16"), CPU)
-    model = subject.model
-    assert model.layers["0"].weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
-    assert model.output.weight.std().item() == pytest.approx(0.02, rel=0.05) and not model.scale.any()     # a scalar may be zero
-    assert subject.describe[0].startswith("nanochat_toy: nanochat at an unknown commit")
-    assert "window_pattern L; 2 weights that begin at zero" in subject.describe[1] and "attention by torch" in subject.describe[1]
 
 
 def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp_path):
@@ -195,8 +180,11 @@ def test_fp8_converts_what_its_own_script_converts_and_both_arms_begin_alike(tmp
         return {name for name, m in model.named_modules() if type(m).__name__ == "Float8Linear"}
 
     bf16, fp8 = (load(cell(tmp_path / "chat", f"nanochat_{kind}"), CPU) for kind in ("bf16", "fp8"))
-    for (name, a), b in zip(bf16.model.named_parameters(), fp8.model.parameters(), strict=True):
-        assert torch.equal(a, b), name
+    assert all(map(torch.equal, bf16.model.parameters(), fp8.model.parameters()))
+    # No matrix is zero, its matmuls would be timed on zeros; all else is as nanochat has it.
+    assert fp8.model.layers["0"].weight.std().item() == pytest.approx(0.4 / 128**0.5, rel=0.05)
+    assert fp8.model.output.weight.std().item() == pytest.approx(0.02, rel=0.05) and not fp8.model.scale.any()
+    assert "window_pattern L; 2 weights that begin at zero" in fp8.describe[1] and "attention by torch" in fp8.describe[1]
     assert converted(fp8.model) == {"layers.0", "layers.1", "output"}      # the gate of 12 x 1 is too narrow
     for vocab in (161, 112):        # no multiple of 16; below 128: the head stays
         assert converted(load(cell(tmp_path / "chat", "nanochat_fp8", vocab), CPU).model) == {"layers.0", "layers.1"}
@@ -219,8 +207,8 @@ def test_what_is_no_checkout_is_refused_and_its_commit_told(tmp_path):
             peers.check(peer, str(tmp_path))
     folder = make("nanochat", tmp_path)
     assert peers.check("nanochat", folder).startswith("nanochat at an unknown commit")
-    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x", "commit", "-qm", "x"], ["tag", "v7"]):
-        subprocess.run(["git", "-C", folder, *words], check=True)
+    for words in ("init -q", "-c user.name=x -c user.email=x commit --allow-empty -qm x", "tag v7"):
+        subprocess.run(["git", "-C", folder, *words.split(" ")], check=True)
     assert peers.check("nanochat", folder).startswith("nanochat at v7;")
 
 
