@@ -92,6 +92,9 @@ def test_an_fp8_run_stands_below_its_partner_with_the_paired_difference(out, pai
     assert cells(text, "*minus run_bf16*")[-1] == shown(pair[1], pair[0])
     assert re.findall(r"^\| (run\S+|\*minus \S+) ", text, re.M) == ["run_bf16", "run_tensorwise", "*minus run_bf16*"]
     assert cells(text, "run_tensorwise")[1:4] == ["100M", "2B", "FP8 tensorwise"]
+    write(out / "run_tensorwise", "fp8", samples={"arc_easy": (rows := answers("arc_easy", "inference"))}, fp8="tensorwise")
+    assert cells(page(out), "*minus run_tensorwise*")[-1] == shown(rows, pair[1]), "FP8 inference, with the same weights in BF16"
+    assert cells(page(out), "run_tensorwise, FP8 inference (tensorwise)")[3] == "FP8 tensorwise"
 
 
 def test_what_is_no_partner_and_how_models_are_named(out, pair, monkeypatch):
@@ -149,14 +152,6 @@ def test_logs_that_do_not_belong_to_the_score_give_no_error_bar(out, pair, damag
     """Missing, cut, of other documents, in another order, of other answers."""
     damage(out / "run_tensorwise/eval/core_arc_easy.gz", pair[1])
     assert cells(page(out), "*minus run_bf16*")[-1] == shown(pair[1], pair[0]).partition(" ")[0]
-
-
-def test_fp8_inference_is_compared_with_the_same_weights_in_bf16(out, pair):
-    rows = answers("arc_easy", "inference")
-    write(out / "run_tensorwise", "fp8", samples={"arc_easy": rows}, fp8="tensorwise")
-    text = page(out)
-    assert cells(text, "*minus run_tensorwise*")[-1] == shown(rows, pair[1])
-    assert cells(text, "run_tensorwise, FP8 inference (tensorwise)")[3] == "FP8 tensorwise"
 
 
 def test_of_a_group_the_differences_rest_on_all_its_questions(out):
