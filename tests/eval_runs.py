@@ -168,8 +168,9 @@ def make_task(folder, rows, name="sums", **changes):
 def write_run(folder, tokenizer="byte", fp8=None, step=6, mixture=None, data_dir="data", start_from=None, state=None, seed=1,
               **model):
     """A Config and its rough GPT in fp32, after writing folder/config.json and folder/checkpoints/step_.."""
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24, "vocab_size": load_tokenizer(tokenizer).vocab_size}
-    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**sizes | model),
+    vocab_size = load_tokenizer(tokenizer).vocab_size
+    model = {"n_layer": 2, "n_head": 4, "n_embd": 64, "n_ffn": 96, "n_ctx": 24, "vocab_size": vocab_size} | model
+    config = Config(run=folder.name, steps=6, start_from=start_from, out=str(folder.parent), model=GPTConfig(**model),
                     fp8=fp8 or FP8Config(), optim=OptimConfig(lr=1e-2),
                     data=DataConfig(dir=str(data_dir), mixture=mixture or {"web": 3, "code": 1}, tokenizer=tokenizer,
                                     tokens_per_step=384, micro_batch=4))

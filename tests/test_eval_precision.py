@@ -104,6 +104,9 @@ def test_weights_outside_the_converted_linears_are_stored_in_bf16(runs):
     assert model.head.weight is model.wte.weight        # tied, hence the embedding is fp32 too
     for name, p in model.named_parameters():
         assert p.dtype == (torch.float32 if name.removesuffix(".weight") in converted | {"wte"} else torch.bfloat16), name
+    plain, cast_at_use = load(runs / "bf16").model, load_model(runs / "bf16", compute_dtype=torch.bfloat16)[0]
+    assert {p.dtype for p in plain.parameters()} == {torch.bfloat16} and plain.cos.dtype == torch.float32
+    assert torch.equal(plain(torch.arange(20)[None]), cast_at_use(torch.arange(20)[None]))
 
 
 def record_of(run):
@@ -178,6 +181,7 @@ def test_a_loss_that_is_no_number_and_all_arms_of_one_checkpoint_though_the_run_
         shutil.copytree(f"{run}/checkpoints/step_00000008", f"{run}/checkpoints/step_00000009", dirs_exist_ok=True)
         return inference
     monkeypatch.setattr(precision, "load_for_inference", broken)
+    (runs / "bf16" / "summary.json").unlink()       # a run that is not finished has none
     call(precision, runs / "bf16", "recipes=rowwise")
     arm = (record := record_of(runs / "bf16"))["fp8"]["rowwise"]
     assert arm["loss"] is None and arm["difference_se"] is None and "| nan " in capsys.readouterr().out
@@ -192,13 +196,9 @@ def test_what_cannot_run_is_refused_before_the_checkpoint_is_read(runs, capsys, 
     with monkeypatch.context() as patch:
         patch.setattr("runtime.fp8.check_hardware", Mock(side_effect=UserError("rowwise not on this device")))
         assert "rowwise not on this device" in refused(capsys, entry, *arguments)
+    (path.parent / "summary.json").write_text('{"val_sha256": "0"}')
+    assert entry is not precision or "holds other validation tokens" in refused(capsys, entry, *arguments)
     path.write_text(json.dumps(config | {"model": config["model"] | {"n_ffn": 72}}))
     assert "fp8.recipe=rowwise cannot convert layers.0.mlp.down of 72 x 32" in refused(capsys, entry, *arguments)
 
 
-def test_other_validation_data_and_unfinished_runs(runs, capsys):
-    path = runs / "bf16" / "summary.json"
-    path.write_text(json.dumps(read_json(path) | {"val_sha256": "0" * 64}))
-    assert "holds other validation tokens" in refused(capsys, precision, runs / "bf16")
-    path.unlink()     # a run that is not finished has none
-    call(precision, runs / "bf16", "recipes=rowwise")

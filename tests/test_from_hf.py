@@ -54,7 +54,7 @@ def test_published_configurations_are_read_as_they_are_meant():
     seven, qwen = gpt_config(LLAMA_1_7B), gpt_config(QWEN3)
     assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
     assert seven.params_total == 6_738_415_616
-    for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one of them
+    for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one
         assert gpt_config(hf_config(OURS_31_8B, "bf16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
     assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_size == 128      # its own default
@@ -193,7 +193,7 @@ def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, t
 def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     call(export, "--from-hf", source, "out/llama")
-    rng, words = random.Random(0), "cat sat mat dog one two three four five six seven".split(" ")
+    rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
     said = [" ".join(rng.choices(words, k=rng.randint(2, 6))) for _ in range(300)]
     Path("chat.jsonl").write_text("".join(
         json.dumps({"prompt": f"{i}: say {each}\n", "response": f"{each}."}) + "\n" for i, each in enumerate(said)))

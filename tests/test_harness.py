@@ -17,8 +17,22 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from eval_runs import (BYTES, CPU, TINY, build, build_lm, build_run, call, expected_pair, make_llama, make_task, refused,
-                       request, rolled, write_run)
+from eval_runs import (
+    BYTES,
+    CPU,
+    TINY,
+    build,
+    build_lm,
+    build_run,
+    call,
+    expected_pair,
+    make_llama,
+    make_task,
+    refused,
+    request,
+    rolled,
+    write_run,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -202,7 +216,7 @@ def test_a_public_models_log_likelihoods_are_its_own_whatever_else_is_asked(publ
             assert total == pytest.approx(sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids))), abs=1e-4)
         texts = [request("One two three. " * n + "the cat sat on the mat and the dog ran away. " * 8) for n in (1, 2, 3)]
         alone = [lm.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
-        assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3, rel=1e-2 if micro_batch == 1 else 0)
+        assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
 
 
 def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
@@ -236,7 +250,7 @@ def test_a_group_shows_its_tasks_where_it_has_no_score_of_its_own_and_its_chance
     folder = make_task(tmp_path / "mine", [SUM, SUM])
     make_task(folder, [{"q": "2 + 2 =", "answers": ["1", "2", "3", "4"], "gold": 3}], "four")
     make_task(folder, [SUM], "echo", output_type="generate_until", doc_to_choice=None, doc_to_target="gold",
-              metric_list=[{"metric": "exact_match", "aggregation": "mean"}], generation_kwargs={"until": ["\n"], "max_gen_toks": 5})
+              metric_list=[{"metric": "exact_match", "aggregation": "mean"}], generation_kwargs={"max_gen_toks": 5})
     for name, more in (("plain", {}), ("scored", {"aggregate_metric_list": [{"metric": "acc"}]})):
         (folder / f"{name}.yaml").write_text(json.dumps({"group": name, "task": ["sums", "four"], **more}))
         call(harness, run, f"tasks={name},echo", f"include={folder}")
@@ -274,7 +288,7 @@ def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(fini
 
 def frequencies(requests):
     """Log-likelihoods that ignore the context, but know how frequent each letter is."""
-    return [(-sum(3.0 if letter == " " else 1.0 + "abcdefghij".find(letter) / 9 for letter in r.args[1]), False) for r in requests]
+    return [(-sum(3.0 if letter == " " else 1 + "abcdefghij".find(letter) / 9 for letter in r.args[1]), False) for r in requests]
 
 
 @pytest.mark.parametrize("judges", [
@@ -283,7 +297,8 @@ def test_who_knows_nothing_scores_chance(finished, judges):
     """Within two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %."""
     rows = list(held_out.questions(str(finished))["validation"])
     pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
-    right = [np.array([t for t, _ in judge(pairs)]).reshape(-1, 4).argmax(1) == [row["label"] for row in rows] for judge in judges]
+    labels = [row["label"] for row in rows]
+    right = [np.array([t for t, _ in judge(pairs)]).reshape(-1, 4).argmax(1) == labels for judge in judges]
     assert abs(np.mean(right) - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows))
 
 

@@ -1,4 +1,4 @@
-"""bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan; their own code is never here."""
+"""bench/peers.py against small stand-ins with the interfaces of nanoGPT, nanochat and torchtitan, whose code is never here."""
 
 import os
 import subprocess

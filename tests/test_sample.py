@@ -21,7 +21,6 @@ from runtime.cli import UserError
 from runtime.config import read_config
 from runtime.tokenizer import load_tokenizer
 
-
 run = pytest.fixture(build_run)
 
 
@@ -113,13 +112,6 @@ def test_sample_prints_prompt_and_continuation(run, capsys):
     assert texts[0] == texts[2] != texts[1] and "the context of 32 tokens allows 28 new ones, not tokens=200" in texts[0].err
 
 
-def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model, x = sample.load_for_inference(str(run), "cpu", "bfloat16").model, torch.arange(20)[None]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
-    assert model.head.weight is model.wte.weight
-    assert torch.equal(model(x), build(compute_dtype=torch.bfloat16)(x))     # bit for bit what casting at each use gives
-
-
 def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
     with_bos = replace(BYTES, prefix=(256, 3))      # its own rules add none
     for tokenizer, want in ((BYTES, [[97, 98], [256]]), (with_bos, [[97, 98], [3]]),
@@ -152,7 +144,7 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
         sample.load_for_inference(str(run), "cpu", "float32")
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\nTried"), RuntimeError("CPU: can't allocate memory")])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
 def test_a_full_memory_needs_no_traceback(run, capsys, monkeypatch, error):
     monkeypatch.setattr(sample, "load_for_inference", Mock(side_effect=error))
     assert sample.main([str(run), "hi"]) == 1
