@@ -17,22 +17,7 @@ import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from eval_runs import (
-    BYTES,
-    CPU,
-    TINY,
-    build,
-    build_lm,
-    build_run,
-    call,
-    expected_pair,
-    make_llama,
-    make_task,
-    refused,
-    request,
-    rolled,
-    write_run,
-)
+from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, make_llama, make_task, refused, request, rolled
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -151,7 +136,7 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")      # a subject alone, without lm-eval's whole index
     monkeypatch.setattr(datasets, "load_dataset", load_questions)
     model = build(replace(TINY, n_ctx=2048), 2)
-    monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, BYTES, CPU, [], 1))
+    monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, eval_runs.BYTES, eval_runs.CPU, [], 1))
     names = tuple(task for task, *_ in LAYOUTS.values())
     scores = harness.score(harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join())["tasks"]
     assert scores.keys() == set(names)
@@ -309,7 +294,7 @@ def test_data_of_another_tokenizer_get_a_sentence(run, capsys):
 
 def test_what_was_fetched_is_scored_without_network(tmp_path):
     """Each time with an empty cache elsewhere, as on another machine."""
-    write_run(tmp_path / "run")
+    eval_runs.write_run(tmp_path / "run")
     rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
     write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
                                                       (("train", 3), ("validation", 7))})

@@ -71,9 +71,7 @@ def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, pr
     ("tokenizer_config.json", '{"eos_token": "<eos>"}', "eos_token='<eos>' .* a token of tokenizer.json must")])
 def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, sentence):
     path = write_tokenizer(tmp_path) / file
-    path.unlink()
-    if content:
-        path.write_text(content)
+    path.write_text(content) if content else path.unlink()
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
