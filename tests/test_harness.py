@@ -29,7 +29,7 @@ from tests.conftest import write_index
 from tests.hub_server import HubServer, write_repository
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
-finished = pytest.fixture(build_run, name="finished")
+finished = pytest.fixture(build_run)
 
 
 @pytest.fixture

@@ -98,11 +98,11 @@ def test_generate_until_is_greedy_and_stops_where_asked():
 
     def answers(lm, prompts, until=(), n=12):
         return lm.generate_until([request(prompt, {"until": until, "max_gen_toks": n}) for prompt in prompts])
-    prompts, lm = ["one", "two", "a longer prompt", "x" * 31, "y" * 80], build_lm(model, micro_batch=2)
+    prompts, lm = ["one", "two", "a longer prompt", "abcdefgh" * 4, "0123456789" * 8], build_lm(model, micro_batch=2)
     got = answers(lm, prompts)
-    assert all(got) and lm.n_truncated == 2     # 31 + 12 and 80 + 12 tokens do not fit 32
+    assert all(got) and lm.n_truncated == 2     # 32 + 12 and 80 + 12 tokens do not fit 32
     assert got == [greedy_text(model, prompt.encode()[-20:], 12) for prompt in prompts]
-    assert answers(build_lm(model), ["y" * 80], n=99) == [greedy_text(model, b"y" * 16, 16)]       # at most half is freed
+    assert answers(build_lm(model), ["0123456789" * 8], n=99) == [greedy_text(model, b"4567890123456789", 16)]       # at most half is freed
 
     def end_third(h):       # "A", "A", end-of-text, "A", ..
         calls.append(1)
