@@ -146,6 +146,8 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
         assert torch.equal(torch.cat([part.weight.scale.expand(len(part.weight), 1) for part in parts]),
                            scale.float().reciprocal().expand(len(values), 1))
     # What the run kept in BF16 stays so, with the head, embedding, norms.
+    about = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert about["modules_to_not_convert"] == ["lm_head", "model.layers.1.self_attn.o_proj"]
     kept = theirs.model.layers[1].self_attn.o_proj.weight
     assert type(kept.data) is torch.Tensor and torch.equal(kept, ours.layers[1].attn.out.weight.bfloat16())
     assert torch.equal(theirs.lm_head.weight, ours.wte.weight.bfloat16())
