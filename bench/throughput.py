@@ -265,7 +265,7 @@ class Timer:
         """again: names of cells whose rows do not count as there. Raises UserError where there is no GPU."""
         if device == "cuda" and not torch.cuda.is_available():
             raise UserError("this needs a CUDA GPU, and torch sees none here: --suite toy rehearses on the CPU")
-        self.out, self.end = out, time.monotonic() + budget
+        self.out, self.budget, self.end = out, budget, time.monotonic() + budget
         env, (driver, limit) = environment(torch.device(device), ROOT), nvidia_smi("driver_version", "power.limit")
         self.head = {"run": env["t_start"], "command": command, "commit": env["git_commit"] or commit, "dirty": env["git_dirty"],
                      "gpu": env["device"] if device == "cuda" else None, "driver": driver, "power_limit_w": _number(limit),
@@ -284,20 +284,26 @@ class Timer:
                 (a @ a)[0, 0].item()        # waits for it
         for group in groups:
             self.time_group(group)
-        left = sum(len(self.due(group)) for group in groups)
-        print(f"\n{left} cells are left, the same command goes on with them" if left else "\nall is timed")
+        left, open_groups = sum(len(self.due(group)) for group in groups), [group for group in groups if self.due(group)]
+        least = math.ceil(min((3 * self.estimate(group) for group in open_groups), default=0))
+        goes_on = "the same command goes on with them" if least <= self.budget else f"none fits: give budget={least} or more"
+        print(f"\n{left} cells are left, {goes_on}" if left else "\nall is timed")
 
     def due(self, group: list[Cell]) -> list[Cell]:
         """The cells of a group, but for its BF16, that have no row here."""
         done = {row["cell"] for row in self.here if "failure" in row or row["ratio"]}
         return [cell for cell in group[1:] if cell.name not in done]
 
+    def estimate(self, group: list[Cell]) -> float:
+        """Seconds that a cell of this group may take, and a tenth; of a first one three are timed."""
+        sizes = (group[0].size, self.due(group)[0].size)
+        return 1.1 * max((row["wall_s"] for row in self.here if row["size"] in sizes), default=GUESS_S)
+
     def time_group(self, group: list[Cell]) -> None:
         """Time what is due of a BF16 cell's group and fits into the budget, each between two of BF16."""
         before = None
         while due := self.due(group):
-            alike = [row["wall_s"] for row in self.here if row["size"] in (group[0].size, due[0].size)]
-            if time.monotonic() + (2 if before else 3) * 1.1 * max(alike, default=GUESS_S) > self.end:
+            if time.monotonic() + (2 if before else 3) * self.estimate(group) > self.end:
                 break
             before = before or self.time(group[0])
             if before.get("oom") and group[0].micro_batch > 1:

@@ -342,7 +342,7 @@ print(tokenizer.decode(model.generate(**ids, max_new_tokens=50)[0]))
 
 - It may write what is false, offensive or private: nothing was done to prevent it, and bias was not measured.
 - Its context is {n_ctx:,} tokens. What it was not trained on, other languages above all, it does badly.
-- The licence above is of these weights. The data, and weights that it goes back to, keep theirs.
+- {licence} The data, and weights that it goes back to, keep theirs.
 """
 
 
@@ -382,7 +382,8 @@ def model_card(run_dir: Path, config: Config, manifest: dict, form: str, license
         scores = f"None: {error}"
     return CARD.format(
         head=head.to_yaml(), run=config.run, params=config.model.params_total, made=made, form=form, data=grid(shown),
-        training=training, scores=scores, n_ctx=config.model.n_ctx)
+        training=training, scores=scores, n_ctx=config.model.n_ctx, licence="These weights come without a licence."
+        if license == "other" else "The licence above is of these weights.")
 
 
 if __name__ == "__main__":

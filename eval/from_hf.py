@@ -117,7 +117,7 @@ def gpt_config(raw: dict) -> GPTConfig:
     """
     if (named := raw.get("architectures")) not in (["LlamaForCausalLM"], ["Qwen3ForCausalLM"]):
         raise UserError(f"config.json has architectures={named!r}: only LlamaForCausalLM and Qwen3ForCausalLM can be held here")
-    if missing := [theirs for theirs in SIZES.values() if raw.get(theirs) is None]:
+    if missing := [theirs for theirs in SIZES.values() if not raw.get(theirs)]:
         raise UserError(f"config.json lacks {', '.join(missing)}: download it again")
     is_qwen3, sizes = named == ["Qwen3ForCausalLM"], {ours: raw[theirs] for ours, theirs in SIZES.items()}
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}      # where transformers looks, in the same order

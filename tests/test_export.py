@@ -1,23 +1,25 @@
 """eval/export.py: transformers computes the same logits bit by bit and makes the same tokens; float8 weights; the card."""
 
 import json
+import random
 import signal
 from unittest.mock import Mock
 
 import pytest
 import torch
-from eval_runs import call, documents, generate, process, refused, write_run
+from eval_runs import call, generate, process, refused, write_run
 from huggingface_hub import ModelCard
-from safetensors import safe_open
 from safetensors.torch import load_file
+from torchao.quantization import Float8Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import export
-from eval.export import write_safetensors
 from eval.from_hf import import_checkpoint
 from eval.sample import load_for_inference
 from runtime.checkpoint import load_model
 from runtime.config import FP8Config
 from runtime.tokenizer import END_OF_TEXT, load_tokenizer
+from tests.conftest import ROOT
 from tests.test_fp8 import OPERANDS, quantised
 from tests.test_model import tokens
 
@@ -36,8 +38,21 @@ def exported(run, folder, *arguments):
     return folder
 
 
+WORDS = ("naïve Straße Ελληνικά русский 中文字符 한국어 العربية עברית हिन्दी ไทย 👩\u200d👧 e\u0301 \u200b ﬁ \ufeff "
+         "\x00 \x7f it's I'LL 1234567890 1e-5 £5 ½ ¿qué? ... -- <s> [INST] <|endoftext|>x")
+
+
+def documents():
+    """300 of code, prose, scripts, emoji, white space, line ends, numbers, control characters, special tokens' spelling."""
+    rng, words = random.Random(0), WORDS.split(" ")
+    lines = [line for path in ("README.md", "model.py") for line in (ROOT / path).read_text().splitlines()]
+    blanks = [" ", "  ", "\n", "\t", "\r\n", "\u3000", "", "\n\n\n", " \t\r\x0b\u00a0\u2003 "]
+    kinds = (lines, words, blanks, [chr(code) for code in (*range(0x20, 0x7F), *range(0xA0, 0xD800), *range(0x1F000, 0x1FB00))])
+    return ["", " ", "\n\n\n", "<|endoftext|>", "a<|endoftext|>b", *(
+        "".join(rng.choice(rng.choice(kinds)) + rng.choice(blanks) for _ in range(rng.randrange(60))) for _ in range(295))]
+
+
 def auto_model(folder):
-    from transformers import AutoModelForCausalLM
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(info.values()), info
     return model.eval()
@@ -48,11 +63,8 @@ def auto_model(folder):
 def test_transformers_computes_the_same_bits(tmp_path, name):
     config, ours = write_run(tmp_path / "run", **VARIANTS[name])
     theirs = auto_model(folder := exported(tmp_path / "run", tmp_path / "hf", "dtype=fp32"))
-    assert type(theirs).__name__ == ("Qwen3ForCausalLM" if config.model.qk_norm else "LlamaForCausalLM")
-    assert theirs.dtype == torch.float32
-    for shape in ((1, 1), (1, 2), (1, 7), (3, 24)):
-        x = tokens(config.model, *shape)
-        assert torch.equal(theirs(x).logits, ours(x)), shape
+    for x in (tokens(config.model, *shape) for shape in ((1, 1), (1, 2), (1, 7), (3, 24))):
+        assert torch.equal(theirs(x).logits, ours(x)), x.shape
 
     # Greedy text is the same, token by token, up to the first end of text; rows that pad the vocabulary never come out, though
     # the rough models' padded rows are as likely as any.
@@ -72,7 +84,6 @@ def test_transformers_computes_the_same_bits(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["gpt2", "byte"])
 def test_the_tokens_of_300_documents(tmp_path, name):
-    from transformers import AutoTokenizer
     write_run(tmp_path / "run", tokenizer=name)
     folder, texts = exported(tmp_path / "run", tmp_path / "hf"), documents()
     ours, file, theirs = load_tokenizer(name), load_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
@@ -86,7 +97,6 @@ def test_the_tokens_of_300_documents(tmp_path, name):
         assert theirs.decode(ids) == ours.decode(ids) == text
     assert (file.prefix, file.vocab_size) == (ours.prefix, ours.vocab_size)
     assert (len(theirs), theirs.eos_token_id, theirs.bos_token_id) == (ours.vocab_size, ours.eot, ours.eot)
-    assert theirs.decode([ours.eot]) == ours.decode([ours.eot]) == END_OF_TEXT
     assert theirs.decode(range(128, 160)) == ours.decode(range(128, 160))       # bytes that are no text
     assert theirs.model_max_length == 24 and set(theirs("a")) == {"input_ids", "attention_mask"} == set(theirs.model_input_names)
     # Versions of transformers differ in what a tokenizer gives where its file does not say it.
@@ -113,24 +123,6 @@ def test_bf16_of_the_newest_weights_is_the_default_and_large_models_lie_in_sever
     assert all(map(torch.equal, one.state_dict().values(), auto_model(many).state_dict().values()))
 
 
-def test_the_package_reads_the_file_and_the_weights_begin_at_cache_lines(tmp_path):
-    tensors = {"odd": torch.arange(3.0), "bf16": torch.randn(5, 32).bfloat16(), "view": torch.randn(64, 16)[16:48],
-               "f8": torch.randn(16, 16).to(torch.float8_e4m3fn), "across": torch.randn(16, 32).t(), "scale": torch.ones(1, 1)}
-    write_safetensors(tmp_path / "x.safetensors", tensors, {"a": "é"})
-    with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"a": "é"} and set(file.keys()) == set(tensors)
-        for name, wanted in tensors.items():
-            found = file.get_tensor(name)
-            assert found.dtype == wanted.dtype and torch.equal(found.float(), wanted.float())
-            assert name in ("odd", "scale") or found.data_ptr() % 64 == 0
-
-
-def independently(weight, recipe):
-    """The float8 values of the whole matrix by fp64 arithmetic, and what they are multiplied by: tests/test_fp8.py."""
-    values, scale = quantised(weight, OPERANDS[recipe][1], 1)
-    return (values * scale).float(), scale.float().reciprocal()
-
-
 def near(a, b):
     """Size of the difference, relative."""
     return ((a - b).float().norm() / b.float().norm()).item()
@@ -139,22 +131,23 @@ def near(a, b):
 @torch.no_grad()
 @pytest.mark.parametrize("recipe, n_files", [("tensorwise", 1), ("rowwise", 3)])
 def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatch, recipe, n_files, emulated_scaled_mm):
-    from torchao.quantization import Float8Tensor
     monkeypatch.setattr(export, "FILE_BYTES", 10**9 if n_files == 1 else 60_000)
     config, ours = write_run(tmp_path / "run", fp8=FP8Config(recipe=recipe, skip=("layers.1.attn.out",)), n_kv_head=2)
     folder = exported(tmp_path / "run", tmp_path / "f8", f"float8={recipe}")
     assert len(list(folder.glob("*.safetensors"))) == n_files
     theirs = auto_model(folder)
-    block, other = ours.layers[0], theirs.model.layers[0]
-    for fused, parts in ((block.attn.qkv, [other.self_attn.q_proj, other.self_attn.k_proj, other.self_attn.v_proj]),
-                         (block.mlp.gate_up, [other.mlp.gate_proj, other.mlp.up_proj]),
-                         (block.attn.out, [other.self_attn.o_proj]), (block.mlp.down, [other.mlp.down_proj])):
+    block, attn, mlp = ours.layers[0], theirs.model.layers[0].self_attn, theirs.model.layers[0].mlp
+    qkv = [attn.q_proj, attn.k_proj, attn.v_proj]
+    for fused, parts in ((block.attn.qkv, qkv), (block.mlp.gate_up, [mlp.gate_proj, mlp.up_proj]),
+                         (block.attn.out, [attn.o_proj]), (block.mlp.down, [mlp.down_proj])):
         assert all(type(part.weight.data) is Float8Tensor and part.weight.qdata.dtype is torch.float8_e4m3fn for part in parts)
-        values, scale = independently(fused.weight, recipe)
-        assert torch.equal(torch.cat([part.weight.qdata for part in parts]).float(), values)
+        values, scale = quantised(fused.weight, OPERANDS[recipe][1], 1)      # of the whole matrix by fp64 arithmetic
+        assert torch.equal(torch.cat([part.weight.qdata for part in parts]).float(), (values * scale).float())
         assert torch.equal(torch.cat([part.weight.scale.expand(len(part.weight), 1) for part in parts]),
-                           scale.expand(len(values), 1))
+                           scale.float().reciprocal().expand(len(values), 1))
     # What the run kept in BF16 stays so, with the head, embedding, norms.
+    about = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert about["modules_to_not_convert"] == ["lm_head", "model.layers.1.self_attn.o_proj"]
     kept = theirs.model.layers[1].self_attn.o_proj.weight
     assert type(kept.data) is torch.Tensor and torch.equal(kept, ours.layers[1].attn.out.weight.bfloat16())
     assert torch.equal(theirs.lm_head.weight, ours.wte.weight.bfloat16())
@@ -163,11 +156,10 @@ def test_transformers_and_torchao_load_what_the_matmuls_saw(tmp_path, monkeypatc
     # powers of two and torchao's inference does not, so that the two round apart. From BF16 both are equally far.
     own, bf16 = (load_for_inference(str(tmp_path / "run"), "cpu", "bfloat16", name).model for name in (recipe, "off"))
     h = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    y = torch.cat([part(h) for part in (other.self_attn.q_proj, other.self_attn.k_proj, other.self_attn.v_proj)], -1)
+    y = torch.cat([part(h) for part in qkv], -1)
     assert near(y, own.layers[0].attn.qkv(h)) < (0.02 if recipe == "tensorwise" else 0.05)
     x = tokens(config.model, 4, 24)
     assert 0.5 < near(theirs(x).logits, bf16(x)) / near(own(x), bf16(x)) < 1.5
-    assert theirs.generate(x[:1, :5], max_new_tokens=4, do_sample=False).shape == (1, 9)
 
 
 def test_a_bf16_run_gets_the_recipe_s_own_choice_never_the_head(tmp_path, capsys):
@@ -178,11 +170,10 @@ def test_a_bf16_run_gets_the_recipe_s_own_choice_never_the_head(tmp_path, capsys
     assert capsys.readouterr().out.count("8 Linears in float8 (rowwise_with_gw_hp), the head and the rest bf16") == 2
     assert files[0].read_bytes() == files[1].read_bytes()
     about = json.loads((tmp_path / "f8_run" / "config.json").read_text())["quantization_config"]
-    dtypes = {name: tensor.dtype for name, tensor in load_file(files[0]).items()}
+    dtypes = [tensor.dtype for tensor in load_file(files[0]).values()]
     assert about["modules_to_not_convert"] == ["lm_head"]
-    assert dtypes["model.layers.1.mlp.up_proj._weight_qdata"] == torch.float8_e4m3fn
-    assert dtypes["lm_head.weight"] == dtypes["model.embed_tokens.weight"] == torch.bfloat16
-    assert len(dtypes) == 2 * 7 * 2 + 2 * 2 + 1 + 2      # weight and scale of each Linear; norms; embedding and head
+    # Weight and scale of each Linear; norms, embedding and head.
+    assert [dtypes.count(x) for x in (torch.float8_e4m3fn, torch.float32, torch.bfloat16)] == [2 * 7, 2 * 7, 2 * 2 + 1 + 2]
 
 
 @pytest.mark.parametrize("arguments, told", [
@@ -222,7 +213,7 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     run, commit, scores = tmp_path / "run", "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9", {"acc": 0.75, "acc_se": 0.0137}
     write_run(run, data_dir=tmp_path / "data", fp8=FP8Config(recipe="tensorwise"))
     text, _ = card_of(run)      # a run that left nothing else
-    assert "| web    | 75.0% | not known | not known | not known |" in text and "None: no scores in" in text
+    assert "| web    | 75.0% | not known | not known | not known |" in text and "come without a licence" in text
     for source, index in (("web", {"dataset": "HuggingFaceFW/fineweb-edu", "revision": commit, "license": "ODC-By 1.0"}),
                           ("code", {"dataset": "local: a/b.jsonl", "revision": "-", "license": "x, y"})):
         (tmp_path / "data" / source).mkdir(parents=True)
@@ -238,8 +229,8 @@ def test_the_card_says_what_the_runs_files_say_of_these_weights(tmp_path):
     assert f"| HuggingFaceFW/fineweb-edu | {commit} | ODC-By 1.0 |" in text and "lr 0.01, " in text
     assert "trained with nanoFP8 from scratch, 6 of 6 steps of 384 tokens" in text
     assert "Precision of the matmuls: FP8 tensorwise." in text and "3.2104 as trained, 3.2011 in BF16" in text
-    assert text.count("75.0 ± 1.4") == 2 and "| run, FP8 inference (rowwise) |" in text
-    (run / "summary.json").write_text(json.dumps({"steps": 12, "loss_as_trained": 3.2104, "loss_bf16": 3.2011}))
+    assert "The licence above" in text and text.count("75.0 ± 1.4") == 2 and "| run, FP8 inference (rowwise) |" in text
+    (run / "summary.json").write_text(json.dumps({"steps": 12, "loss_bf16": 3.2011}))       # of other weights
     assert "3.2011" not in (text := card_of(run)[0]) and str(tmp_path) not in text
 
 

@@ -5,12 +5,14 @@ import os
 import random
 import re
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from eval_runs import call, make_llama, read_llama
 
 import prepare_data
@@ -19,16 +21,15 @@ from eval import export
 from eval import from_hf as module
 from eval.export import hf_config, to_hf
 from eval.from_hf import from_hf, gpt_config, import_checkpoint
-from eval.sample import read_tokenizer
-from model import GPT, GPTConfig, rope_frequencies
+from model import GPTConfig
 from runtime.checkpoint import branch, checkpoints, is_weights_only, load_model, read_manifest
 from runtime.cli import UserError
 from runtime.config import CheckpointConfig, EvalConfig, FP8Config, ParallelConfig, read_config
 from runtime.data import open_data
+from runtime.machine import read_rows
 from runtime.tokenizer import load_tokenizer
 from tests.conftest import call_train
 from tests.test_model import TINY, build_rough
-from tests.text_files import write_tokenizer
 
 # Sizes and position encoding as the published files state them.
 LLAMA_31_8B = {
@@ -43,37 +44,9 @@ LLAMA_1_7B = {       # what is not said has Llama's own default
     "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048,
     "num_attention_heads": 32, "num_hidden_layers": 32, "vocab_size": 32000}
 QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
-    "intermediate_size": 12288, "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36,
-    "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None,
-    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("change", [
-    {}, {"rope_theta": 500_000.0}, {"rope_theta": 500_000.0, "rope_factor": 8.0},
-    {"rope_theta": 500_000.0, "rope_factor": 5.0, "rope_low_freq": 2.0, "rope_high_freq": 8.0, "rope_original_ctx": 4096}])
-def test_position_tables_are_transformers_bit_for_bit(change):
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-    config = replace(TINY, n_embd=256, n_head=2, n_ctx=5000, n_layer=1, **change)    # heads of 128 channels
-    theirs, model = LlamaRotaryEmbedding(LlamaConfig(**hf_config(config, "fp32"))), GPT(config)
-    model.init_buffers()
-    assert torch.equal(rope_frequencies(config), theirs.inv_freq)
-    cos, sin = theirs(torch.zeros(1), torch.arange(5000)[None])
-    assert torch.equal(model.cos, cos[0, :, :64]) and torch.equal(model.sin, sin[0, :, :64])
-    assert torch.equal(cos[0, :, :64], cos[0, :, 64:])
-
-
-def without(raw, *keys):
-    return {key: value for key, value in raw.items() if key not in keys}
+    "architectures": ["Qwen3ForCausalLM"], "head_dim": 128, "hidden_size": 4096, "intermediate_size": 12288,
+    "max_position_embeddings": 40960, "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "use_sliding_window": False, "vocab_size": 151936}
 
 
 def test_published_configurations_are_read_as_they_are_meant():
@@ -82,15 +55,15 @@ def test_published_configurations_are_read_as_they_are_meant():
     seven, qwen = gpt_config(LLAMA_1_7B), gpt_config(QWEN3)
     assert (seven.rope_theta, seven.rope_factor, seven.kv_heads, seven.norm_eps) == (10_000.0, None, 32, 1e-6) and not seven.tied
     assert seven.params_total == 6_738_415_616
-    for gone in ((), ("rope_theta", "rope_scaling"), ("rope_parameters",)):     # transformers 5 reads one of them
-        assert gpt_config(without(hf_config(OURS_31_8B, "bf16"), *gone)) == OURS_31_8B
+    for gone in ({}, {"rope_theta": None, "rope_scaling": None}, {"rope_parameters": None}):     # transformers 5 reads one
+        assert gpt_config(hf_config(OURS_31_8B, "bf16") | gone) == OURS_31_8B
     assert qwen.qk_norm and qwen.rope_theta == 1e6 and qwen.params_total == 8_190_735_360
-    assert gpt_config(without(QWEN3, "head_dim")).head_size == 128      # its own default
+    assert gpt_config({key: QWEN3[key] for key in QWEN3.keys() - {"head_dim"}}).head_size == 128      # its own default
     scaling = {"rope_parameters": {**LLAMA_31_8B["rope_scaling"], "rope_theta": 500000.0}}
     for cls, change in ((LlamaConfig, scaling), (Qwen3Config, {})):
         config = cls(hidden_size=4096, architectures=[cls.__name__.replace("Config", "ForCausalLM")], **change)
         ours = gpt_config(json.loads(config.to_json_string()))
-        assert (ours.n_layer, ours.vocab_size, ours.n_ffn) == (32, config.vocab_size, config.intermediate_size)
+        assert (ours.vocab_size, ours.n_ffn) == (config.vocab_size, config.intermediate_size)
         assert ours.rope_theta == config.rope_parameters["rope_theta"] and (ours.rope_factor or 0) == (8.0 if change else 0)
     assert gpt_config({**LLAMA_31_8B, "vocab_size": 32001}).vocab_padded == 32001      # padded by no row that it does not have
 
@@ -104,27 +77,12 @@ def test_published_configurations_are_read_as_they_are_meant():
     (LLAMA_31_8B, {"rope_scaling": {"full_attention": {"rope_type": "llama3"}}}, "rope_keys=['full_attention']"),
     (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_low_freq=None"),
     (LLAMA_31_8B, {"hidden_size": None}, "lacks hidden_size"), (LLAMA_31_8B, {"num_key_value_heads": 7}, "not divisible"),
+    (LLAMA_31_8B, {"num_attention_heads": 0}, "lacks num_attention_heads"),
     (QWEN3, {"use_sliding_window": True, "sliding_window": 4096}, "use_sliding_window=True"),
     (QWEN3, {"hidden_size": 1024, "num_attention_heads": 16}, "head_dim=128")])      # Qwen3-0.6B: heads wider than their share
 def test_what_cannot_be_held_exactly_is_refused_in_a_sentence(base, change, words):
     with pytest.raises(UserError, match=rf"^config.json .*{re.escape(words)}.*$"):
         gpt_config(base | change)
-
-
-def read(changes, dtype=torch.float32):
-    """TINY as from_hf() reads it from tensors of this dtype; changes: other tensors, None takes one away."""
-    ours = {name: p.detach().to(dtype) for name, p in build_rough(TINY).named_parameters()}
-    theirs = {name: t for name, t in (to_hf(TINY, ours) | changes).items() if t is not None}
-    return ours, dict(from_hf(TINY, theirs, theirs.__getitem__))
-
-
-def test_half_precision_becomes_fp32_exactly_and_what_says_nothing_new_is_left_out():
-    embedding = build_rough(TINY).wte.weight.detach()
-    for dtype in (torch.bfloat16, torch.float16):
-        ours, found = read({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6),
-                            "lm_head.weight": embedding.to(dtype)}, dtype)
-        assert found.keys() == ours.keys()
-        assert all(found[k].dtype == torch.float32 and torch.equal(found[k], ours[k].float()) for k in ours)
 
 
 @pytest.mark.parametrize("changes, words", [
@@ -133,14 +91,20 @@ def test_half_precision_becomes_fp32_exactly_and_what_says_nothing_new_is_left_o
     ({"model.norm.weight": torch.ones(49)}, "of (49,), but must be (48,)"),
     ({"model.norm.weight": torch.ones(48, dtype=torch.float64)}, "is torch.float64 of"),
     ({"model.norm.weight": torch.ones(48).to(torch.float8_e4m3fn)}, "is torch.float8_e4m3fn of"),
-    ({"lm_head.weight": torch.ones(256, 48)}, "lm_head.weight is not the embedding")])
-def test_foreign_tensors_are_named(changes, words):
-    with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$"):
-        read(changes)
+    ({"lm_head.weight": torch.ones(256, 48)}, "lm_head.weight is not the embedding"), ({}, None)])
+def test_half_precision_becomes_fp32_exactly_what_says_nothing_new_is_left_out_and_foreign_tensors_are_named(changes, words):
+    for dtype in (torch.bfloat16, torch.float16):
+        ours = {name: p.detach().to(dtype) for name, p in build_rough(TINY).named_parameters()}
+        known = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6), "lm_head.weight": ours["wte.weight"]}
+        theirs = {name: t for name, t in (to_hf(TINY, ours) | known | changes).items() if t is not None}
+        with pytest.raises(UserError, match=rf"^.*{re.escape(words)}.*$") if words else nullcontext():
+            found = dict(from_hf(TINY, theirs, theirs.__getitem__))
+            assert found.keys() == ours.keys()
+            assert all(found[k].dtype == torch.float32 and torch.equal(found[k], ours[k].float()) for k in ours)
 
 
 LLAMAS = {
-    "llama3": {},                                                               # GQA, llama3 RoPE, untied, an odd vocabulary
+    "llama3": {"max_position_embeddings": 5000},        # GQA, llama3 RoPE, untied, an odd vocabulary
     "qwen3": {"architecture": "Qwen3", "tie_word_embeddings": True, "vocab_size": 512, "shard_size": "100KB"},
     "plain": {"rope": {"rope_type": "default", "rope_theta": 10000.0}, "num_key_value_heads": 4, "dtype": torch.float16},
 }
@@ -149,11 +113,12 @@ LLAMAS = {
 @pytest.mark.parametrize("name", LLAMAS)
 def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path):
     real, source, run_dir = make_llama(tmp_path / "hub" / name, **LLAMAS[name]), tmp_path / "0a1b", tmp_path / "out" / name
-    source.mkdir()
-    for path in real.iterdir():     # links, as the Hub's own client keeps its downloads
-        (source / path.name).symlink_to(path)
+    # Links, as the Hub's own client keeps its downloads.
+    shutil.copytree(real, source, copy_function=lambda path, link: os.symlink(path, link))
     assert import_checkpoint(str(source), str(run_dir)) == run_dir / "checkpoints/step_00000000"
     (ours, _), theirs = load_model(run_dir, compute_dtype=torch.float32), read_llama(source)
+    cos, sin = theirs.model.rotary_emb(torch.zeros(1), torch.arange(len(ours.cos))[None])       # far beyond the texts below
+    assert torch.equal(ours.cos.repeat(1, 2), cos[0]) and torch.equal(ours.sin.repeat(1, 2), sin[0])
     for B, T in ((1, 1), (1, 2), (4, 1), (3, 64), (1, 63)):
         x = torch.randint(400, (B, T), generator=torch.Generator().manual_seed(T))
         with torch.no_grad():
@@ -167,7 +132,6 @@ def test_logits_are_transformers_bit_for_bit_and_the_run_is_whole(name, tmp_path
     assert is_weights_only(manifest) and all(name.startswith("model.") for name in manifest["tensors"])
     facts = manifest["state"]["imported"]
     assert (facts["folder"], facts["architecture"]) == (source.name, raw["architectures"][0])
-    assert [path.name for path in run_dir.parent.iterdir()] == [run_dir.name]
     assert not any(path.is_symlink() for path in run_dir.rglob("*"))
 
 
@@ -181,14 +145,14 @@ def parts(source):
 
 
 def pickled(source):
-    for path in (*parts(source), source / "model.safetensors.index.json"):
+    for path in parts(source):
         path.unlink()
     (source / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch owned'\ntR.")
 
 
-def resize(source, vocab_size):
+def resize(source, **sizes):
     config = json.loads((source / "config.json").read_text())
-    (source / "config.json").write_text(json.dumps(config | {"vocab_size": vocab_size}))
+    (source / "config.json").write_text(json.dumps(config | sizes))
 
 
 HARM = {
@@ -198,8 +162,8 @@ HARM = {
     "a part twice": (lambda s: shutil.copy(parts(s)[1], s / "old.safetensors"), "keep those of one download"),
     "a part cut": (lambda s: os.truncate(parts(s)[0], 5000), "no whole safetensors file"),
     "no tokenizer": (lambda s: (s / "tokenizer.json").unlink(), "has no tokenizer.json"),
-    "another model's tokenizer": (lambda s: resize(s, 300), "its tokenizer has 382 ids"),
-    "other sizes": (lambda s: resize(s, 421), "but must be (421, 64)"),
+    "another model's tokenizer": (lambda s: resize(s, vocab_size=300), "its tokenizer has 382 ids"),
+    "other sizes": (lambda s: resize(s, vocab_size=421), "but must be (421, 64)"),
 }
 
 
@@ -214,36 +178,24 @@ def test_a_damaged_or_unsafe_folder_is_refused_and_nothing_is_left(name, source,
 
 def test_a_fault_leaves_nothing_and_what_a_kill_left_is_in_nobodys_way(source, tmp_path, monkeypatch):
     out, left = tmp_path / "out", tmp_path / "out/.tmp_run/checkpoints/step_00000000"
+    left.mkdir(parents=True)
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
         patch.setattr(module, "seal", Mock(side_effect=OSError(28, "No space left on device")))
         import_checkpoint(str(source), str(out / "run"))
     assert not list(out.iterdir())
-    left.mkdir(parents=True)
     import_checkpoint(str(source), str(out / "run"))
     assert [path.name for path in out.iterdir()] == ["run"]
     with pytest.raises(UserError, match="exists: choose another"):
         import_checkpoint(str(source), str(out / "run"))
 
 
-def response_loss(model, batches):
-    """By transformers: mean cross-entropy of the responses' tokens in nats, the norm of its gradient, their number."""
-    n = sum(int((y >= 0).sum()) for _, y in batches)
-    loss = 0
-    for x, y in batches:
-        logits, is_target = model(x).logits, y >= 0
-        loss = loss - logits.log_softmax(-1)[is_target].gather(1, y[is_target][:, None]).sum() / n
-    loss.backward()
-    return loss.item(), torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item(), n
-
-
 def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     call(export, "--from-hf", source, "out/llama")
     rng, words = random.Random(0), ["cat", "sat", "mat", "dog", "one", "two", "three", "four", "five", "six", "seven"]
-    said = [rng.choices(words, k=rng.randint(2, 6)) for _ in range(300)]
-    Path("chat.jsonl").write_text("".join(json.dumps({
-        "prompt": f"{i}: say backwards {' '.join(each)}\n", "response": " ".join(reversed(each)) + "."}) + "\n"
-        for i, each in enumerate(said)))
+    said = [" ".join(rng.choices(words, k=rng.randint(2, 6))) for _ in range(300)]
+    Path("chat.jsonl").write_text("".join(
+        json.dumps({"prompt": f"{i}: say {each}\n", "response": f"{each}."}) + "\n" for i, each in enumerate(said)))
     call(prepare_data, "local", "chat.jsonl", "name=chat", "instruct=true", "tokenizer=out/llama/tokenizer", "out=data",
          "val_share=0.1", "processes=1")
     config = replace(
@@ -254,32 +206,23 @@ def test_an_imported_llama_learns_its_responses_and_goes_back(source, tmp_path, 
         eval=EvalConfig(every=None, tokens=640), checkpoint=CheckpointConfig(every=None))
     with pytest.raises(UserError, match="its ids mean other text: give data.tokenizer=out/llama/tokenizer"):
         branch(config, "0" * 64, {}, None)
-    data = open_data(config, load_tokenizer("out/llama/tokenizer").sha256)
-    batches = [data.batch(0, micro, 0, 1) for micro in range(2)]
-    expected, expected_norm, n = response_loss(read_llama(source), batches)
-    assert n == data.targets(0) and 0.2 < n / 512 < 0.8
+    data, theirs = open_data(config, load_tokenizer("out/llama/tokenizer").sha256), read_llama(source)
+    x, y = (torch.cat(both) for both in zip(*(data.batch(0, micro, 0, 1) for micro in range(2)), strict=True))
+    assert (n := int((y >= 0).sum())) == data.targets(0) and 0.2 < n / 512 < 0.8
+    expected = F.cross_entropy(theirs(x).logits[y >= 0], y[y >= 0])     # of the responses' tokens alone
+    expected.backward()
+    expected_norm = torch.cat([p.grad.flatten() for p in theirs.parameters()]).norm().item()
     capsys.readouterr()
-    finals = {}
-    for recipe in ("off", "tensorwise"):
+    for recipe, rel in (("off", 0.02), ("tensorwise", 0.05)):
         arm = replace(config, run=f"arm_{recipe}", fp8=FP8Config(recipe=recipe))
         done = call_train(capsys, arm, tmp_path)
         assert (done.returncode, done.stderr) == (0, "")
-        rows = [row for row in map(json.loads, (arm.run_dir / "metrics.jsonl").read_text().splitlines())
-                if row.get("kind") == "train"]
-        # BF16 against fp32 on weights that are large; with the prompts the mean would be another by far more.
-        assert rows[0]["loss"] == pytest.approx(expected, rel=0.02 if recipe == "off" else 0.05)
-        assert rows[0]["grad_norm"] == pytest.approx(expected_norm, rel=0.1 if recipe == "off" else 0.2)
-        finals[recipe] = rows[-1]["loss"]
-        assert finals[recipe] < rows[0]["loss"] - 1.5
+        first, *_, last = (row for row in read_rows(arm.run_dir / "metrics.jsonl") if row.get("kind") == "train")
+        # Against fp32 on weights that are large; with the prompts the mean would be another by far more.
+        assert first["loss"] == pytest.approx(expected.item(), rel=rel)
+        assert first["grad_norm"] == pytest.approx(expected_norm, rel=5 * rel) and last["loss"] < first["loss"] - 1.5
         assert (arm.run_dir / "tokenizer/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    assert finals["off"] == pytest.approx(finals["tensorwise"], rel=0.1)
     call(export, config.run_dir.parent / "arm_tensorwise", "back", "dtype=fp32")
     ours, theirs = load_model("out/arm_tensorwise", compute_dtype=torch.float32)[0], read_llama(tmp_path / "back")
     with torch.no_grad():
-        assert torch.equal(ours(batches[0][0]), theirs(batches[0][0]).logits)
-    # Without the run's own copy the config's path serves only while the same tokenizer lies there.
-    shutil.rmtree("out/arm_off/tokenizer")
-    assert read_tokenizer(read_config("out/arm_off"), "out/arm_off").prefix == (1, 0)
-    write_tokenizer(tmp_path / "out/llama/tokenizer", {"eos_token": "<|end|>"})
-    with pytest.raises(UserError, match="out/arm_off was trained with another tokenizer than"):
-        read_tokenizer(read_config("out/arm_off"), "out/arm_off")
+        assert torch.equal(ours(x[:8]), theirs(x[:8]).logits)

@@ -1,4 +1,5 @@
-"""eval/harness.py: scores against the models' own log-likelihoods, chance, what is written where, public models, mistakes."""
+"""eval/harness.py with eval/tasks.py and eval/held_out.py: scores against the models' own log-likelihoods, chance, what is
+written where, questions of validation shards, data without network, public models, mistakes."""
 
 import json
 import math
@@ -6,27 +7,35 @@ import random
 import shutil
 import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import datasets
 import eval_runs
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
-from eval_runs import BYTES, CPU, build_run, call, directly, expected_pair, make_llama, make_task, refused, request, rolled
+from eval_runs import TINY, build, build_lm, build_run, call, expected_pair, make_llama, make_task, refused, request, rolled
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from eval import harness, held_out, precision, sample, tasks
 from eval.sample import Inference
 from eval.table import Column, Score, read_samples
 from runtime.cli import UserError
+from tests.conftest import write_index
+from tests.hub_server import HubServer, write_repository
 
 SUM = {"q": "1 + 1 =", "answers": ["2", "3"], "gold": 0}
+finished = pytest.fixture(build_run)
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(finished, monkeypatch):
     monkeypatch.setattr(held_out, "QUESTIONS", 20)
-    return build_run(tmp_path, monkeypatch)
+    return finished
 
 
 def record_of(run, name):
@@ -35,7 +44,7 @@ def record_of(run, name):
 
 def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
     call(harness, run, "--tasks", "demo", "limit=12", "micro_batch=8", "dtype=float32", "--device=cpu")
-    out, record, model = capsys.readouterr().out, record_of(run, "demo_float32_limit12"), eval_runs.build()
+    out, record, model = capsys.readouterr().out, record_of(run, "demo_float32_limit12"), build()
     assert record["step"] == 1 and not list(run.rglob("*.tmp"))
     rows = [row["text"] for row in list(held_out.documents(str(run))["validation"])[:12]]
     nats = np.array([-rolled(model, [256], list(text.encode())) for text in rows])
@@ -59,15 +68,25 @@ def test_demo_scores_are_the_models_own_and_are_kept(run, capsys):
         "val_ppl_limit1_step1.json", "samples_val_ppl_limit1_step1.jsonl.gz"}
 
 
-def test_two_processes_write_the_scores_and_sample_logs_of_one(run):
+# The command where importing transformers or accelerate, or opening a socket, is an error.
+ALONE = """import socket, sys
+class Block:
+    def find_spec(name, *_):
+        if name in ('transformers', 'accelerate'):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Block); socket.socket.connect = socket.create_connection = socket.getaddrinfo = None
+from eval import harness; sys.exit(harness.main(sys.argv[1:]))"""
+
+
+def test_two_processes_write_the_scores_and_sample_logs_of_one_which_needs_neither_network_nor_transformers(run):
     arguments, found = [run, "tasks=demo", "limit=12", "dtype=float32", "device=cpu"], []
-    for command in (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], []):
-        done = eval_runs.process(*command, "-m", "eval.harness", *arguments, cwd=run.parent.parent)
+    for command in (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "eval.harness"], ["-c", ALONE]):
+        done = eval_runs.process(*command, *arguments, cwd=run.parent.parent)
         assert done.returncode == 0, done.stderr
         logs = {path.name: path.read_bytes() for path in (run / "eval").glob("*.gz")}
         found.append((done.stdout, record_of(run, "demo_float32_limit12")["tasks"], logs))
         shutil.rmtree(run / "eval")
-    assert found[0] == found[1] and len(found[0][2]) == 2
+    assert found[0] == found[1] and len(found[0][2]) == 2 and done.stderr == ""
 
 
 @pytest.mark.parametrize("kind, told", [(UserError, UserError), (ZeroDivisionError, OSError)])
@@ -77,20 +96,6 @@ def test_the_mistake_of_one_rank_is_told_by_all(monkeypatch, kind, told):
             raise kind("no such thing")
     errors = eval_runs.on_two_ranks(monkeypatch, harness, lambda world: harness._together(world, lambda: fail(world)))
     assert [(type(error), str(error)) for error in errors] == [(told, "rank 1: no such thing")] * 2
-
-
-def test_tasks_of_the_users_own(run, tmp_path):
-    rows = [{"q": f"{a} + {b} =", "answers": [str(a + b), str(a + b + 1)], "gold": 0} for a in range(3) for b in range(3)]
-    folder = make_task(tmp_path / "mine", rows)
-    make_task(folder, [row | {"answers": row["answers"][0]} for row in rows], "echo", output_type="generate_until",
-              doc_to_choice=None, doc_to_target="answers", metric_list=[{"metric": "exact_match", "aggregation": "mean"}],
-              generation_kwargs={"until": ["\n"], "max_gen_toks": 5, "do_sample": False})
-    call(harness, run, "tasks=sums,echo", f"include={folder}", "dtype=float32")
-    found, model = record_of(run, "sums+echo_float32")["tasks"], eval_runs.build()
-    right = [np.argmax([directly(model, [*row["q"].encode()], [*f" {answer}".encode()])[0] for answer in row["answers"]]) == 0
-             for row in rows]
-    assert found["sums"]["acc"] == pytest.approx(np.mean(right)) and found["sums"]["chance"] == 0.5
-    assert found["echo"]["exact_match"] == 0.0 and found["echo"]["chance"] is None
 
 
 # (data set, its configuration): a task of each kind, its split, the answers of the i-th question, a row of its data set. Of the
@@ -130,14 +135,13 @@ def test_a_random_model_scores_chance(run, monkeypatch):
     Any look at the label, or an answer that is read at another place than its neighbours, would show."""
     monkeypatch.setitem(tasks.FOLDERS, "mmlu_anatomy", "mmlu/default")      # a subject alone, without lm-eval's whole index
     monkeypatch.setattr(datasets, "load_dataset", load_questions)
-    model = eval_runs.build(replace(eval_runs.TINY, n_ctx=2048), 2)
-    monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, BYTES, CPU, [], 1))
+    model = build(replace(TINY, n_ctx=2048), 2)
+    monkeypatch.setattr(harness, "load_for_inference", lambda *_: Inference(model, eval_runs.BYTES, eval_runs.CPU, [], 1))
     names = tuple(task for task, *_ in LAYOUTS.values())
     scores = harness.score(harness.Options(run=str(run), tasks=names, dtype="float32"), harness.join())["tasks"]
     assert scores.keys() == set(names)
     for task, row in scores.items():
-        assert row["acc"] == pytest.approx(row["chance"], abs=1e-12) and row.get("acc_norm", row["acc"]) == pytest.approx(
-            row["chance"], abs=1e-12), task
+        assert [row["acc"], row.get("acc_norm", row["acc"])] == pytest.approx([row["chance"]] * 2, abs=1e-12), task
         samples = read_samples(Column(task, "acc", row["docs_sha256"], None, 0, ""),
                                Score(row["acc"], None, None, [run / "eval" / row["samples"]]))
         preferred = {int(np.argmax([float(answer[0]) for answer in s["filtered_resps"]])) for s in samples}
@@ -163,36 +167,18 @@ def test_mistakes_on_the_command_line_get_a_sentence(run, capsys, entry, argumen
     assert sentence in refused(capsys, entry, *arguments.replace("RUN", str(run)).split(" ")) and not (run / "eval").exists()
 
 
-def test_a_run_without_a_checkpoint_gets_a_sentence(run, capsys):
-    shutil.rmtree(run / "checkpoints")
-    for entry, argument in ((harness, "tasks=demo"), (sample, "hi")):
-        assert "has no finished checkpoint yet" in refused(capsys, entry, run, argument)
-
-
 def test_unknown_task_names_the_nearest_and_local_names_never_wait_for_the_index(run, capsys, monkeypatch):
-    import lm_eval.tasks
     asked = []
 
-    class SmallManager(lm_eval.tasks.TaskManager):      # lm-eval's own index takes ten seconds to build
-        def __init__(self, include_defaults, **settings):
-            asked.append(include_defaults)
-            super().__init__(include_defaults=False, **settings)
+    def small(include_defaults, make=lm_eval.tasks.TaskManager, **settings):     # lm-eval's own index takes ten seconds to build
+        asked.append(include_defaults)
+        return make(include_defaults=False, **settings)
 
-    monkeypatch.setattr(lm_eval.tasks, "TaskManager", SmallManager)
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", small)
     for name, near in [("demo,val_close", "val_cloze"), ("dmeo", "demo")]:
         assert f"near: {near}" in refused(capsys, harness, run, f"tasks={name}")
     call(harness, run, "tasks=demo", "limit=2")
     assert asked == [False, True, False, True, False]
-
-
-def test_no_transformers_and_no_network(run):
-    """In a fresh process in which importing transformers or accelerate, or opening a socket, is an error."""
-    code = ("import socket, sys\nclass Block:\n    def find_spec(name, *_):\n"
-            "        if name in ('transformers', 'accelerate'):\n            raise ModuleNotFoundError(name)\n"
-            "sys.meta_path.insert(0, Block); socket.socket.connect = socket.create_connection = socket.getaddrinfo = None\n"
-            "from eval import harness; sys.exit(harness.main(sys.argv[1:]))")
-    done = eval_runs.process("-c", code, run, "tasks=demo", "limit=3", cwd=run.parent.parent)
-    assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) == 6, (done.stdout, done.stderr)
 
 
 @pytest.fixture(scope="module")
@@ -200,26 +186,22 @@ def public(tmp_path_factory):
     return make_llama(tmp_path_factory.mktemp("hub") / "tiny-llama")
 
 
-@pytest.mark.parametrize("dtype, micro_batch", [("float32", 4), ("bfloat16", 1)])
-def test_a_public_models_log_likelihoods_are_its_own(public, dtype, micro_batch):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_a_public_models_log_likelihoods_are_its_own_whatever_else_is_asked(public):
+    """In BF16 too, whose softmax is taken in fp32 as of ours; and where documents end alike, so that their last windows are the
+    same tokens, of which more are scored in one than in another."""
     tokenizer = AutoTokenizer.from_pretrained(public)
-    model = AutoModelForCausalLM.from_pretrained(public, dtype=getattr(torch, dtype))
-    lm = harness.public_lm(str(public), "cpu", dtype, micro_batch)     # of BF16 logits the softmax is taken in fp32, as of ours
     pairs = [("The cat", " sat on the mat"), ("A", " dog"), ("One two", " three four")]
-    got = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
-    for (total, _), (context, continuation) in zip(got, pairs, strict=True):
-        first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
-        logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
-        assert total == pytest.approx(sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids))), abs=1e-4)
-
-
-def test_a_public_models_score_of_a_document_does_not_depend_on_others_that_end_alike(public):
-    """Their last windows are the same tokens, of which more are scored in one document than in the other."""
-    lm, end = harness.public_lm(str(public), "cpu", "float32", 64), "the cat sat on the mat and the dog ran away. " * 8
-    texts = [request("One two three. " * n + end) for n in (1, 2, 3)]
-    alone = [lm.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
-    assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
+    for dtype, micro_batch in (("float32", 64), ("bfloat16", 1)):
+        model = AutoModelForCausalLM.from_pretrained(public, dtype=getattr(torch, dtype))
+        lm = harness.public_lm(str(public), "cpu", dtype, micro_batch)
+        got = lm.loglikelihood([request(*pair) for pair in pairs], disable_tqdm=True)
+        for (total, _), (context, continuation) in zip(got, pairs, strict=True):
+            first, ids = (tokenizer(text).input_ids for text in (context, context + continuation))
+            logp = model(torch.tensor([ids])).logits.float().log_softmax(-1)[0]
+            assert total == pytest.approx(sum(logp[t - 1, ids[t]].item() for t in range(len(first), len(ids))), abs=1e-4)
+        texts = [request("One two three. " * n + "the cat sat on the mat and the dog ran away. " * 8) for n in (1, 2, 3)]
+        alone = [lm.loglikelihood_rolling([text], disable_tqdm=True)[0] for text in texts]
+        assert lm.loglikelihood_rolling(texts, disable_tqdm=True) == pytest.approx(alone, abs=1e-3)
 
 
 def test_the_command_scores_it_beside_our_runs(public, tmp_path, monkeypatch, capsys):
@@ -236,15 +218,14 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, 
     def cannot_load(name, words):
         with pytest.raises(UserError, match=f"could not be loaded .*{words}"):
             harness.public_lm(str(name), "cpu", "float32", 1)
-    folder, config = shutil.copytree(public, tmp_path / "own"), json.loads((public / "config.json").read_text())
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")      # whole, and a pickle
-    (folder / "model.safetensors").unlink()
-    cannot_load(folder, "and safetensors")
-    shutil.copy(public / "model.safetensors", folder)
-    (folder / "config.json").write_text(json.dumps(config | {
+    pickled, own = (shutil.copytree(public, tmp_path / name) for name in ("pickled", "own"))
+    torch.save(load_file(pickled / "model.safetensors"), pickled / "pytorch_model.bin")     # whole, and a pickle
+    (pickled / "model.safetensors").unlink()
+    (own / "config.json").write_text(json.dumps(json.loads((own / "config.json").read_text()) | {
         "model_type": "strange", "auto_map": {"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Model"}}))
-    (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
-    cannot_load(folder, "without code of their own")
+    (own / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nEvil = Model = None\n")
+    cannot_load(pickled, "and safetensors")
+    cannot_load(own, "without code of their own")
     assert not (tmp_path / "ran").exists()
     monkeypatch.setitem(sys.modules, "transformers", None)
     cannot_load(public, "pip install transformers accelerate")
@@ -253,16 +234,112 @@ def test_folders_that_hold_no_safe_model_get_a_sentence_and_run_no_code(public, 
 def test_a_group_shows_its_tasks_where_it_has_no_score_of_its_own_and_its_chance_weighs_their_questions(run, tmp_path, capsys):
     folder = make_task(tmp_path / "mine", [SUM, SUM])
     make_task(folder, [{"q": "2 + 2 =", "answers": ["1", "2", "3", "4"], "gold": 3}], "four")
+    make_task(folder, [SUM], "echo", output_type="generate_until", doc_to_choice=None, doc_to_target="gold",
+              metric_list=[{"metric": "exact_match", "aggregation": "mean"}], generation_kwargs={"max_gen_toks": 5})
     for name, more in (("plain", {}), ("scored", {"aggregate_metric_list": [{"metric": "acc"}]})):
         (folder / f"{name}.yaml").write_text(json.dumps({"group": name, "task": ["sums", "four"], **more}))
-        call(harness, run, f"tasks={name}", f"include={folder}")
+        call(harness, run, f"tasks={name},echo", f"include={folder}")
+    echo = record_of(run, "scored+echo")["tasks"]["echo"]
+    assert echo["exact_match"] == 0 and echo["chance"] is None
     call(harness, "--table", run, f"out={tmp_path / 'table'}")
-    out, group = capsys.readouterr().out, record_of(run, "scored")["tasks"]["scored"]
+    out, group = capsys.readouterr().out, record_of(run, "scored+echo")["tasks"]["scored"]
     assert out.count("| sums | acc ") == 1 and "| scored | acc " in out and "sums<br>acc [%]" in out and "scored<br>acc" in out
     assert (group["n"], group["chance"]) == (3, pytest.approx((2 / 2 + 1 / 4) / 3)) and group["num_fewshot"] == 0
 
 
-def test_a_folder_that_cannot_be_written_is_told_before_the_scoring(run, monkeypatch, capsys):
+def test_a_folder_that_cannot_be_written_is_told_before_the_scoring_and_a_run_without_checkpoint(run, monkeypatch, capsys):
     monkeypatch.setattr(harness, "evaluate", lambda *_: pytest.fail("scored for nothing"))
     (run / "eval").symlink_to("/proc/self")     # not even root may write there
     assert harness.main([str(run), "tasks=demo"]) == 1 and f"{run / 'eval'}" in capsys.readouterr().err
+    shutil.rmtree(run / "checkpoints")
+    assert "has no finished checkpoint yet" in refused(capsys, harness, run, "tasks=demo")
+
+
+def test_questions_and_documents_are_what_they_claim_and_the_same_each_time(finished):
+    rows, documents = (list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents))
+    assert [rows, documents] == [list(f(str(finished))["validation"]) for f in (held_out.questions, held_out.documents)]
+    assert len(rows) == 200 and {row["source"] for row in rows} == {"prose", "code"}
+    texts = {source: [tok.decode(ids.tolist()) for ids in found] for source, found, tok in held_out._sources(str(finished))}
+    assert sum(map(len, texts.values())) == 500 and len(documents) == 64
+    assert all(row["text"] in texts[row["source"]] for row in documents)
+    assert np.bincount([row["label"] for row in rows], minlength=4).min() > 30
+    for row in rows:
+        right, *wrong = sorted(row["choices"], key=lambda choice: choice != row["choices"][row["label"]])
+        home, = (text for text in texts[row["source"]] if row["context"] + right in text)
+        assert len(row["context"]) == 96 and len(set(row["choices"])) == 4
+        assert all(len(choice) == 32 and choice[0].isspace() for choice in row["choices"])
+        assert all(choice not in home and any(choice in text for text in texts[row["source"]]) for choice in wrong)
+
+
+def frequencies(requests):
+    """Log-likelihoods that ignore the context, but know how frequent each letter is."""
+    return [(-sum(3.0 if letter == " " else 1 + "abcdefghij".find(letter) / 9 for letter in r.args[1]), False) for r in requests]
+
+
+@pytest.mark.parametrize("judges", [
+    [build_lm(build(replace(TINY, n_ctx=192), seed), 32).loglikelihood for seed in range(4)], [frequencies]])
+def test_who_knows_nothing_scores_chance(finished, judges):
+    """Within two standard errors of one model's score; over twelve made-up corpora it was 25.5 +- 0.9 % and 25.5 +- 0.5 %."""
+    rows = list(held_out.questions(str(finished))["validation"])
+    pairs = [request(row["context"], choice) for row in rows for choice in row["choices"]]
+    labels = [row["label"] for row in rows]
+    right = [np.array([t for t, _ in judge(pairs)]).reshape(-1, 4).argmax(1) == labels for judge in judges]
+    assert abs(np.mean(right) - 0.25) < 2 * math.sqrt(0.25 * 0.75 / len(rows))
+
+
+def test_data_of_another_tokenizer_get_a_sentence(run, capsys):
+    write_index(Path("data/code"), tokenizer="gpt2")
+    assert "was made with another tokenizer" in refused(capsys, harness, run, "--tasks", "demo") and not (run / "eval").exists()
+
+
+def test_what_was_fetched_is_scored_without_network(tmp_path):
+    """Each time with an empty cache elsewhere, as on another machine."""
+    eval_runs.write_run(tmp_path / "run")
+    rows = [{"goal": f"goal {i} is", "sol1": f"one {i}", "sol2": f"another {i}", "label": i % 2} for i in range(7)]
+    write_repository(tmp_path / "hub", "baber/piqa", {f"data/{split}-00000-of-00001.parquet": rows[:n] for split, n in
+                                                      (("train", 3), ("validation", 7))})
+    scoring = (tmp_path / "run", f"offline={tmp_path / 'saved'}", "dtype=float32")
+
+    def command(*arguments, home, url="http://127.0.0.1:1"):
+        return eval_runs.process("-m", "eval.harness", *arguments, HF_ENDPOINT=url, HF_HOME=f"{tmp_path / home}")
+    with HubServer(tmp_path / "hub") as server:
+        done = command("--fetch", tmp_path / "saved", "tasks=piqa,demo", home="a", url=server.url)
+    assert (done.returncode, done.stdout) == (0, "piqa: 7 documents\n"), done.stderr
+    done = command(*scoring, "tasks=piqa", home="b")
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads((tmp_path / "run/eval/piqa_float32.json").read_text())["tasks"]["piqa"]
+    assert (found["n"], found["chance"]) == (7, 0.5)
+    done = command(*scoring, "tasks=hellaswag", home="c")
+    assert done.returncode == 2 and "the task 'hellaswag' could not be loaded" in done.stderr and "--fetch DIR" in done.stderr
+
+
+def test_the_groups_are_lm_evals_own_tasks():
+    folders = {Path(lm_eval.__file__).parent / "tasks" / tasks.FOLDERS.get(name, name) for name in tasks.FULL}
+    assert set(tasks.FULL) <= set(lm_eval.tasks.TaskManager(include_path=[*folders], include_defaults=False).all_tasks)
+    assert set(tasks.FOLDERS) < set(tasks.FULL) and len(tasks.FULL) == 12
+    assert tasks.expand(("core", "piqa", "full")) == list(tasks.FULL)
+
+
+def test_another_group_is_not_looked_for_in_its_own_folder_alone(monkeypatch):
+    """The group spanish_bench of the folder spanish_bench names tasks of other folders."""
+    manager = Mock(return_value=SimpleNamespace(all_tasks=["spanish_bench"], load=Mock(side_effect=KeyError)))
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
+    with pytest.raises(UserError):
+        tasks.load(["spanish_bench"], None)
+    assert manager.call_args.kwargs["include_path"] == [tasks.DEMO_TASKS]
+
+
+def test_what_cannot_be_scored_as_asked_is_refused_by_name(tmp_path):
+    mine = make_task(tmp_path / "mine", [{"q": "a", "answers": ["b", "c"], "gold": 0}] * 3)
+    make_task(mine, [], "drawn", output_type="generate_until", doc_to_choice=None, generation_kwargs={"do_sample": True},
+              dataset_kwargs={"data_files": {"validation": str(mine / "sums.jsonl")}})
+    (mine / "group.yaml").write_text("group: five\ntask: [{task: sums, num_fewshot: 2, fewshot_split: validation}]\n")
+    assert tasks.load(["five"], str(mine))["tasks"]["sums"].config.num_fewshot == 2
+    assert len(tasks.load(["sums"], str(mine))["tasks"]["sums"].eval_docs) == 3
+    for names, words in ((["sums", "five"], "five shows 2 examples to 'sums', other tasks= another number"),
+                         (["drawn"], "'drawn' asks for sampled answers")):
+        with pytest.raises(UserError, match=words):
+            tasks.load(names, str(mine))
+    (mine / "sums.jsonl").unlink()
+    with pytest.raises(UserError, match="the task 'sums' could not be loaded .FileNotFoundError: .*: its data come from where"):
+        tasks.load(["sums"], str(mine))

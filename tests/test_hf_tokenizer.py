@@ -2,11 +2,10 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
-import regex
+import tokenizers
 from eval_runs import call
 
 import prepare_data
@@ -14,7 +13,7 @@ from runtime.cli import UserError
 from runtime.config import EvalConfig
 from runtime.data import open_data
 from runtime.shards import read_index
-from runtime.tokenizer import GPT2_PATTERN, byte_letters, load_tokenizer
+from runtime.tokenizer import load_tokenizer
 from tests.conftest import encode_document, tiny_config
 from tests.text_files import BEGINS, DOCUMENTS, jsonl, write_tokenizer
 
@@ -27,26 +26,13 @@ def folder(tmp_path_factory):
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-def merged(folder, text):
-    """The ids of a text by the folder's merges, applied by hand; the pieces are GPT-2's, which ByteLevel takes too."""
-    model = json.loads((folder / "tokenizer.json").read_text())["model"]
-    ranks = {tuple(pair): rank for rank, pair in enumerate(model["merges"])}
-    letters, ids = byte_letters(), []
-    for piece in regex.findall(GPT2_PATTERN, text):
-        parts = [letters[b] for b in piece.encode()]
-        while pairs := [(ranks[pair], i) for i, pair in enumerate(pairwise(parts)) if pair in ranks]:
-            i = min(pairs)[1]
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        ids += [model["vocab"][part] for part in parts]
-    return ids
-
-
-def test_ids_are_the_merges_and_text_returns(folder):
-    tok = load_tokenizer(str(folder))
+def test_ids_are_the_packages_and_text_returns(folder):
+    """The package's without its special tokens, so that what spells one is text to it as well."""
+    tok, raw = load_tokenizer(str(folder)), json.loads((folder / "tokenizer.json").read_text())
+    theirs = tokenizers.Tokenizer.from_str(json.dumps(raw | {"added_tokens": []}))
     for text in HOSTILE:
         ids = tok.encode(text)
-        assert ids.dtype == np.uint16 and ids.ndim == 1
-        assert ids.tolist() == (merged(folder, text) if len(text) < 2000 else ids.tolist())
+        assert ids.dtype == np.uint16 and ids.tolist() == theirs.encode(text).ids
         assert tok.decode(ids) == text and not {0, 1} & set(ids.tolist()), "text that spells a special token stays text"
         assert encode_document(tok, text).tolist() == [1, 0, *ids.tolist()]
     assert tok.decode(tok.encode("a\ud800b")) == "a\ufffdb" and tok.decode([1, 0]) == "<|end|><|begin|>"
@@ -56,10 +42,11 @@ def test_ids_are_the_merges_and_text_returns(folder):
 
 def test_what_the_folder_says_of_length_and_frame_is_not_obeyed(folder, tmp_path):
     """Truncation, padding, tokens put around a text: for a model's input, not for documents."""
-    other = load_tokenizer(str(write_tokenizer(
-        tmp_path, truncation={"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
-        padding={"strategy": {"Fixed": 9}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
-                 "pad_token": "<|begin|>"}, post_processor=BEGINS)))
+    made = tokenizers.Tokenizer.from_file(str(write_tokenizer(tmp_path, post_processor=BEGINS) / "tokenizer.json"))
+    made.enable_truncation(4)
+    made.enable_padding(length=9)
+    made.save(str(tmp_path / "tokenizer.json"))
+    other = load_tokenizer(str(tmp_path))
     assert all(np.array_equal(other.encode(text), load_tokenizer(str(folder)).encode(text)) for text in HOSTILE)
     assert other.adds_start, "it is noted, though: a model's input begins so"
     assert not any(load_tokenizer(name).adds_start for name in (str(folder), "gpt2", "byte")), "a bos token's name adds none"
@@ -84,18 +71,15 @@ def test_roles_and_identity_which_is_rules_and_roles(folder, tmp_path, roles, pr
     ("tokenizer_config.json", '{"eos_token": "<eos>"}', "eos_token='<eos>' .* a token of tokenizer.json must")])
 def test_a_folder_that_is_no_tokenizer_is_a_sentence(tmp_path, file, content, sentence):
     path = write_tokenizer(tmp_path) / file
-    path.unlink()
-    if content:
-        path.write_text(content)
+    path.write_text(content) if content else path.unlink()
     with pytest.raises(UserError, match=sentence):
         load_tokenizer(str(tmp_path))
 
 
 def config(out, tokenizer, vocab_size):
     tiny = tiny_config(out, out)
-    return replace(tiny, steps=4, eval=EvalConfig(tokens=64), model=replace(tiny.model, n_ctx=16, vocab_size=vocab_size),
-                   data=replace(tiny.data, mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=64, micro_batch=2,
-                                max_epochs=9))
+    return replace(tiny, eval=EvalConfig(tokens=64), model=replace(tiny.model, vocab_size=vocab_size), data=replace(
+        tiny.data, mixture={"mine": 1}, tokenizer=str(tokenizer), tokens_per_step=128, max_epochs=9))
 
 
 def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsys):
@@ -108,8 +92,8 @@ def test_shards_of_32_bits_and_data_of_another_tokenizer(folder, tmp_path, capsy
     raw = json.loads((data_dir / "mine/index.json").read_text())
     assert (raw["dtype"], raw["tokenizer"], raw["tokenizer_sha256"]) == ("uint32", "folder", tok.sha256)
     assert str(wide) not in json.dumps(raw) and "is_masked" not in raw, "no machine's path, and no mask where there is none"
-    ids = [np.fromfile(split.shards[0].path, "<u4") for split in index.splits.values()]
-    found = [piece.tolist() for split in ids for piece in np.split(split, (split == tok.eot).nonzero()[0]) if len(piece)]
+    ids = np.concatenate([np.fromfile(split.shards[0].path, "<u4") for split in index.splits.values()])
+    found = [piece.tolist() for piece in np.split(ids, (ids == tok.eot).nonzero()[0][1:])]
     assert sorted(found) == sorted(encode_document(tok, document).tolist() for document in DOCUMENTS)
     x, y = open_data(config(data_dir, wide, tok.vocab_size + 8), tok.sha256).batch(0, 0, 0, 1)
     assert (x[:, 1:] == y[:, :-1]).all() and x.max() < tok.vocab_size

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
+import torch.nn.functional as F
 from eval_runs import BYTES, TINY, build, build_run, call, generate, greedy_text, refused, rigged
+from tokenizers import decoders
 
 from eval import export, sample
 from runtime.checkpoint import DamagedError
@@ -19,10 +21,7 @@ from runtime.cli import UserError
 from runtime.config import read_config
 from runtime.tokenizer import load_tokenizer
 
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    return build_run(tmp_path, monkeypatch)
+run = pytest.fixture(build_run)
 
 
 @pytest.mark.parametrize("config", [TINY, replace(TINY, tied=False, n_kv_head=1, qk_norm=True)])
@@ -57,16 +56,10 @@ def test_sampling_follows_the_models_distribution_and_top_k():
 
 
 def test_rows_that_ended_stay_ended_and_generation_stops():
-    calls = []
-
-    def end_at(h):      # row 0 emits end-of-text first, row 1 third
-        calls.append(1)
-        logits = torch.zeros(len(h), 384)
-        logits[0, 256 if len(calls) == 1 else 65] = 1
-        logits[1, 256 if len(calls) == 3 else 66] = 1
-        return logits
-    got = generate(rigged(end_at), torch.zeros(2, 1, dtype=torch.int64), 20, eot=256)
-    assert got.tolist() == [[256, 256, 256], [66, 66, 256]] and len(calls) == 3
+    said = iter([[256, 66], [65, 66], [65, 256]])       # the third call is the last
+    model = rigged(lambda h: F.one_hot(torch.tensor(next(said)), 384).float())
+    got = generate(model, torch.zeros(2, 1, dtype=torch.int64), 20, eot=256)
+    assert got.tolist() == [[256, 256, 256], [66, 66, 256]]
 
 
 def shown(steps, tokenizer, prompt="", n=1):
@@ -83,10 +76,8 @@ def shown(steps, tokenizer, prompt="", n=1):
 
 def test_continuations_stand_below_each_other_the_first_as_it_grows():
     steps = [[*b"axk"], [*b"by", 256], [256, *b"z", 256], [256, *b"w", 256]]      # row 2 ends first, then row 0
-    heads = [f"{'-' * 32} {i} of 3\nP " for i in (1, 2, 3)]
-    first = heads[0] + "ab"
-    assert shown(steps, BYTES, "P ", 3) == [first[:-1], first, first, first,
-                                            f"{first}\n{heads[1]}xyzw\n{heads[2]}k\n"]
+    first, second, third = (f"{'-' * 32} {i} of 3\nP {text}" for i, text in enumerate(("ab", "xyzw", "k"), 1))
+    assert shown(steps, BYTES, "P ", 3) == [first[:-1], first, first, first, f"{first}\n{second}\n{third}\n"]
 
 
 def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_the_decoder():
@@ -97,9 +88,8 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
     assert all(text.startswith(piece) and not piece.endswith("\ufffd") for piece in pieces)
     words = ["▁the", "▁cat", "s", "▁", "▁sat", *(f"<0x{b:02X}>" for b in range(256))]
     pieces = tokenizers.Tokenizer(tokenizers.models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True))
-    pieces.decoder = tokenizers.decoders.Sequence([
-        tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse(),
-        tokenizers.decoders.Strip(" ", 1, 0)])
+    pieces.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     llama = SimpleNamespace(decode=lambda ids: pieces.decode(ids, skip_special_tokens=False), adds_start=False, start=2, eot=-1,
                             encode=lambda text: np.array([0] if text else []))
     known = [0, 1, 2, *(5 + b for b in "é日🤖".encode()), 4, 0, 3, 4, *(5 + b for b in "日".encode()), 1]
@@ -112,23 +102,14 @@ def test_streamed_pieces_are_whole_characters_and_add_up_to_the_text_whatever_th
 
 def test_sample_prints_prompt_and_continuation(run, capsys):
     text, texts = "hello" + greedy_text(build(), b"hello", 20), []
-    for more, n in ([], 1), (["n=3"], 3):
-        call(sample, run, "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu", *more)
+    for n in (1, 3):
+        call(sample, run, "hello", "tokens=20", "temperature=0", "dtype=float32", "device=cpu", f"n={n}")
         out = capsys.readouterr().out
         assert out.count(text) == n and (out == text + "\n" if n == 1 else "2 of 3" in out)
     for seed in (1, 2, 1):
         call(sample, run, "hello", "tokens=200", "temperature=1", f"seed={seed}")
-        out, err = capsys.readouterr()
-        assert "the context of 32 tokens allows 28 new ones, not tokens=200" in err
-        texts.append(out)
-    assert texts[0] == texts[2] != texts[1]
-
-
-def test_bf16_is_the_default_and_stores_the_weights_once(run):
-    model, x = sample.load_for_inference(str(run), "cpu", "bfloat16").model, torch.arange(20)[None]
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16} and model.cos.dtype == torch.float32
-    assert model.head.weight is model.wte.weight
-    assert torch.equal(model(x), build(compute_dtype=torch.bfloat16)(x))     # bit for bit what casting at each use gives
+        texts.append(capsys.readouterr())
+    assert texts[0] == texts[2] != texts[1] and "the context of 32 tokens allows 28 new ones, not tokens=200" in texts[0].err
 
 
 def test_a_prompt_is_read_after_the_begin_of_text_where_there_is_one():
@@ -147,14 +128,14 @@ def test_a_model_that_has_diverged_gets_a_sentence(temperature, value):
 
 def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatch):
     """A run that still trains deletes its older checkpoints, maybe the one that is being read; the step is of what was read."""
-    whole, failures = build(), [DamagedError("gone"), UserError("has no such checkpoint")]
+    whole = build()
 
     def deleted_meanwhile(run_dir, step, **more):
-        if not failures:
+        if step == 3:
             return whole, None
         (folder := run / f"checkpoints/step_{step + 1:08d}").mkdir()
         (folder / "DONE").touch()
-        raise failures.pop()
+        raise DamagedError("gone") if step == 1 else UserError("has no such checkpoint")
     monkeypatch.setattr(sample, "load_model", deleted_meanwhile)
     model, *_, step = sample.load_for_inference(str(run), "cpu", "float32")
     assert (model, step) == (whole, 3)
@@ -163,14 +144,11 @@ def test_a_checkpoint_that_gives_way_to_a_newer_one_is_no_damage(run, monkeypatc
         sample.load_for_inference(str(run), "cpu", "float32")
 
 
-@pytest.mark.parametrize("error, words", [
-    (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
-    (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "the memory is full (CUDA out of memory.): give a smaller"),
-    (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate"), "the memory is full ([enforce fail] DefaultCPU")])
-def test_what_is_the_machines_fault_needs_no_traceback(run, capsys, monkeypatch, error, words):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory\n"), RuntimeError("CPU: can't allocate memory")])
+def test_a_full_memory_needs_no_traceback(run, capsys, monkeypatch, error):
     monkeypatch.setattr(sample, "load_for_inference", Mock(side_effect=error))
     assert sample.main([str(run), "hi"]) == 1
-    assert (said := capsys.readouterr().err).startswith(words) and said.count("\n") == 1
+    assert (said := capsys.readouterr().err).startswith("the memory is full (C") and said.count("\n") == 1
 
 
 MANIFEST = "checkpoints/step_00000001/manifest.json"
