@@ -204,9 +204,6 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             import torch._inductor.config as inductor
             inductor.emulate_precision_casts = True
             flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")
-    if config.fp8.fast_backward:
-        flags.append("fast accumulation in FP8 matmuls of the backward pass (fp8.fast_backward)"
-                     + (": no effect here, a CPU's emulation sums in fp32" if world.device.type == "cpu" else ""))
     return [f"torch: {flag}" for flag in flags]
 
 

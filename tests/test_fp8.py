@@ -259,7 +259,6 @@ def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_
     assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
     x, w, g = operands("random")
     assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
-    assert ["no effect here" in line for line in parallel.set_torch_flags(fast, ALONE, [])] == [True]
     for recipe, backward in itertools.product(RECIPES[:5], (False, True)):
         holder, seen = linear(w, recipe + "+fast_backward" * backward, "cuda"), []
         monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -112,8 +111,6 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
         q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
         want = quantised(x.cuda(), scale, format)
         assert same(q.cpu(), want.cpu()) and same(qt.cpu(), want.t().contiguous().cpu())
-        only = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format, False)[1]
-        assert same(only.cpu(), qt.cpu())
 
 
 def test_offsets_beyond_32_bits_on_hardware():
@@ -294,11 +291,11 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
     device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
     config = replace(tiny, model=wide, parallel=replace(tiny.parallel, compile=True))
     huge, small = (replace(config, data=replace(tiny.data, micro_batch=n, tokens_per_step=n * 1024)) for n in (2**15, 4))
+    with pytest.raises(MemoryError):
+        plan.try_one(huge, device)
+    tok_per_s, gib = plan.try_one(small, device)
+    assert tok_per_s > 10_000 and 0 < gib < 20
     auto = replace(small, data=replace(small.data, micro_batch="auto"))
-    end = time.monotonic() + 500
-    assert plan.try_one(huge, device, end) == plan.Trial(failure=plan.NO_FIT)
-    trial = plan.try_one(small, device, end)
-    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
     assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
 
 
