@@ -725,7 +725,8 @@ class HeadLoss(torch.autograd.Function):
         hq, ht, h_inverse = _quantised(h.contiguous(), recipe.input, True, h_scale, h_amax)
         logits = scaled_mm(hq, h_inverse, *_weight(w, q, w_scale, recipe.weight), h.dtype, fast=True)
         l32 = logits.float()
-        lse = l32.logsumexp(-1)
+        largest = l32.amax(-1, keepdim=True)
+        lse = (largest + (l32 - largest).exp().sum(-1, keepdim=True).log()).squeeze(-1)
         picked = l32.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
         ctx.save_for_backward(ht, h_inverse, logits, lse, targets, w if qt is None else None, qt, w_scale)
         ctx.recipe, ctx.dtype, ctx.w_dtype = recipe, h.dtype, w.dtype
