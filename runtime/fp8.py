@@ -364,15 +364,14 @@ def _is_native(recipe: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------ conversion
 
-def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str | None = None) -> list[Layer]:
+def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu") -> list[Layer]:
     """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises as select() does.
 
     loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it.
-    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run; None = a GPU where there is one.
+    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run.
     """
-    has_gpu = torch.cuda.is_available()
-    is_on_cpu = (device_type or ("cuda" if has_gpu else "cpu")) == "cpu"
-    layers = select(model, config, torch.cuda.get_device_name() if has_gpu else None)
+    is_on_cpu = device_type == "cpu"
+    layers = select(model, config, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     for layer in layers:
         if layer.recipe is None:
             continue
@@ -633,7 +632,7 @@ def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
     return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
 
 
-@torch.library.custom_op("nanofp8::cast_both", mutates_args=())
+@torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
 def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)), all row-major."""
     q, qt = _empty(x, format)

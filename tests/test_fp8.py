@@ -32,7 +32,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
-def build(label="off", device_type=None, head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
+def build(label="off", device_type="cpu", head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; (model, verdicts)."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
@@ -457,7 +457,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
             "attn.qkv": ("tensorwise", kernels), "mlp.gate_up": ("tensorwise", kernels), "attn.out": (None, False),
             "mlp.down": ("rowwise_with_gw_hp", False), "head": (None, False)}
         assert ("(kernels, measured 1.30x at 64 x 192)" in fp8.table(layers, "auto", "cuda")[0]) is kernels
-    model, layers = build("auto")
+    model, layers = build("auto", "cuda")
     assert set(fp8.by_layer(layers).values()) == {"tensorwise", "rowwise_with_gw_hp"}
     model(*tokens()).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())
