@@ -254,7 +254,7 @@ def test_a_label_tells_every_setting_that_numbers_depend_on(field):
 
 
 def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_and_has_no_effect_on_a_cpu(tiny, monkeypatch):
-    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)).identity() for is_fast in (False, True))
+    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=fast)).identity() for fast in (False, True))
     assert fast == plain | {"fp8.fast_backward": True} != plain
     x, w, g = operands("random")
     assert all(map(torch.equal, *(passes(linear(w, f"tensorwise{how}"), x, g) for how in ("", "+fast_backward"))))
