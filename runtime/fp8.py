@@ -11,8 +11,8 @@ tensorwise_gw_hp and amax: the same roundings, fewer passes over memory. torchao
 blockwise on Hopper; on other GPUs these are emulated, as blockwise_e5m2 and the recipes of four bits are everywhere. On a CPU
 every recipe is emulated: operands rounded, dequantised, multiplied in fp32. The numerics are real, the speed is not.
 
-With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8, half the bytes
-of BF16. Checkpoints, statistics of weights and evaluation in BF16 need the fp32 shard inside the wrapper: unwrap().
+With fp8.all_gather=true torchao wraps each converted weight in a tensor subclass that FSDP2 gathers as float8; unwrap() gives
+the fp32 shard inside.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from model import GPT, Linear
-from runtime.cli import UserError, parse
+from runtime.cli import UserError, read_options
 from runtime.config import FP8_KERNELS, FP8_SCALED_MM, WITH_KERNELS, FP8Config, fp8_overrides
 from runtime.speed import choose, load_table
 
@@ -248,9 +248,7 @@ add_weight_grad.register_fake(lambda total, g, x: None)
 
 def by_name(label: str) -> FP8Config:
     """The settings with this label, such as tensorwise+kernels."""
-    hints = get_type_hints(FP8Config)
-    pairs = (text.removeprefix("fp8.").split("=", 1) for text in fp8_overrides(label))
-    return FP8Config(**{key: parse(key, value, hints[key]) for key, value in pairs})
+    return read_options(FP8Config, [text.removeprefix("fp8.") for text in fp8_overrides(label)])
 
 
 @dataclass(frozen=True)
@@ -366,15 +364,14 @@ def _is_native(recipe: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------------------ conversion
 
-def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str | None = None) -> list[Layer]:
+def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device_type: str = "cpu") -> list[Layer]:
     """Convert the selected Linears of `model` in place; returns the verdict on every Linear. Raises as select() does.
 
     loss_scale: what the loss is multiplied by before the backward pass; constant gradient scales undo it.
-    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run; None = a GPU where there is one.
+    device_type: "cuda" or "cpu", where the model, perhaps still on the meta device, will run.
     """
-    has_gpu = torch.cuda.is_available()
-    is_on_cpu = (device_type or ("cuda" if has_gpu else "cpu")) == "cpu"
-    layers = select(model, config, torch.cuda.get_device_name() if has_gpu else None)
+    is_on_cpu = device_type == "cpu"
+    layers = select(model, config, torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     for layer in layers:
         if layer.recipe is None:
             continue
@@ -382,7 +379,8 @@ def convert(model: nn.Module, config: FP8Config, loss_scale: float = 1.0, device
         recipe = replace(for_loss_scale(RECIPES[layer.recipe], loss_scale), fast_backward=config.fast_backward)
         if layer.kernels:
             _use_kernels(module, recipe, config.scaling == "delayed")
-            if _has_loss_in_one_piece(model, module):
+            if layer.name == "head" and not recipe.has_bf16_weight_grad:
+                module.has_bound = True
                 model.token_losses = types.MethodType(_token_losses, model)     # type: ignore[assignment]  # of this model alone
         # torchao alone can gather float8; on a CPU its own emulation then multiplies.
         elif layer.recipe in ("cscale", *NATIVE_ON, *EMULATED) or is_on_cpu and not config.all_gather:
@@ -410,11 +408,6 @@ def _by_torchao(module: nn.Module, recipe: str, settings: FP8Config, emulate: bo
     return float8.convert_to_float8_training(module, config=replace(
         config, **changes, enable_fsdp_float8_all_gather=settings.all_gather, emulate=emulate, gemm_config_grad_input=backward,
         gemm_config_grad_weight=backward))
-
-
-def _is_converted(module: nn.Module) -> bool:
-    is_bf16 = type(module) is Linear or isinstance(module, KernelLinear) and module.recipe.weight.format is None
-    return isinstance(module, nn.Linear) and not is_bf16
 
 
 # ------------------------------------------------------------------------------- Linears emulated, and torchao's prototypes
@@ -534,6 +527,7 @@ class KernelLinear(nn.Linear):
     copies of it are buffers outside checkpoints."""
     recipe: Recipe
     version: int | None     # of the weight when its copies were made
+    has_bound = False       # of a head whose loss is computed by HeadLoss
     # Tensors, or None where there is none: the weight's copy (N, K), its transpose (K, N) in FP8, the scale () of both; its
     # lasting gradient, see keep_gradients(). x_scale, x_amax, g_scale, g_amax () are those of DelayedScales.
     q: Any
@@ -638,35 +632,29 @@ def _amaxes(model: nn.Module, linears: list[Any]) -> list[torch.Tensor]:
     return [plain if m is model.head else rounded for m, plain, rounded in zip(linears, amaxes, in_bf16, strict=True)]
 
 
-@torch.library.custom_op("nanofp8::cast_both", mutates_args=())
-def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype,
-              want_rows: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)).
-
-    All are row-major; without want_rows q is empty, (0,)."""
-    q, qt = _empty(x, format, want_rows)
+@torch.library.custom_op("nanofp8::cast_both_layouts", mutates_args=())
+def cast_both(x: torch.Tensor, scale: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x (M, K) times scale (), rounded to `format`, saturating: (q (M, K), its transpose (K, M)), all row-major."""
+    q, qt = _empty(x, format)
     _cast_into(x, scale, q, qt)
     return q, qt
 
 
-cast_both.register_fake(lambda x, scale, format, want_rows=True: _empty(x, format, want_rows))
+cast_both.register_fake(lambda x, scale, format: _empty(x, format))
 
 
-def _empty(x, format, want_rows=True):
-    M, K = x.shape
-    return x.new_empty((M, K) if want_rows else (0,), dtype=format), x.new_empty((K, M), dtype=format)
+def _empty(x, format):
+    return x.new_empty(x.shape, dtype=format), x.new_empty(x.shape[::-1], dtype=format)
 
 
 def _cast_into(x: torch.Tensor, scale: torch.Tensor, q: torch.Tensor, qt: torch.Tensor) -> None:
     """cast_both() into memory that is there."""
     if x.is_cuda:
         from runtime import fp8_kernels
-        fp8_kernels.cast_both(x, scale, q if q.numel() else None, qt)
-        return
-    rounded = cast(x, scale, q.dtype)
-    qt.copy_(rounded.t())
-    if q.numel():
-        q.copy_(rounded)
+        fp8_kernels.cast_both(x, scale, q, qt)
+    else:
+        q.copy_(cast(x, scale, q.dtype))
+        qt.copy_(q.t())
 
 
 def _quantised(x: torch.Tensor, operand: Operand, wants_transpose: bool, scale: torch.Tensor | None = None,
@@ -690,7 +678,7 @@ def _weight(w: torch.Tensor, copy: torch.Tensor | None, scale: torch.Tensor | No
     """The second operand of y = x w', or of g w (transposed), and the inverse of its scale; cast here where there is no copy."""
     scale = scale_of(w, operand) if scale is None else scale
     if copy is None:
-        copy = cast_both(w, scale, operand.format, want_rows=False)[1] if transposed else cast(w, scale, operand.format)
+        copy = cast_both(w, scale, operand.format)[1] if transposed else cast(w, scale, operand.format)
     return copy.t(), scale.reciprocal()
 
 
@@ -774,12 +762,6 @@ def cross_entropy_grad(logits: torch.Tensor, lse: torch.Tensor, targets: torch.T
 cross_entropy_grad.register_fake(lambda logits, *_: _empty(logits, E5M2))
 
 
-def _has_loss_in_one_piece(model: nn.Module, module: Any) -> bool:
-    """Whether the KernelLinear `module` of `model` is a head whose gradient HeadLoss computes."""
-    recipe: Recipe = module.recipe
-    return isinstance(model, GPT) and module is model.head and not recipe.has_bf16_weight_grad
-
-
 def _token_losses(model: GPT, h: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """GPT.token_losses through HeadLoss; the plain way without gradients, in BF16 (in_bf16 swaps the head's class), and where
     the head has hooks, as a probe's or a diagnosis's: only a call of the module runs them."""
@@ -811,7 +793,7 @@ class DelayedScales:
     def __init__(self, model: nn.Module, ranks: int = 1):
         delayed = [(name, m) for name, m in model.named_modules() if isinstance(m, KernelLinear) and m.is_delayed]
         sides = [(f"{name}.{side}", m, side) for side in "xg" for name, m in delayed
-                 if side == "x" or not _has_loss_in_one_piece(model, m)]
+                 if side == "x" or not m.has_bound]
         operands = [m.recipe.input if side == "x" else m.recipe.grad for _, m, side in sides]
         device = next(model.parameters()).device
         for _, m, side in sides:
@@ -904,9 +886,9 @@ class GatheredLinear(nn.Linear):
 
 @contextlib.contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Within the block, every converted Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between
-    two arms measured so is one between their weights. Classes are swapped: names, Parameters, sharding and hooks stay."""
-    classes: dict[Any, type] = {module: type(module) for module in model.modules() if _is_converted(module)}
+    """Within the block, every Linear of `model` multiplies in BF16, from the same weights, uncompiled: a gap between two arms
+    measured so is one between their weights. Classes are swapped: names, Parameters, sharding and hooks stay."""
+    classes: dict[Any, type] = {module: type(module) for module in model.modules() if isinstance(module, nn.Linear)}
     reshard(model)      # gathered weights have lost their fp32 shards
     for module in classes:
         module.__class__ = Linear

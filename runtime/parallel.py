@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from model import GPT, Block
 from runtime import fp8, optim
@@ -204,21 +205,13 @@ def set_torch_flags(config: Config, world: World, recipes: Iterable[str]) -> lis
             import torch._inductor.config as inductor
             inductor.emulate_precision_casts = True
             flags.append("inductor.emulate_precision_casts (without it rowwise turns NaN behind a fused RMSNorm: pytorch#150859)")
-    if config.fp8.fast_backward:
-        flags.append("fast accumulation in FP8 matmuls of the backward pass (fp8.fast_backward)"
-                     + (": no effect here, a CPU's emulation sums in fp32" if world.device.type == "cpu" else ""))
     return [f"torch: {flag}" for flag in flags]
 
 
-ATTENTION = {op.default for op in (
+# Of recomputed blocks its output is kept, as many bytes as a block's input, to spare its second run.
+ATTENTION = [op.default for op in (
     torch.ops.aten._scaled_dot_product_cudnn_attention, torch.ops.aten._scaled_dot_product_flash_attention,
-    torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)}
-
-
-def _keep_attention():
-    """Contexts of a checkpoint that keeps attention's output, as many bytes as a block's input, to spare its second run."""
-    return create_selective_checkpoint_contexts(
-        lambda _, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE)
+    torch.ops.aten._scaled_dot_product_efficient_attention, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)]
 
 
 class RecomputedBlock(Block):
@@ -234,7 +227,7 @@ class RecomputedBlock(Block):
             return super().forward(x, cos, sin, cache)
         # Nothing in a block draws random numbers, so no generator's state needs to be saved and restored.
         return checkpoint(super().forward, x, cos, sin, use_reentrant=False, preserve_rng_state=False,
-                          context_fn=_keep_attention)
+                          context_fn=partial(create_selective_checkpoint_contexts, ATTENTION))
 
 
 def shard(model: GPT, world: World, reshard: bool = True) -> None:

@@ -20,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -271,9 +270,6 @@ def measure(config: Config, device: torch.device) -> tuple[float, float]:
         torch.cuda.set_device(device)
         free, total = torch.cuda.mem_get_info(device)
         torch.cuda.set_per_process_memory_fraction(SHARE * free / total, device)
-    else:
-        with suppress(OSError):     # not Linux
-            Path("/proc/self/oom_score_adj").write_text("1000")     # the first process that the kernel kills for memory
     built = build(config, World(0, 0, 1, device))
     model, m, n = built.model, config.model, config.micro_batch
     with torch.no_grad():       # of the right size and no zeros, which a GPU multiplies faster; the run draws its own on the CPU

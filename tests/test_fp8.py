@@ -32,7 +32,7 @@ GPU = "NVIDIA H100 80GB HBM3"
 ALONE = parallel.World(0, 0, 1, torch.device("cpu"))
 
 
-def build(label="off", device_type=None, head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
+def build(label="off", device_type="cpu", head=False, dtype=torch.bfloat16, loss_scale=1.0, seed=0, **changes):
     """A GPT on the CPU, converted to a recipe, with "+kernels" on our kernels; (model, verdicts)."""
     with torch.device("meta"):
         model = GPT(GPTConfig(**{**SIZE, **changes}), dtype)
@@ -254,12 +254,10 @@ def test_a_label_tells_every_setting_that_numbers_depend_on(field):
 
 
 def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_and_has_no_effect_on_a_cpu(tiny, monkeypatch):
-    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=is_fast)) for is_fast in (False, True))
-    assert fast.identity() == plain.identity() | {"fp8.fast_backward": True}
-    assert "fp8.fast_backward" not in plain.identity(), "runs from before there was the key go on"
+    plain, fast = (replace(tiny, fp8=FP8Config(recipe="tensorwise", fast_backward=fast)).identity() for fast in (False, True))
+    assert fast == plain | {"fp8.fast_backward": True} != plain
     x, w, g = operands("random")
-    assert all(map(torch.equal, *(passes(linear(w, config.fp8.label), x, g) for config in (plain, fast))))
-    assert ["no effect here" in line for line in parallel.set_torch_flags(fast, ALONE, [])] == [True]
+    assert all(map(torch.equal, *(passes(linear(w, f"tensorwise{how}"), x, g) for how in ("", "+fast_backward"))))
     for recipe, backward in itertools.product(RECIPES[:5], (False, True)):
         holder, seen = linear(w, recipe + "+fast_backward" * backward, "cuda"), []
         monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, out_dtype, use_fast_accum, seen=seen, **_: (
@@ -270,14 +268,13 @@ def test_fast_accumulation_backward_is_asked_of_torchaos_matmuls_is_another_run_
 
 # ---------------------------------------------------------------------------------------------- what nvfp4 has besides
 
-def test_the_rotation_keeps_products_and_spreads_outliers():
+def test_the_rotation_is_orthogonal_and_so_keeps_products_and_spreads_outliers():
     torch.manual_seed(1)
-    g, x = torch.randn(64, 8), torch.randn(64, 4)
+    g = torch.randn(64, 8)
     g[20] = 1000.0
     mix = fp8._rotated(torch.eye(64)).double()
     assert torch.allclose(mix @ mix.t(), torch.eye(64).double(), atol=1e-6)
     assert torch.allclose(fp8._rotated(g).double(), mix @ g.double(), rtol=1e-5, atol=1e-4)
-    assert torch.allclose(fp8._rotated(g).t() @ fp8._rotated(x), g.t() @ x, rtol=1e-4, atol=1e-3)
     assert fp8._rotated(torch.ones(64, 1)).abs().max() < 3, "random signs: no constant becomes one value"
     assert fp8._rotated(g).abs().max() < 260, "one token of 1,000 is 16 of 250"
 
@@ -458,7 +455,7 @@ def test_auto_takes_per_layer_what_the_table_says_is_fastest_and_trains(monkeypa
             "attn.qkv": ("tensorwise", kernels), "mlp.gate_up": ("tensorwise", kernels), "attn.out": (None, False),
             "mlp.down": ("rowwise_with_gw_hp", False), "head": (None, False)}
         assert ("(kernels, measured 1.30x at 64 x 192)" in fp8.table(layers, "auto", "cuda")[0]) is kernels
-    model, layers = build("auto")
+    model, layers = build("auto", "cuda")
     assert set(fp8.by_layer(layers).values()) == {"tensorwise", "rowwise_with_gw_hp"}
     model(*tokens()).sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters())

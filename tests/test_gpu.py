@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from model import GPT, GPTConfig
 from runtime import fp8, plan
 from runtime.checkpoint import Saver, checkpoints, load, load_model, read_manifest, step_of
 from runtime.config import CheckpointConfig, DataConfig, EvalConfig, FP8Config, LogConfig, load_config
@@ -30,15 +28,11 @@ from tests.test_run import watched_steps
 pytestmark = pytest.mark.gpu
 
 
-def model_on_gpu(config, is_compiled=True):
+def model_on_gpu(recipe, is_compiled=True):
     """A model of two blocks, converted, with a batch for it."""
-    with torch.device("meta"):
-        model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=256, n_ffn=512, n_ctx=128))
-    fp8.convert(model, config)
+    model = build(recipe, "cuda", n_embd=256, n_ffn=512, n_ctx=128, vocab_size=50257)[0].cuda()
     if is_compiled:
         model.compile(dynamic=False, fullgraph=True)
-    model.to_empty(device="cuda")
-    model.init_weights(0)
     ids = torch.randint(50257, (4, 129), generator=torch.Generator().manual_seed(0)).cuda()
     return model, ids[:, :-1], ids[:, 1:]
 
@@ -72,8 +66,8 @@ def test_every_recipes_matmuls_against_fp64(label):
 @pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
 def test_a_compiled_recipe_is_near_eager_and_near_bf16_and_not_equal(recipe):
     losses = []
-    for config, is_compiled in ((FP8Config(), True), (FP8Config(recipe=recipe), True), (FP8Config(recipe=recipe), False)):
-        model, x, y = model_on_gpu(config, is_compiled)
+    for label, is_compiled in (("off", True), (recipe, True), (recipe, False)):
+        model, x, y = model_on_gpu(label, is_compiled)
         loss = model(x, y).sum() / (4 * 128)
         loss.backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
@@ -112,8 +106,6 @@ def test_hardware_rounds_every_value_as_torch_does(format, dtype):
         q, qt = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format)
         want = quantised(x.cuda(), scale, format)
         assert same(q.cpu(), want.cpu()) and same(qt.cpu(), want.t().contiguous().cpu())
-        only = fp8.cast_both(x.cuda(), torch.tensor(scale, device="cuda"), format, False)[1]
-        assert same(only.cpu(), qt.cpu())
 
 
 def test_offsets_beyond_32_bits_on_hardware():
@@ -278,7 +270,7 @@ def test_a_profiled_run_leaves_a_trace_with_kernels(tiny, tmp_path):
 
 
 def test_a_compiled_models_diagnosis_names_the_weight_and_the_output(tmp_path):
-    model, x, y = model_on_gpu(FP8Config(recipe="rowwise"))
+    model, x, y = model_on_gpu("rowwise")
     weights = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
     model(x, y).sum().backward()
     sound = diagnose(model, weights, x, y, 6, "spike", tmp_path, True)
@@ -294,11 +286,11 @@ def test_on_a_gpu_too_large_a_micro_batch_is_no_crash(tiny):
     device, wide = torch.device("cuda", 0), replace(tiny.model, n_embd=512, n_ffn=1536, n_ctx=1024)
     config = replace(tiny, model=wide, parallel=replace(tiny.parallel, compile=True))
     huge, small = (replace(config, data=replace(tiny.data, micro_batch=n, tokens_per_step=n * 1024)) for n in (2**15, 4))
+    with pytest.raises(MemoryError):
+        plan.try_one(huge, device)
+    tok_per_s, gib = plan.try_one(small, device)
+    assert tok_per_s > 10_000 and 0 < gib < 20
     auto = replace(small, data=replace(small.data, micro_batch="auto"))
-    end = time.monotonic() + 500
-    assert plan.try_one(huge, device, end) == plan.Trial(failure=plan.NO_FIT)
-    trial = plan.try_one(small, device, end)
-    assert trial.failure is None and trial.tok_per_s > 10_000 and 0 < trial.peak_gib < 20
     assert plan.resolve_micro_batch(auto, World(0, 0, 1, device)).data.micro_batch in (1, 2, 4)
 
 

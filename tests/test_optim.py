@@ -16,6 +16,7 @@ from runtime.config import FP8Config, OptimConfig
 from tests.conftest import call_train
 from tests.faults import back_to, record, rows, summary
 from tests.test_faults import finish
+from tests.test_parallel import build
 
 
 def rates(steps, **changes):
@@ -90,14 +91,9 @@ def test_weight_gradients_of_micro_batches_add_up_within_their_matmuls(tiny, mon
                           test_utils=("test_schema", "test_faketensor"))
     if compiled == "off":
         monkeypatch.setattr(fp8, "add_weight_grad", lambda *tensors: calls.append(tensors) or add(*tensors))
-    world, two = parallel.World(0, 0, 1, torch.device("cpu")), 2 * tiny.data.micro_batch * tiny.model.n_ctx
-    config = replace(tiny, fp8=FP8Config(**settings), data=replace(tiny.data, tokens_per_step=two),
-                     parallel=replace(tiny.parallel, compile=compiled))
-    plain = replace(config, data=replace(config.data, tokens_per_step=two // 2))
-    (model, alone) = models = [parallel.build(one, world).model for one in (config, plain)]
-    for one in models:
-        one.init_weights(0)
-        fp8.refresh_weight_copies(one)
+    one = tiny.data.micro_batch * tiny.model.n_ctx      # tokens of a micro-batch
+    model, alone = (build(replace(tiny, data=replace(tiny.data, tokens_per_step=n * one)), fp8_config=FP8Config(**settings),
+                          compile=compiled).model for n in (2, 1))
     lasting = {name: p.grad.data_ptr() for name, p in model.named_parameters() if p.grad is not None}
     assert len(lasting) == 4 * tiny.model.n_layer and all(p.grad is None for p in alone.parameters())
     for step in range(2):

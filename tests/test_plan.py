@@ -36,12 +36,15 @@ def hours_of(page):
     return {name: float(h) for name, h in re.findall(r"^  (BF16|FP8)(?:, at the very best)? +([\d.]+) h", page, re.M)}
 
 
+def gib_of(page):
+    return {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", page, re.M)}
+
+
 def test_llama_by_hand():
     config = load_config(ROOT / "configs/continue_llama.py", ["fp8.recipe=tensorwise"])
     page = planned(config)
     assert f"{8_030_261_248:,}" in page and "parallel.shard=4" in page      # the published count
     assert "layers.*.mlp.down     14336 x 4096   x32  -> tensorwise" in page
-    size = {name: float(number) for name, number in re.findall(r"^  (\w+[ \w]*?) +([\d.]+) GiB", page, re.M)}
     weights, embedding, tokens = 4 * 8_030_261_248 / 2**30, 2 * 128256 * 4096, 2 * 4096
     blocks = 8_030_261_248 - embedding
     parts = {
@@ -49,7 +52,7 @@ def test_llama_by_hand():
         "gathered": (2 * blocks * 2 / 32 + 4 * embedding) / 2**30,
         "activations": tokens * (32 * 4 * 4096 + 2 * (5 * 4096 + 6144 + 3 * 14336)) / 2**30,
         "logits": min(tokens, config.model.loss_chunk or tokens) * 128256 * 4 / 2**30}
-    assert size == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
+    assert gib_of(page) == pytest.approx({**parts, "sum": sum(parts.values()), "checkpoint": 3 * weights,
                                   "training tokens": 4 * 131.072e6 / 2**30}, abs=0.03)     # ids beyond 16 bits
     kept = planned(replace(config, parallel=replace(config.parallel, recompute=False)))
     assert hours_of(page)["BF16"] / hours_of(kept)["BF16"] == pytest.approx(4 / 3, abs=0.1)     # the forward pass is a third
@@ -62,10 +65,14 @@ def test_llama_by_hand():
 
 def test_muon_by_hand():
     config = replace(FP8_RUN, optim=replace(FP8_RUN.optim, kind="muon"), parallel=replace(FP8_RUN.parallel, shard=8))
-    page, (C, F) = planned(config), (2048, 5632)
+    page, (C, F), n = planned(config), (2048, 5632), config.model.params_total
     update = 28 * 5 * (4 * 6 * C**3 + 3 * (4 * C * C * F + 2 * C**3))     # Q, K, V, out; gate, up, down
     assert f"Muon                   {update * config.total_steps:.4e}   {update:.4e} an update, 0.7% of" in page
-    assert f"exchange takes {10 * 28 * (4 * C * C + 3 * C * F) / 8 / 2**30:.2f} GiB" in page and "shared by 8 GPU(s)" in page
+    matrices = 28 * (4 * C * C + 3 * C * F)     # of one moment
+    assert f"exchange takes {10 * matrices / 8 / 2**30:.2f} GiB" in page and "shared by 8 GPU(s)" in page
+    moments = 8 * n - 4 * matrices
+    assert (gib_of(page)["optimizer"], gib_of(page)["checkpoint"]) == pytest.approx(
+        (moments / 8 / 2**30, (4 * n + moments) / 2**30), abs=0.006)
     assert "Muon" not in planned(FP8_RUN)
 
 
