@@ -276,7 +276,8 @@ def read_manifest(path: Path) -> dict:
     Raises DamagedError naming the file that is missing or changed, UserError for another format version.
     """
     def damaged(name: str) -> DamagedError:
-        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use the one before it")
+        return DamagedError(f"{path / name} differs from what was written or is missing: move {path} away to use the one "
+                            f"before it")
 
     try:
         text = (path / "manifest.json").read_bytes()
@@ -290,8 +291,9 @@ def read_manifest(path: Path) -> dict:
             hashes = list(pool.map(lambda name: file_sha256(path / name), manifest["files"]))
     except FileNotFoundError as error:      # any other OSError is the machine's
         raise damaged(Path(error.filename).name) from error
-    if changed := [name for name, found in zip(manifest["files"], hashes, strict=True) if manifest["files"][name]["sha256"] != found]:
-        raise damaged(changed[0])
+    for (name, entry), found in zip(manifest["files"].items(), hashes, strict=True):
+        if found != entry["sha256"]:
+            raise damaged(name)
     if version == 2:
         manifest["state"] = {FORMAT_2_NAMES.get(name, name): value for name, value in manifest["state"].items()}
     return manifest
@@ -449,14 +451,13 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
         manifest |= {"step": 0, "state": {"imported": {
             "folder": run_dir.name, "step": step_of(path), "tokenizer_sha256": manifest["state"]["tokenizer_sha256"]}}}
     theirs, ours = (asdict(replace(c.model, n_kv_head=c.model.kv_heads)) for c in (parent, config))
-    if changes := [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
-                   if key not in WEIGHTS_FREE and ours[key] != theirs[key]]:
-        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
-                        f"config.json, of which n_ctx and loss_chunk alone are free")
+    changes = [f"model.{key} is {theirs[key]} there, {ours[key]} here" for key in ours
+               if key not in WEIGHTS_FREE and ours[key] != theirs[key]]
     if tokenizer_sha256 != manifest["state"]["imported"]["tokenizer_sha256"]:
-        raise UserError(f"start_from={config.start_from} has another tokenizer than data.tokenizer={config.data.tokenizer}, so "
-                        f"its ids mean other text: give data.tokenizer={tokenizer_of(run_dir, parent.data.tokenizer)}, and "
-                        f"shards that were prepared with it")
+        changes.append(f"data.tokenizer is {tokenizer_of(run_dir, parent.data.tokenizer)} there, {config.data.tokenizer} here")
+    if changes:
+        raise UserError(f"start_from={config.start_from} is another model: {'; '.join(changes)}; give the model section of its "
+                        f"config.json, of which n_ctx and loss_chunk alone are free, and shards of its tokenizer")
     manifest["state"]["imported"]["run"] = run_dir.name     # which an import's own name is not
     return path, manifest
 
@@ -469,7 +470,7 @@ def run_on_rank0(world, work: Callable[[], T]) -> T:
 
 
 def together(work: Callable[[], T], world) -> list[T]:
-    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all. world None: one process."""
+    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all. None: one process."""
     result, error = cast(T, None), None
     try:
         result = work()

@@ -271,17 +271,20 @@ def test_the_mean_over_responses_is_of_the_data_that_a_rollback_has_moved_on_to(
     assert [row["loss"] for row in rows(config)] == pytest.approx(due, rel=1e-3)
 
 
-@pytest.mark.parametrize("spoilt, rollbacks, replicas, told", [
-    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1"), (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan"),
-    (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan")])
-def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told):
+@pytest.mark.parametrize("spoilt, rollbacks, replicas, told, saved", [
+    (["scale_loss:7:999:nan"], 1, 1, "guard.rollbacks=1", 4), (["nan_weight:8:1"], 0, 1, "step 8: validation loss nan", 8),
+    (["nan_weight:8:0", "nan_weight:8:1"], 0, 2, "step 8: validation loss nan", 8),
+    (["scale_loss:1:999:nan"], 2, 1, "step 3: loss nan, gradient norm nan; 3 skipped in a row, and there is no checkpoint", 0)])
+def test_a_run_that_cannot_be_saved_from_itself_stops_and_says_why(base, spoilt, rollbacks, replicas, told, saved):
     config = replace(base, run=f"hopeless{rollbacks}{replicas}", guard=replace(base.guard, skips=3, rollbacks=rollbacks),
                      parallel=replace(base.parallel, replicate=replicas))
     assert told in refused([1, 1], config, faults=spoilt, ranks=2)
-    weights = json.loads((config.run_dir / "diagnosis.json").read_text())["weights"].values()
-    assert sum(weight["not_finite"] for weight in weights) == (1 - rollbacks), "each value counted once"
+    found = json.loads((config.run_dir / "diagnosis.json").read_text())
+    weights = found["weights"].values()
+    assert sum(weight["not_finite"] for weight in weights) == ("nan_weight" in spoilt[0]), "each value counted once"
     assert sum(weight["values"] for weight in weights) == config.model.params_total
-    assert saved_steps(config)[-1] == (4 if rollbacks else 8), "what is due in a row of skips waits for its end"
+    assert [bool(found["gradients"]), found["problem"]] == ["scale_loss" in spoilt[0], ""]
+    assert (saved_steps(config) or [0])[-1] == saved, "what is due in a row of skips waits for its end"
 
 
 # -------------------------------------------------------------------------------------------------------------- branches
