@@ -465,12 +465,12 @@ def _branch_point(config: Config, tokenizer_sha256: str) -> tuple[Path, dict]:
 # ---------------------------------------------------------------------------------------------------------------- ranks
 
 def run_on_rank0(world, work: Callable[[], T]) -> T:
-    """What work() returns on rank 0, on every rank; what it raises there is raised on every rank."""
-    return together(lambda: work() if world.is_main else cast(T, None), world)[0]
+    """What work() returns on rank 0, on every rank; what it raises there is raised on every rank. None: one process."""
+    return together(lambda: work() if world is None or world.is_main else cast(T, None), world)[0]
 
 
 def together(work: Callable[[], T], world) -> list[T]:
-    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all. None: one process."""
+    """What work() returns on each rank, by rank, on every rank; what it raises on one is raised on all."""
     result, error = cast(T, None), None
     try:
         result = work()

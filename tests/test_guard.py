@@ -134,58 +134,58 @@ def test_a_resume_at_any_step_changes_no_verdict_and_a_rollback_brings_back_the_
     assert seen >= {"off": {OK, SKIP}, "log": {OK, SKIP, SPIKE}, "act": set(Verdict)}[mode]
 
 
-def examine(folder, model, x, y, **spoilt):
-    """What diagnose() says and writes, and how many values are not finite, by kind and name; spoilt: other moments."""
-    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
-    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()} | spoilt
+def examine(folder, model, tensors, x, y):
+    """What diagnose() says and writes, and by kind and name how many values are not finite."""
     text = diagnose(model, tensors, x, y, 41, "loss nan", folder, True)
     assert text.startswith("loss nan: ") and str(folder / "diagnosis.json") in text
     found = json.loads((folder / "diagnosis.json").read_text(), parse_constant=pytest.fail)
-    return text, found, {kind: {name: c["not_finite"] for name, c in named.items() if c["not_finite"]}
-                         for kind, named in found.items() if isinstance(named, dict)}
+    bad = {kind: {name: c["not_finite"] for name, c in named.items() if c["not_finite"]}
+           for kind, named in found.items() if isinstance(named, dict)}
+    return text, found, bad
 
 
-@pytest.mark.parametrize("label, changes", [("off", {}), ("tensorwise", {}), ("off", {"loss_chunk": 16})])
-def test_a_sound_model_is_called_sound(tmp_path, label, changes):
-    model, (x, y) = build(label, **changes)[0], tokens()
-    model(x, y).sum().backward()
-    text, found, _ = examine(tmp_path, model, x, y)
-    assert (found["step"], found["reason"], found["problem"]) == (41, "loss nan", "")
-    assert "0 of 14 weights are not finite, 0 of 14 moments are" in text
-    assert found["weights"] == found["gradients"] == {
-        name: {"values": p.numel(), "not_finite": 0} for name, p in model.named_parameters()}
-    assert list(found["modules"])[:2] == ["wte", "layers.0.norm1"] and list(found["modules"])[-1] == "head"
-    assert found["modules"]["head"] == {"values": 4 * 32 * 384, "not_finite": 0}
+def overflow(model, moments):
+    model.layers[0].attn.out.weight.fill_(3e38)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("recipe, outputs", [("off", 4 * 32), ("tensorwise", 4 * 32 * 192)])      # tensorwise, one NaN spoils all
-def test_weights_moments_and_gradients_that_are_not_finite_are_named(tmp_path, recipe, outputs):
-    model = build(recipe)[0]
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    moments = torch.zeros_like(model.wte.weight)
-    moments.view(-1)[:2] = torch.tensor([math.nan, -math.inf])
+def spoil(model, moments):
+    moments["optim.wte.weight.exp_avg"].view(-1)[:2] = torch.tensor([math.nan, -math.inf])
     model.layers[0].attn.qkv.weight.grad[0, :7] = math.inf
     model.layers[1].mlp.gate_up.weight[3, 5] = math.nan
-    text, _, bad = examine(tmp_path, model, *tokens(), **{"optim.wte.weight.exp_avg": moments})
-    assert "1 of 14 weights are not finite (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text
-    assert f"layers.1.mlp.gate_up: {outputs:,} of " in text and bad["modules"]["layers.1.mlp.gate_up"] == outputs
-    assert bad["moments"] == {"wte.weight.exp_avg": 2} and bad["gradients"] == {"layers.0.attn.qkv.weight": 7}
 
 
-@torch.no_grad()
-def test_the_first_output_that_overflows_is_named(tmp_path):
+SPOILT = {"weights": {"layers.1.mlp.gate_up.weight": 1}, "moments": {"wte.weight.exp_avg": 2},
+          "gradients": {"layers.0.attn.qkv.weight": 7}}
+
+
+@pytest.mark.parametrize("recipe, changes, fault, bad, first", [        # first: output, and how many of its values, if known
+    ("off", {}, None, {}, None), ("tensorwise", {}, None, {}, None), ("off", {"loss_chunk": 16}, None, {}, None),
+    ("off", {}, overflow, {}, ("layers.0.attn.out", None)), ("off", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32)),
+    ("tensorwise", {}, spoil, SPOILT, ("layers.1.mlp.gate_up", 4 * 32 * 192))])     # where one NaN spoils all
+def test_the_diagnosis_names_what_is_not_finite_and_nothing_else(tmp_path, recipe, changes, fault, bad, first):
+    model, (x, y) = build(recipe, **changes)[0], tokens()
+    model(x, y).sum().backward()
+    tensors = {f"model.{name}": p.detach() for name, p in model.named_parameters()}
+    tensors |= {f"optim.{name}.exp_avg": torch.zeros_like(p) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        if fault:
+            fault(model, tensors)
+    text, found, seen = examine(tmp_path, model, tensors, x, y)
+    outputs = seen.pop("modules")
+    assert (found["step"], found["reason"], found["problem"]) == (41, "loss nan", "")
+    assert seen == {"weights": {}, "moments": {}, "gradients": {}} | bad
+    name, values = first or (None, None)
+    assert next(iter(outputs), None) == name and (not name or f"modules are not finite ({name}: " in text)
+    assert values in (None, outputs.get(name))
+    assert ("1 of 14 weights are not finite (layers.1.mlp.gate_up.weight: 1 of 12,288 values)" in text) is bool(bad)
+    assert {name: c["values"] for name, c in found["weights"].items()} == {
+        name: p.numel() for name, p in model.named_parameters()}
+    assert list(found["modules"])[:2] == ["wte", "layers.0.norm1"] and list(found["modules"])[-1] == "head"
+    assert found["modules"]["head"]["values"] == 4 * 32 * 384
+
+
+def test_what_fails_in_the_diagnosis_is_told_and_never_raised(tmp_path):
     model = build()[0]
-    model.layers[0].attn.out.weight.fill_(3e38)
-    text, _, bad = examine(tmp_path, model, *tokens())
-    assert not bad["weights"] and next(iter(bad["modules"])) == "layers.0.attn.out" and "(layers.0.attn.out: " in text
-
-
-def test_what_fails_in_the_diagnosis_is_listed_and_never_raised(tmp_path):
-    model, (x, y) = build()[0], tokens()
-    model.forward = lambda *_: {}["a device that failed"]
-    text, found, _ = examine(tmp_path, model, x, y)
-    assert found["problem"] == "KeyError: 'a device that failed'" and found["problem"] in text and len(found["weights"]) == 14
-    text = diagnose(model, {"model.x": None}, x, y, 3, "loss inf", tmp_path / "gone", True)
-    assert text.startswith("loss inf: ") and "AttributeError" in text
+    text, found, _ = examine(tmp_path, model, {"model.x": torch.zeros(3), "optim.x": None}, *tokens())
+    assert list(found["weights"]) == ["x"] and "AttributeError" in found["problem"] and found["problem"] in text
+    assert diagnose(model, {}, *tokens(), 3, "loss inf", tmp_path / "gone", True).startswith("loss inf: ")
