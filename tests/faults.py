@@ -176,7 +176,7 @@ def last_step(config: Config) -> int:
 
 
 def saved_steps(config: Config) -> list[int]:
-    return sorted(int(p.parent.name[-8:]) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
+    return sorted(int(p.parent.name.removeprefix("step_")) for p in (config.run_dir / "checkpoints").glob("step_*/DONE"))
 
 
 def leftovers(config: Config) -> list[str]:
