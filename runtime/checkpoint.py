@@ -6,9 +6,9 @@
     out/<run>/checkpoints/bad_step_00013500/    one that was found damaged, kept for inspection
     out/<run>/checkpoints/.tmp_step_00013500/   one that is being written or deleted; the next save or start removes leftovers
 
-Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background, DCP writes and syncs them under
-a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the keep
-policy no longer wants. A stage that fails on one rank fails on all and leaves nothing behind; the next due save tries again.
+Save: each rank copies its tensors to host memory (12 bytes a parameter). Then, in the background, DCP writes and syncs them
+under a temporary name, each rank hashes its own files, rank 0 writes manifest and DONE, renames the folder and deletes what the
+keep policy no longer wants. A stage that fails on one rank fails on all and leaves nothing behind; the next due save tries again.
 
 Read: DCP notices a truncated file but no flipped bit, ignores tensors that nobody asked for, casts other dtypes, and unpickles
 whatever `.metadata` names, so that an untrusted folder runs its code (pytorch#189308, #190877). Here every file, name, shape and

@@ -324,8 +324,8 @@ class Run:
         self.saver.wait()       # what it has to save is the newest there will be
         if verdict is Verdict.ROLLBACK:
             before = guard.suspect_since or 0
-            found = restore(config.run_dir, self._tensors, self.world, lambda line: self._log_event("bad_checkpoint", bad, line),
-                            before)
+            found = restore(config.run_dir, self._tensors, self.world,
+                            lambda line: self._log_event("bad_checkpoint", bad, line), before)
             if found is None and config.parent and 0 < config.parent[1] < before:
                 found = branch(config, self.tokenizer.sha256, self._tensors, self.world)
             if found is None:

@@ -192,7 +192,7 @@ READS = {"tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "
 
 
 def test_a_step_reads_the_host_once_and_the_collector_is_frozen_once(tiny, tmp_path, monkeypatch, capsys):
-    """Reads by Python's calls, and by what torch calls beneath its functions, from a step's first micro-batch to its log line."""
+    """By Python's calls, and by what torch calls beneath its functions, from a step's first micro-batch to its log line."""
     seen, frozen, at, beat = [], [], [None], Watchdog.at
 
     def noted(self, what, step, *args, **kwargs):
