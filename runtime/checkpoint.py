@@ -311,9 +311,8 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
     """Fill `tensors` in place from the newest whole checkpoint (of a step below `before`, where given), by all ranks together;
     returns its folder and manifest, None where there is none. No save may be under way, whose collectives would mix with these.
 
-    A damaged one is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises MachineError where
-    there are only damaged ones, now or from an earlier start: a run never starts over silently; UserError where the newest has
-    another format or does not fit `tensors`.
+    A damaged one is renamed to bad_step_00000400, and `say`, on rank 0 alone, gets a line about it. Raises UserError where the
+    newest has another format or does not fit `tensors`.
     """
     def newest_whole() -> tuple[Path, dict] | None:
         for path in reversed([p for p in checkpoints(run_dir) if before is None or step_of(p) < before]):
@@ -325,9 +324,6 @@ def restore(run_dir: Path, tensors: dict[str, torch.Tensor], world, say: Callabl
                     aside = aside.with_name(f"{aside.name}_again")
                 os.rename(path, aside)
                 say(f"checkpoint {path.name} is damaged, set aside as {aside.name}: {str(error).partition(': move ')[0]}")
-        if bad := sorted(p.name for p in run_dir.glob("checkpoints/bad_step_*")):
-            raise MachineError(f"{run_dir}/checkpoints holds no checkpoint that is whole; damaged are {', '.join(bad)}: put back "
-                               f"a copy of one as step_{bad[-1].split('_')[2]}, or delete {run_dir} to start the run over")
         return None
 
     if found := run_on_rank0(world, newest_whole):

@@ -471,14 +471,17 @@ def is_finished(config: Config) -> bool:
 
 
 def refuse_to_start_over(config: Config) -> None:
-    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more.
+    """Raises UserError where the run has come so far that it must have saved, yet no checkpoint is there any more; MachineError
+    where only damaged ones are.
 
     The first save that was due may have been cut short; the second one has waited for it."""
     rows = metrics_rows(read_rows(config.run_dir / "metrics.jsonl"))
     steps = {row["step"] for row in rows if row["kind"] == "train"}      # a branch has rows of its own alone
-    if sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
-        raise UserError(f"{config.run_dir} has come to step {max(steps)}, yet no checkpoint of it is left: put its checkpoints/ "
-                        f"back, or delete the folder to start the run anew")
+    bad = ", ".join(sorted(path.name for path in config.run_dir.glob("checkpoints/bad_step_*")))
+    if bad or sum(step in config.checkpoint.at or is_regular(config.checkpoint, step) for step in steps) > 1:
+        raise (MachineError if bad else UserError)(
+            f"{config.run_dir} has come to step {max(steps, default=0)}, yet no checkpoint of it is left{bad and ' but damaged '}"
+            f"{bad}: put its checkpoints/ back, or delete the folder to start the run anew")
 
 
 # ----------------------------------------------------------------------------------------------------- requests to stop

@@ -101,6 +101,10 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     assert faults.saved_steps(config) == [4, 6]
     before = (config.run_dir / "metrics.jsonl").read_bytes()
     (config.run_dir / "summary.json").unlink()
+    for step in 4, 6:
+        faults.flip_bit(config.run_dir / f"checkpoints/step_{step:08d}/.metadata", 9)
+    for _ in range(2):
+        assert "but damaged bad_step_00000004, bad_step_00000006: " in refused(capsys, config, tmp_path, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in refused(capsys, config, tmp_path)
     assert (config.run_dir / "metrics.jsonl").read_bytes() == before
