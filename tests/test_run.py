@@ -103,13 +103,15 @@ def test_a_run_whose_checkpoints_are_gone_does_not_start_over(tiny, tmp_path, ca
     (config.run_dir / "summary.json").unlink()
     for step in 4, 6:
         faults.flip_bit(config.run_dir / f"checkpoints/step_{step:08d}/.metadata", 9)
-    for _ in range(2):
-        assert "but damaged bad_step_00000004, bad_step_00000006: " in refused(capsys, config, tmp_path, code=1)
+    assert "but damaged bad_step_00000004, bad_step_00000006: " in refused(capsys, config, tmp_path, code=1)
     shutil.rmtree(config.run_dir / "checkpoints")
     assert "has come to step 6, yet no checkpoint" in refused(capsys, config, tmp_path)
     assert (config.run_dir / "metrics.jsonl").read_bytes() == before
-    # Killed over its very first save a run has nothing to go back to, and begins anew.
+    # Killed over its very first save a run has nothing to go back to, and begins anew; not where that save was found damaged.
     (config.run_dir / "metrics.jsonl").write_bytes(b"".join(before.splitlines(keepends=True)[:3]))
+    (config.run_dir / "checkpoints/bad_step_00000002").mkdir(parents=True)
+    assert "but damaged bad_step_00000002: " in refused(capsys, config, tmp_path, code=1)
+    shutil.rmtree(config.run_dir / "checkpoints")
     assert call_train(capsys, config, tmp_path).returncode == 0
 
 
